@@ -49,7 +49,7 @@ from benchmarks.tables import (
     show_ways,
     summary,
 )
-from dask_p2p.cli._options import (
+from dask_p2p.cli.options import (
     COUNT,
     cpu_option,
     one_line_errors,

@@ -27,7 +27,7 @@ from benchmarks.environment import environment
 from benchmarks.growth import write
 from benchmarks.rivals import mpi_cut
 from benchmarks.sections import seconds
-from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import ORDERS
 
 __all__ = ["main"]
 

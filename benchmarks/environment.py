@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 import dask_p2p
-from dask_p2p.backends.host.hardware import cpu_name, versions
+from dask_p2p.backends.host import cpu_name, versions
 
 __all__ = ["commit", "environment"]
 

@@ -15,10 +15,10 @@ from dask.core import flatten
 from distributed import wait
 
 from benchmarks.moved import collect, least_bytes, note
-from dask_p2p.ops.transpose import transpose
+from dask_p2p.cli.cluster import count_wrong, indexed_array
+from dask_p2p.ops.rechunk import transpose
 from dask_p2p.plans import Plan, redistribution, slab_chunks
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.tools.indexed import count_wrong, indexed_array
 from dask_p2p.types import DaskArray, DType, Kind
 
 __all__ = [

@@ -11,8 +11,8 @@ import dask.array as da
 import numpy as np
 
 import dask_p2p
-from dask_p2p.plans.orders import ORDERS
-from dask_p2p.tools.indexed import count_wrong, indexed_array
+from dask_p2p.cli.cluster import count_wrong, indexed_array
+from dask_p2p.plans.ranks import ORDERS
 
 __all__ = [
     "REAL",

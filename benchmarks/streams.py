@@ -27,10 +27,10 @@ from distributed import Client, wait
 import dask_p2p
 from benchmarks.environment import environment
 from benchmarks.growth import write
+from dask_p2p.backends import host as host_copies
+from dask_p2p.backends import host as host_threads
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.host import copies as host_copies
-from dask_p2p.backends.host import threads as host_threads
-from dask_p2p.backends.host.pinned import Pinned
+from dask_p2p.backends.host_memory import Pinned
 from dask_p2p.engine.task import PLUGIN_NAME
 
 __all__ = ["by_kind", "by_part", "main"]

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
     from dask_p2p.ops.estimate import estimate as estimate
     from dask_p2p.ops.overlap import map_overlap as map_overlap
     from dask_p2p.ops.rechunk import rechunk as rechunk
-    from dask_p2p.ops.transpose import transpose as transpose
+    from dask_p2p.ops.rechunk import transpose as transpose
     from dask_p2p.plugins.registration import register as register
-    from dask_p2p.sections.api.arguments import Whole as Whole
-    from dask_p2p.sections.api.output_kinds import Array as Array
-    from dask_p2p.sections.api.output_kinds import LocalBlock as LocalBlock
-    from dask_p2p.sections.api.output_kinds import PerRank as PerRank
-    from dask_p2p.sections.api.output_kinds import Rows as Rows
-    from dask_p2p.sections.api.output_kinds import Same as Same
+    from dask_p2p.sections.api.graph import Whole as Whole
+    from dask_p2p.sections.api.outputs import Array as Array
+    from dask_p2p.sections.api.outputs import LocalBlock as LocalBlock
+    from dask_p2p.sections.api.outputs import PerRank as PerRank
+    from dask_p2p.sections.api.outputs import Rows as Rows
+    from dask_p2p.sections.api.outputs import Same as Same
     from dask_p2p.sections.api.spmd import spmd as spmd
-    from dask_p2p.sections.context.points import Points as Points
+    from dask_p2p.sections.context.grids import Points as Points
     from dask_p2p.sections.iterate.fields import Field as Field
     from dask_p2p.sections.iterate.iterate import iterate as iterate
     from dask_p2p.sections.iterate.output.series import Record as Record
@@ -49,29 +49,29 @@ if TYPE_CHECKING:
     from dask_p2p.tools.cluster import local_cluster as local_cluster
     from dask_p2p.tools.dropin import install as install
     from dask_p2p.tools.dropin import uninstall as uninstall
-    from dask_p2p.tools.progress_bar import progress as progress
-    from dask_p2p.tools.stalls import stalled as stalled
+    from dask_p2p.tools.progress import progress as progress
+    from dask_p2p.tools.progress import stalled as stalled
 
 ensure_defaults()
 
 # Module of each function and class. No module may have the name of a function, since importing the
 # module would hide the function.
 _FUNCTIONS = {
-    "Array": "dask_p2p.sections.api.output_kinds",
+    "Array": "dask_p2p.sections.api.outputs",
     "Checkpoint": "dask_p2p.sections.iterate.output.stores",
     "CompiledFunction": "dask_p2p.fusing.compiled",
     "Field": "dask_p2p.sections.iterate.fields",
     "Handle": "dask_p2p.fusing.resident.client",
-    "LocalBlock": "dask_p2p.sections.api.output_kinds",
+    "LocalBlock": "dask_p2p.sections.api.outputs",
     "MemoryEstimate": "dask_p2p.ops.estimate",
-    "PerRank": "dask_p2p.sections.api.output_kinds",
-    "Points": "dask_p2p.sections.context.points",
+    "PerRank": "dask_p2p.sections.api.outputs",
+    "Points": "dask_p2p.sections.context.grids",
     "Record": "dask_p2p.sections.iterate.output.series",
     "ResidentGang": "dask_p2p.fusing.resident.client",
-    "Rows": "dask_p2p.sections.api.output_kinds",
-    "Same": "dask_p2p.sections.api.output_kinds",
+    "Rows": "dask_p2p.sections.api.outputs",
+    "Same": "dask_p2p.sections.api.outputs",
     "Save": "dask_p2p.sections.iterate.output.stores",
-    "Whole": "dask_p2p.sections.api.arguments",
+    "Whole": "dask_p2p.sections.api.graph",
     "check": "dask_p2p.tools.check",
     "compile": "dask_p2p.fusing.compiled",
     "estimate": "dask_p2p.ops.estimate",
@@ -83,12 +83,12 @@ _FUNCTIONS = {
     "local_cluster": "dask_p2p.tools.cluster",
     "map_on_gpu": "dask_p2p.on_gpu.map_on_gpu",
     "map_overlap": "dask_p2p.ops.overlap",
-    "progress": "dask_p2p.tools.progress_bar",
+    "progress": "dask_p2p.tools.progress",
     "rechunk": "dask_p2p.ops.rechunk",
     "register": "dask_p2p.plugins.registration",
     "spmd": "dask_p2p.sections.api.spmd",
-    "stalled": "dask_p2p.tools.stalls",
-    "transpose": "dask_p2p.ops.transpose",
+    "stalled": "dask_p2p.tools.progress",
+    "transpose": "dask_p2p.ops.rechunk",
     "uninstall": "dask_p2p.tools.dropin",
 }
 __all__ = sorted({*_FUNCTIONS, *errors.__all__} - {"Obstacle"})  # an attribute of errors

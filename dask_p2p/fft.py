@@ -27,8 +27,17 @@ from __future__ import annotations
 
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.fft.estimate import estimate
-from dask_p2p.ops.fft.frequencies import fftfreq, fftshift, ifftshift, rfftfreq
-from dask_p2p.ops.fft.stages import Axes, Length, Lengths, Norm, transformed
+from dask_p2p.ops.fft.stages import (
+    Axes,
+    Length,
+    Lengths,
+    Norm,
+    fftfreq,
+    fftshift,
+    ifftshift,
+    rfftfreq,
+    transformed,
+)
 from dask_p2p.types import ChunksLike, DaskArray
 
 __all__ = [

@@ -13,18 +13,17 @@ from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.monitoring.runs import Run, RunTable
 from dask_p2p.ops.estimate import MemoryEstimate, PartsEstimate
 from dask_p2p.ops.fft.estimate import TransformEstimate
-from dask_p2p.sections.api.estimate import SectionEstimate
+from dask_p2p.sections.api.rank_body import SectionEstimate
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.context.grids import Grid
-from dask_p2p.sections.context.points import LocalPoints
+from dask_p2p.sections.context.grids import Grid, LocalPoints
+from dask_p2p.sections.context.messages import Transfer
 from dask_p2p.sections.context.state import State
-from dask_p2p.sections.context.transfers import Transfer
-from dask_p2p.sections.exchange.ends import At
+from dask_p2p.sections.exchange.boundaries import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart, Pending
 from dask_p2p.tools.dropin import Installation
+from dask_p2p.tools.progress import RankReport
 from dask_p2p.tools.report import HostPair, Link, Problem, Report, Status
-from dask_p2p.tools.stalls import RankReport
 
 __all__ = [
     "At",

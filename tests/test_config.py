@@ -11,7 +11,7 @@ import dask_p2p
 from dask_p2p.config import checked_options, options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.errors import ConfigError
-from dask_p2p.transports.packed.comm import CommOptions
+from dask_p2p.transports.packed import CommOptions
 from tests.support import output_of
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -76,7 +76,7 @@ PROGRAMS = {
     "ucxx": (
         "ucxx",
         "ucx",
-        "from dask_p2p.interprocess.messenger import ucxx_obstacle\n"
+        "from dask_p2p.transports.ucx_messenger import ucxx_obstacle\n"
         "print(ucxx_obstacle().full_text)",
     ),
     "rich": ("rich", "bench", "import runpy; runpy.run_module('benchmarks', run_name='__main__')"),

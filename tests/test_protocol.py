@@ -34,7 +34,7 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans import redistribution
-from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.same_host import DirectoryOptions
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World

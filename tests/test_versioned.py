@@ -12,10 +12,10 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import VersionError
 from dask_p2p.plans import Piece, redistribution
-from dask_p2p.transports.packed.comm import CommOptions
+from dask_p2p.transports.packed import CommOptions
 from dask_p2p.versioned import Unreadable, check_readable, own_version, versioned
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))

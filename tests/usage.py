@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dask_p2p.transports.in_place.ipc import IpcTransport
-from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.packed.base import PackedTransport
-from dask_p2p.transports.packed.pinned import PinnedTransport
-from dask_p2p.transports.packed.ucx import UcxTransport
+from dask_p2p.transports.in_place import IpcTransport
+from dask_p2p.transports.packed import PackedTransport
+from dask_p2p.transports.pinned import PinnedTransport
+from dask_p2p.transports.same_host import SameHostTransport
+from dask_p2p.transports.ucx import UcxTransport
 
 
 def usage(transport):

@@ -27,10 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Backend, Queue, Timer, order_of
+from dask_p2p.backends.base import MOST_UNREAD, PLAIN, SLOTS, Backend, Queue, Timer, order_of
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.plain import PLAIN
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array
 

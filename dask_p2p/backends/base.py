@@ -16,8 +16,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
-from dask_p2p.backends.timing import Timer as Timer
-from dask_p2p.errors import AxesError, BlockMismatchError
+from dask_p2p.backends.device import Timer as Timer
+from dask_p2p.errors import AxesError, BlockMismatchError, UnsupportedArrayError
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 SLOTS = 3  # slots of a queue: one is being filled, one is being emptied, one is waiting
@@ -266,3 +266,42 @@ def unread_value(dtype: DType) -> Any:
     if dtype.kind == "V":
         return 0 if dtype.names else b""
     return np.zeros((), dtype)[()]
+
+
+# Arrays that are no more than their elements, which a copy of these is equal to.
+#
+# Other arrays have a mask, a unit or operators of their own: masked arrays and matrices of NumPy,
+# and quantities of astropy and pint. Ranks, messages and buffers have the elements alone. So values
+# of users that they take are checked here.
+
+#: Classes whose arrays have the operators of plain ones.
+PLAIN = np.ndarray, np.memmap, np.recarray
+#: Packages whose arrays are plain or lazy.
+_PLAIN_OF = {"cupy", "cupyx", "dask", "dask_array", "dask_p2p"}
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a plain array of NumPy or CuPy, or a value of another kind.
+
+    Such kinds are numbers, lists and lazy arrays, and arrays whose class NumPy's functions drop.
+    """
+    kind = type(value)
+    if kind in PLAIN or not hasattr(kind, "__array_function__"):
+        return True
+    return kind.__module__.partition(".")[0] in _PLAIN_OF
+
+
+def check_plain(name: str, value: Any) -> None:
+    """Refuse an array whose mask, unit or operators would be lost: `UnsupportedArrayError`."""
+    if is_plain(value):
+        return
+    kind = type(value)
+    if isinstance(value, np.ma.MaskedArray):
+        raise UnsupportedArrayError(
+            f"{name}: expected a plain array or a number, got {kind.__name__}, whose mask "
+            f"would be lost. Fill it first, np.ma.filled(...)."
+        )
+    raise UnsupportedArrayError(
+        f"{name}: expected a plain array or a number, got {kind.__module__}.{kind.__name__}, "
+        f"whose unit or operators would be lost. Convert it first, np.asarray(...)."
+    )

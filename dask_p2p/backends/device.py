@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from dask_p2p.backends.driver import driver
 from dask_p2p.errors import DeviceLostError, TransferError, install_command
 from dask_p2p.types import Array
 
@@ -236,3 +237,195 @@ def raise_if_lost() -> None:
             f"the CUDA context of this process is lost: {error}. A kernel of an earlier task "
             f"or the hardware failed. Restart the process."
         )
+
+
+# Information from the CUDA driver about GPUs and memory.
+#
+# Functions import CUDA's packages; the import of this module does not.
+
+MEMCPY_DEFAULT = 4  # cudaMemcpyDefault: the driver derives the direction from the addresses
+
+
+@cache
+def driver() -> Any:
+    """Return cuda-bindings' driver API; None if it or the driver is not installed."""
+    try:
+        from cuda.bindings import driver as api
+
+        api.cuDriverGetVersion()
+    except Exception:  # each missing component has its own error class
+        return None
+    return api
+
+
+@cache
+def uuid(device: int) -> bytes:
+    """Return the UUID of a GPU, 16 bytes; empty if it is unknown.
+
+    CuPy truncates a UUID at its first zero byte, which one UUID in sixteen has.
+    """
+    with suppress(Exception):  # not installed, or one of the driver's many errors
+        from cuda.bindings import driver as api
+
+        error, number = api.cuDeviceGet(device)
+        if error == api.CUresult.CUDA_SUCCESS:
+            # In CUDA 12 only the second version returns the UUIDs of MIG instances.
+            get_uuid = getattr(api, "cuDeviceGetUuid_v2", None) or api.cuDeviceGetUuid
+            error, result = get_uuid(number)
+            if error == api.CUresult.CUDA_SUCCESS:
+                return bytes(result.bytes)
+    return b""
+
+
+def is_shareable(address: int) -> bool:
+    """Return false if CUDA IPC is known to be unable to share memory with other processes.
+
+    It cannot share managed memory, or memory of `cudaMallocAsync`.
+    """
+    with suppress(TransferError):
+        return bool(_attribute(driver(), "IS_LEGACY_CUDA_IPC_CAPABLE", address))
+    return True
+
+
+def is_managed(address: int) -> bool:
+    """Return true if memory is managed: its pages move to the processor that touches them."""
+    with suppress(TransferError):
+        return bool(_attribute(driver(), "IS_MANAGED", address))
+    return False
+
+
+def buffer_id(address: int) -> int:
+    """Return the id, unique in this process, of the allocation that memory belongs to.
+
+    Raises `ImportError` without cuda-bindings, and `TransferError` if the driver does not report
+    the id.
+    """
+    from cuda.bindings import driver as api
+
+    return int(_attribute(api, "BUFFER_ID", address))
+
+
+def allocation(address: int) -> tuple[int, int]:
+    """Return the address and the size in bytes of the allocation that memory belongs to.
+
+    Raises the errors of `buffer_id`.
+    """
+    from cuda.bindings import driver as api
+
+    start, size = "RANGE_START_ADDR", "RANGE_SIZE"
+    return int(_attribute(api, start, address)), int(_attribute(api, size, address))
+
+
+def close_ipc(address: int) -> None:
+    """Close a mapping of another process's memory, made by `cudaIpcOpenMemHandle`.
+
+    The driver may wait for all work on the device, which may wait for another thread of this
+    process. CuPy's function would hold the interpreter lock, and block that thread.
+    """
+    import cupy
+
+    runtime, api = cupy.cuda.runtime, driver()
+    if api is not None:
+        runtime.memGetInfo()  # sets the device's context in a thread that is new to it
+        (error,) = api.cuIpcCloseMemHandle(address)
+        if error == api.CUresult.CUDA_SUCCESS:
+            return
+    runtime.ipcCloseMemHandle(address)
+
+
+def _attribute(api: Any, name: str, address: int) -> Any:
+    """Return an attribute of memory; `TransferError` if the driver does not report it."""
+    if api is None:
+        raise TransferError(f"cuda-bindings is needed for {name}; {install_command('cuda13')}")
+    attribute = getattr(api.CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    error, value = api.cuPointerGetAttribute(attribute, address)
+    if error != api.CUresult.CUDA_SUCCESS:
+        raise TransferError(f"the CUDA driver does not report {attribute.name}: {error.name}")
+    return value
+
+
+#: Most pairs of events of a queue at a time. To make and read one takes the host 10 µs.
+MOST_PAIRS = 64
+
+
+@dataclass(slots=True)
+class Timer:
+    """The sum of the times of groups of work; as a context, it adds the context's time."""
+
+    groups: int = 0  # number of groups of work
+    timed: int = 0  # number of timed groups
+    timed_s: float = 0.0
+    clock: Callable[[], float] = perf_counter
+    _start_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Estimated time of all groups: the mean of timed groups times the number of groups."""
+        return self.timed_s * self.groups / self.timed if self.timed else 0.0
+
+    def add(self, time_s: float) -> None:
+        """Add the time of a group."""
+        self.timed += 1
+        self.timed_s += time_s
+
+    def __enter__(self) -> None:
+        self._start_s = self.clock()
+
+    def __exit__(self, *exc: object) -> None:
+        self.groups += 1
+        self.add(self.clock() - self._start_s)
+
+
+class _TimedEvents(NamedTuple):
+    """Events before and after a group's work on one stream."""
+
+    timer: Timer
+    stream: Any
+    start: Any
+    stop: Any
+
+
+class StreamTimings:
+    """Times of work on streams, measured without waiting.
+
+    It times the first, the eighth, the 64th group of a timer and so on; timing all groups would
+    delay an exchange too long. `event` returns a new event with timing. `elapsed_ms` returns the
+    time between two events that have happened.
+    """
+
+    def __init__(self, event: Callable[[], Any], elapsed_ms: Callable[[Any, Any], float]) -> None:
+        self._event, self._elapsed_ms = event, elapsed_ms
+        self._pairs: list[_TimedEvents] = []
+        self._timer: Timer | None = None  # timer of the present group, if it is timed
+        self._pair: _TimedEvents | None = None  # events of that group
+        self.has_begun = False  # true with work since the last `read`
+
+    @contextmanager
+    def group(self, timer: Timer) -> Iterator[None]:
+        """Time the work queued in this context on one stream, from `begin` on."""
+        number = timer.groups + 1
+        is_power_of_8 = number & (number - 1) == 0 and number.bit_length() % 3 == 1
+        if is_power_of_8 and len(self._pairs) < MOST_PAIRS:
+            self._timer = timer
+        try:
+            yield
+            timer.groups = number
+            if self._pair is not None:
+                self._pair.stop.record(self._pair.stream)
+                self._pairs.append(self._pair)
+        finally:
+            self._timer = self._pair = None
+
+    def begin(self, stream: Any) -> None:
+        """Record the start of the group's work on a stream."""
+        self.has_begun = True
+        if self._timer is not None and self._pair is None:
+            self._pair = _TimedEvents(self._timer, stream, self._event(), self._event())
+            self._pair.start.record(stream)
+
+    def read(self) -> None:
+        """Add all times to their timers. Call it after the streams are synchronised."""
+        for timer, _, start, stop in self._pairs:
+            timer.add(self._elapsed_ms(start, stop) / 1e3)
+        self._pairs.clear()
+        self.has_begun = False

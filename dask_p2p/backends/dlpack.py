@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.plain import is_plain
+from dask_p2p.backends.base import is_plain
 from dask_p2p.errors import BlockMismatchError, InputError, MissingPackageError
 from dask_p2p.types import Array
 

@@ -8,11 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import Backend
-from dask_p2p.backends.host.hardware import cpu_name
-from dask_p2p.backends.host.permute import permute_into
-from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.plain import is_plain
+from dask_p2p.backends.base import Backend, is_plain
+from dask_p2p.backends.host import HostQueue, cpu_name, permute_into
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.types import Array, DTypeLike
 

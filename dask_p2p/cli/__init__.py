@@ -6,17 +6,17 @@ import importlib
 
 import click
 
-# Help texts by command, listed here so that the overview imports no command.
+# Modules and help texts by command, listed here so that the overview imports no command.
 _COMMANDS = {
-    "check": "Show transports and speeds between workers, and any problems.",
-    "demo": "Transpose a generated array, and check every value.",
-    "rechunk": "Write the array of a file with other chunks.",
-    "transpose": "Transpose the array of a file into another file.",
+    "check": ("cluster", "Show transports and speeds between workers, and any problems."),
+    "demo": ("cluster", "Transpose a generated array, and check every value."),
+    "rechunk": ("files", "Write the array of a file with other chunks."),
+    "transpose": ("files", "Transpose the array of a file into another file."),
 }
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands are in modules of the same names, imported at first use."""
+    """A group whose commands are in modules that are imported at first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*_COMMANDS]
@@ -24,7 +24,7 @@ class _LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"dask_p2p.cli.{cmd_name}")
+        module = importlib.import_module(f"dask_p2p.cli.{_COMMANDS[cmd_name][0]}")
         command = getattr(module, cmd_name)
         if not isinstance(command, click.Command):
             raise TypeError(f"{module.__name__}.{cmd_name} is not a click command")
@@ -32,7 +32,7 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([*_COMMANDS.items()])
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
 @click.group(cls=_LazyGroup)

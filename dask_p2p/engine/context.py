@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+from dask.utils import format_bytes
+
+from dask_p2p import tuning
+from dask_p2p.backends import backend_named
 from dask_p2p.backends.base import Queue
+from dask_p2p.backends.host_memory import bases
 from dask_p2p.config import Options
-from dask_p2p.errors import DeviceLostError
+from dask_p2p.errors import DeviceLostError, MemoryLimitError
 from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
+from dask_p2p.transports.base import PROBE_TIMEOUT_S
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
@@ -98,3 +107,153 @@ def recorded(
         context.record(record(**fields))
     finally:
         context.running.pop(key, None)
+
+
+# The retry policy of a worker: the number of attempts, their pauses, and the longest total time.
+#
+# "Failure" in docs/design.md describes it. `worst_case_s` bounds the total time for one task or for
+# many. The worker's event loop enforces the deadlines. While the loop itself is blocked, each wait
+# takes `Tuning.event_loop_grace_s` longer.
+
+LONGEST_PAUSE_S = 2.0  # between two attempts at a task
+_KEPT_CAUSES = 8  # causes kept per task: the last distinct ones
+_CAUSE_CHARS = 500  # length of a cause
+
+
+def pause_s(options: Options, attempt: int) -> float:
+    """Return the pause after a failed attempt. The first attempt has number 1."""
+    return min(LONGEST_PAUSE_S, options.backoff_s * 2.0 ** (attempt - 1))
+
+
+def worst_case_s(
+    options: Options,  # the task's
+    holders: int = 1,  # silent workers that hold the task's blocks
+    unprobed: int = 0,  # allowed transports that have not probed these workers
+) -> float:
+    """Return the longest time until a task ends in an error, on one worker."""
+    waiting_s = holders * (options.request_timeout_s + unprobed * PROBE_TIMEOUT_S)
+    pauses_s = sum(pause_s(options, attempt) for attempt in range(1, options.attempts))
+    return options.attempts * waiting_s + pauses_s
+
+
+class AttemptLog:
+    """The failed attempts of one worker: their number and their last causes, by task.
+
+    The size of the log is bounded.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        #: By task: first and last number of successive attempts with one cause, and the cause.
+        self.failed: OrderedDict[Any, deque[tuple[int, int, str]]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
+        """Record a failed attempt at a task. Return the number of attempts, and their causes."""
+        if len(cause) > _CAUSE_CHARS:
+            cause = f"{cause[: _CAUSE_CHARS - 4]} ..."
+        with self._lock:
+            causes = self.failed.pop(key, None) or deque(maxlen=_KEPT_CAUSES)
+            first = count = causes[-1][1] + 1 if causes else 1
+            if causes and causes[-1][2] == cause:
+                first, *_ = causes.pop()
+            causes.append((first, count, cause))
+            self.failed[key] = causes
+            while len(self.failed) > tuning.current.counted_tasks:
+                self.failed.popitem(last=False)
+            return count, "; ".join(
+                f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"
+                for first, last, cause in causes
+            )
+
+    def forget_attempts(self, key: Key) -> None:
+        """Remove a task from the log. A later run of the task starts at attempt 1."""
+        with self._lock:
+            self.failed.pop(key, None)
+
+
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY
+SMALLER_CHUNKS = (
+    "Use smaller chunks (chunks= for the result, rechunk for the input), or more workers if all "
+    "of them together lack memory."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """The peak memory of one task or one rank: bytes by purpose. Errors name the purposes."""
+
+    always: Mapping[str, int]  # held from the start to the end
+    phases: tuple[Mapping[str, int], ...] = ()  # one after another; the largest counts
+    kind: Kind = "numpy"  # memory of this backend
+
+    @property
+    def peak_bytes(self) -> int:
+        """The sum of `always` and of the largest phase."""
+        phases_bytes = (sum(phase.values()) for phase in self.phases)
+        return sum(self.always.values()) + max(phases_bytes, default=0)
+
+    @property
+    def purposes(self) -> str:
+        """The bytes of each purpose as text, except for purposes without memory."""
+        phases = filter(None, (" and ".join(_sizes(phase)) for phase in self.phases))
+        return ", ".join(filter(None, [*_sizes(self.always), ", or afterwards ".join(phases)]))
+
+    def __str__(self) -> str:
+        return f"{_bytes(self.peak_bytes)}: {self.purposes}"
+
+    def check(self, limit_bytes: int | None, subject: str, where: str, remedy: str) -> None:
+        """Raise `MemoryLimitError` if there is a limit, which is then below the peak."""
+        if limit_bytes is None:
+            return
+        missing_bytes = self.peak_bytes - limit_bytes
+        raise MemoryLimitError(
+            f"expected {subject} that fits into the {_bytes(limit_bytes)} of {self._place(where)}, "
+            f"got one that needs {self}; {_bytes(missing_bytes)} are missing. {remedy}",
+            self.peak_bytes,
+            missing_bytes,
+        )
+
+    def error(self, cause: str, subject: str, where: str, remedy: str) -> MemoryLimitError:
+        """Return the error for a failed allocation, with the allocator's cause."""
+        return MemoryLimitError(
+            f"out of memory on {self._place(where)} ({cause}) for {subject} that needs {self}. "
+            f"{remedy}",
+            self.peak_bytes,
+        )
+
+    def _place(self, where: str) -> str:
+        return f"the GPU of {where}" if backend_named(self.kind).on_device else where
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Return whether an allocation failed, by NumPy, CuPy, RMM or CUDA itself."""
+    # CuPy's OutOfMemoryError and RMM's std::bad_alloc are Python's MemoryError.
+    return isinstance(exc, MemoryError) or (
+        type(exc).__name__ in ("CUDARuntimeError", "CUDADriverError")
+        and getattr(exc, "status", None) == _MEMORY_ALLOCATION
+    )
+
+
+def in_memory_bytes(block: Array) -> int:
+    """Return a lower bound of the memory of an array.
+
+    Repeated elements (`numpy.broadcast_to`) count once. Memory-mapped files count as 0 bytes, and
+    so do objects that are no arrays, which the check of each block refuses.
+    """
+    if not hasattr(block, "strides"):
+        return 0
+    if any(type(base).__name__ in ("memmap", "mmap") for base in bases(block)):
+        return 0
+    nbytes = int(block.dtype.itemsize)
+    for length, stride in zip(block.shape, block.strides, strict=True):
+        nbytes *= length if stride or not length else 1
+    return nbytes
+
+
+def _sizes(by_purpose: Mapping[str, int]) -> list[str]:
+    return [f"{format_bytes(nbytes)} {name}" for name, nbytes in by_purpose.items() if nbytes]
+
+
+def _bytes(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes < 1024 else f"{format_bytes(nbytes)} ({nbytes:,} bytes)"

@@ -8,28 +8,192 @@ memory release and recovery. On a worker with the plugin, the task gets its bloc
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
-from typing import Any, NoReturn, TypeAlias
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial, wraps
+from types import TracebackType
+from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from dask.base import tokenize
 from dask.task_spec import GraphNode, Task
 
+from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.attempts import pause_s
-from dask_p2p.engine.context import TaskContext, recorded
-from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.frames import drops_frames
-from dask_p2p.engine.local_context import LocalContext
-from dask_p2p.errors import DeviceLostError, TransferError
+from dask_p2p.engine.context import AttemptLog, TaskContext, pause_s, recorded
+from dask_p2p.engine.remote import BlockRef
+from dask_p2p.errors import (
+    BlockMismatchError,
+    ConfigError,
+    DeviceLostError,
+    FileError,
+    InputError,
+    MissingPackageError,
+    P2PWarning,
+    SectionError,
+    TransferError,
+    without_frames,
+)
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
-from dask_p2p.types import Key
+from dask_p2p.types import Array, DType, Key, Kind
 from dask_p2p.versioned import Unreadable, check_readable
+
+
+class LocalContext(AttemptLog):
+    """The `TaskContext` of a process without the plugin.
+
+    All input blocks are arrays of this process, and no attempt is recorded. A task with references
+    to blocks was prepared by a plugin that has left: each use of them raises `TransferError`, so
+    that the scheduler prepares the task again.
+    """
+
+    def __init__(self, worker: Any = None) -> None:  # None: a thread scheduler
+        super().__init__("" if worker is None else worker.address)
+        self.running: dict[Any, Callable[[], TaskRecord]] = {}
+
+    @property
+    def router(self) -> Any:
+        self._raise_no_plugin()
+
+    def in_memory(self, key: Key) -> Any:
+        self._raise_no_plugin()
+
+    def block(self, key: Key) -> Any:
+        self._raise_no_plugin()
+
+    def _raise_no_plugin(self) -> NoReturn:
+        raise TransferError("the worker's plugin was unregistered while the task waited")
+
+    def transport(self, name: str) -> None:
+        return None
+
+    def kind_of(self, key: Key) -> Kind | None:
+        return None
+
+    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
+        """Do nothing: no other process reads these blocks."""
+
+    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
+        return queue.empty(shape, dtype)
+
+    def only_waiting(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def warn(self, text: str) -> None:
+        warnings.warn(text, P2PWarning, stacklevel=2)
+
+    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
+        return None
+
+    def record(self, record: TaskRecord) -> None:
+        """Do nothing: only a plugin keeps records."""
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        return False
+
+
+# Frames of tasks that fail: users see those of their program, and none keeps its arrays.
+#
+# A worker of Dask has the exception of a task in a variable of a frame that the exception's
+# traceback leads to. Such a cycle stays until Python collects garbage of its oldest generation: for
+# minutes, on a worker that does little. Python counts objects for that, and no bytes of arrays.
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+# Until Dask has made a text of the traceback, which takes it some milliseconds.
+_DROP_S = 0.5
+
+_PACKAGE = "dask_p2p"
+# Errors about a user's program: their causes are not in frames of this package.
+_ABOUT_USERS = (
+    BlockMismatchError,
+    ConfigError,
+    FileError,
+    InputError,
+    MissingPackageError,
+    SectionError,
+)
+# Packages that run tasks, and carry their exceptions.
+_RUNNERS = {"dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
+_INSTALLED = "site-packages", "dist-packages"
+
+
+def drops_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Return the function of a task that shows users their frames when it fails.
+
+    Soon afterwards its frames are dropped, with all arrays.
+    """
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as exc:
+            keep_user_frames(exc)
+            _drop_soon(exc)
+            raise
+
+    return run
+
+
+def _drop_soon(exc: BaseException) -> None:
+    try:
+        from distributed import get_worker
+
+        loop = get_worker().loop
+    except (ImportError, ValueError):  # another scheduler of Dask, or none
+        return
+    loop.add_callback(loop.call_later, _DROP_S, without_frames, exc)
+
+
+def keep_user_frames(exc: BaseException) -> None:
+    """Drop the frames before those of the user's program from a traceback, and from its causes'.
+
+    An error about the program has no frames of this package at all. An exception that no frame of
+    the program leads to keeps its traceback.
+    """
+    seen = set[int]()
+    link: BaseException | None = exc
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        link.__traceback__ = _user_frames(link)
+        link = link.__cause__ or link.__context__
+
+
+def _user_frames(exc: BaseException) -> TracebackType | None:
+    frames = [*_linked(exc.__traceback__)]
+    packages = [str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0] for tb in frames]
+    runs_tasks = [package == _PACKAGE or package in _RUNNERS for package in packages]
+    if isinstance(exc, _ABOUT_USERS):
+        start = runs_tasks.index(False) if False in runs_tasks else len(frames)
+        shown = [
+            tb
+            for tb, package in zip(frames[start:], packages[start:], strict=True)
+            if package != _PACKAGE
+        ]
+    else:
+        is_user = [
+            not runs and not any(folder in tb.tb_frame.f_code.co_filename for folder in _INSTALLED)
+            for tb, runs in zip(frames, runs_tasks, strict=True)
+        ]
+        shown = frames[is_user.index(True) if True in is_user else 0 :]
+    result: TracebackType | None = None
+    for tb in reversed(shown):
+        result = TracebackType(result, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    return result
+
+
+def _linked(tb: TracebackType | None) -> Iterator[TracebackType]:
+    while tb is not None:
+        yield tb
+        tb = tb.tb_next
+
 
 logger = logging.getLogger(__name__)
 

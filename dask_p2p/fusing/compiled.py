@@ -24,34 +24,32 @@ from dask_p2p.fusing.arguments import (
     argument,
     array_of_value,
     check_reads,
+    graph_as_optimised,
+    graph_of,
     pinned,
     with_call_values,
 )
-from dask_p2p.fusing.array_graphs import graph_as_optimised, graph_of
-from dask_p2p.fusing.planning.declared import (
+from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.sizes import (
     EXPECTED_VALUE,
     OF_ARRAY,
+    CallValue,
     Declared,
     DeclaredBlocks,
     DeclaredValue,
     is_value,
 )
-from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.program import CallValue
-from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
-from dask_p2p.fusing.planning.tasks import name_of
+from dask_p2p.fusing.planning.tasks import check_arrays, kind_of, kinds_of, name_of
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
-from dask_p2p.fusing.resident.client_streams import ClientStreams
-from dask_p2p.fusing.resident.handle_memory import HandleMemory
+from dask_p2p.fusing.resident.client_streams import ClientStreams, HandleMemory
+from dask_p2p.fusing.resident.commands import StoredHandles
 from dask_p2p.fusing.resident.rank import RunResident
-from dask_p2p.fusing.resident.stored_handles import StoredHandles
 from dask_p2p.fusing.running.gang import PREFIX, FusedGang, rank_programs
-from dask_p2p.graph.libraries import check_one_library, is_dask_array
+from dask_p2p.graph.redistribution import check_one_library, is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import current_client, register_if_possible
-from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.sections.api.graph import gang_arrays
-from dask_p2p.sections.gang.tasks import commit_of, name_of_gang
+from dask_p2p.sections.api.graph import gang_arrays, most_ranks
+from dask_p2p.sections.gang.rank import commit_of, name_of_gang
 from dask_p2p.types import DaskArray
 
 _RANDOM = (

@@ -8,18 +8,15 @@ from typing import Any, overload
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import checked_options
-from dask_p2p.fusing.array_graphs import ArraysGraph, graph_of
-from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_layers
-from dask_p2p.fusing.planning.located import UNKNOWN, Locations
+from dask_p2p.fusing.arguments import ArraysGraph, graph_of
+from dask_p2p.fusing.planning.owners import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.rules import check_arrays, kind_of, kinds_of
-from dask_p2p.fusing.planning.sizes import sizes_of
-from dask_p2p.fusing.planning.tasks import ReadGraph
+from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_layers, sizes_of
+from dask_p2p.fusing.planning.tasks import ReadGraph, check_arrays, kind_of, kinds_of
 from dask_p2p.fusing.running.gang import fused_gang
 from dask_p2p.graph.arrays import expression_array, is_expression
 from dask_p2p.plugins.registration import current_client, register_if_possible
-from dask_p2p.sections.api.arguments import most_ranks
-from dask_p2p.sections.api.graph import GangLayer, GangTasks
+from dask_p2p.sections.api.graph import GangLayer, GangTasks, most_ranks
 from dask_p2p.types import DaskArray
 
 

@@ -25,13 +25,19 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
-from dask_p2p.fusing.graph import Known, choice_of, failing, optimized, substitute_tasks
-from dask_p2p.fusing.planning.declared import DeclaredBlocks, blocks_of_expression
-from dask_p2p.fusing.planning.located import Locations
-from dask_p2p.fusing.planning.rules import ANNOTATIONS
-from dask_p2p.fusing.planning.tasks import name_of
-from dask_p2p.fusing.suitability import Cluster, check_layers
-from dask_p2p.monitoring.counters import DEVICE_METRIC
+from dask_p2p.fusing.planning.owners import Locations
+from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
+from dask_p2p.fusing.planning.tasks import ANNOTATIONS, name_of
+from dask_p2p.fusing.suitability import (
+    Cluster,
+    Known,
+    check_layers,
+    choice_of,
+    failing,
+    optimized,
+    substitute_tasks,
+)
+from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
 from dask_p2p.types import Key, Kind
 from dask_p2p.versioned import versioned

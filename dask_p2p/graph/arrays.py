@@ -15,9 +15,14 @@ from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
 from dask_p2p.config import Options
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.layer import Epilogue, LazyLayer, PlannedLayer
-from dask_p2p.graph.libraries import is_of_dask_array, with_fixed_blocks
-from dask_p2p.graph.redistribution import Planner
+from dask_p2p.graph.redistribution import (
+    Epilogue,
+    LazyLayer,
+    PlannedLayer,
+    Planner,
+    is_of_dask_array,
+    with_fixed_blocks,
+)
 from dask_p2p.plans import Plan
 from dask_p2p.types import Array
 from dask_p2p.versioned import check_dask_array, named_fields

@@ -22,8 +22,14 @@ from dask_array.reductions import _reduction as reductions
 from dask_array.slicing import SliceSlicesIntegers
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.layer import LayerArray, LazyLayer, PlannedLayer
-from dask_p2p.graph.redistribution import Expressions, LateExchange, Planner
+from dask_p2p.graph.redistribution import (
+    Expressions,
+    LateExchange,
+    LayerArray,
+    LazyLayer,
+    PlannedLayer,
+    Planner,
+)
 
 __all__ = [
     "MapOverlap",

@@ -21,10 +21,11 @@ from dask.array._array_expr._reductions import PartialReduce, _tree_reduce
 from dask.array._array_expr._slicing import SliceSlicesIntegers
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.layer import LayerArray, LazyLayer
 from dask_p2p.graph.redistribution import (
     Expressions,
     LateExchange,
+    LayerArray,
+    LazyLayer,
     Planner,
     is_plain,
     with_operands,

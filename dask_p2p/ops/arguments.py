@@ -14,7 +14,7 @@ from dask.array.rechunk import _balance_chunksizes
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normal_axes
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.inputs import name_of_function
 from dask_p2p.types import ChunksLike, DaskArray, DType
 

@@ -17,12 +17,11 @@ from dask_p2p.engine.task import FUSABLE, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.graph.arrays import is_expression, layer_of
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.rechunk import plan_redistribution
-from dask_p2p.ops.transpose import transposed
+from dask_p2p.ops.rechunk import plan_redistribution, transposed
 from dask_p2p.plugins.registration import cluster_size
-from dask_p2p.transports.footprint import idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.transports.buffers import idle_bytes, packed_bytes, staging_bytes
 from dask_p2p.types import ChunksLike, DaskArray
 
 

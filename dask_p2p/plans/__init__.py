@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, block_plans, stage_order
-from dask_p2p.plans.grid import GridPlan, redistribution, slab_chunks
-from dask_p2p.plans.groups import grouped
+from dask_p2p.plans.grid import GridPlan, grouped, redistribution, slab_chunks
 from dask_p2p.plans.halo import halo_plan
 
 __all__ = [

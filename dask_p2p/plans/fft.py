@@ -16,12 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import combinations, count, permutations, product
 from math import prod
 from typing import NamedTuple
 
-from dask_p2p.geometry import Chunks, split_evenly
+from dask_p2p.geometry import Chunks, Index, split_evenly
+from dask_p2p.plans.base import BlockPlan
+from dask_p2p.plans.grid import AxisSegment, GridPlan, SplitAxis, blocks_read, segments_of_range
+from dask_p2p.versioned import versioned
 
 
 class FftStage(NamedTuple):
@@ -155,3 +159,65 @@ def moved_division(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int
     if is_regular and -(-length // size) == parts:
         return (*(size,) * (parts - 1), length - size * (parts - 1))
     return split_evenly(length, parts)
+
+
+@versioned()
+@dataclass(frozen=True)
+class Rolled(SplitAxis):
+    """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
+
+    Examples
+    --------
+    >>> [(part.block, part.src, part.dst) for part in Rolled((3, 2), (3, 2), 1).segments(0)]
+    [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
+    """
+
+    shift: int  # number of elements
+
+    @cached_property
+    def largest_segment(self) -> int:
+        return min(max(self.src_sizes, default=0), max(self.sizes, default=0))
+
+    def blocks(self, number: int) -> tuple[int, ...]:
+        return blocks_read(self.segments(number))
+
+    def segments(self, number: int) -> list[AxisSegment]:
+        length = self._bounds[-1]
+        start = (self._bounds[number] - self.shift) % max(1, length)
+        stop = start + self.sizes[number]
+        upto = min(stop, length)
+        # Wrapped elements count as halo, because they may lie in the same block as the others.
+        return [
+            *segments_of_range(self._src_bounds, start, upto, 0),
+            *segments_of_range(self._src_bounds, 0, stop - upto, upto - start, is_halo=True),
+        ]
+
+
+@versioned(shared=True)  # pickled without cached properties
+@dataclass(frozen=True)
+class ReorderedPlan:
+    """A plan of blocks whose axes have another order in memory than in their index."""
+
+    plan: GridPlan  # plan of the blocks in memory's order of axes
+    order: tuple[int, ...]  # axis i of the blocks is axis order[i] of the array and its indices
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks in the array's order of axes."""
+        return tuple(self.plan.chunks[self.order.index(a)] for a in range(len(self.order)))
+
+    @property
+    def largest_piece(self) -> int:
+        return self.plan.largest_piece
+
+    def _plan_index(self, index: Index) -> Index:
+        return tuple(index[axis] for axis in self.order)
+
+    def sources(self, index: Index) -> tuple[Index, ...]:
+        return self.plan.sources(self._plan_index(index))
+
+    def source_elements(self, index: Index) -> tuple[int, ...]:
+        return self.plan.source_elements(self._plan_index(index))
+
+    def block(self, index: Index) -> BlockPlan:
+        return self.plan.block(self._plan_index(index))

@@ -11,12 +11,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
-from dask_p2p.geometry import Chunks, block_bounds
+from dask_p2p.geometry import Box, Chunks, Index, block_bounds, box_size, whole_box
+from dask_p2p.plans.base import Fill
 from dask_p2p.plans.grid import (
     AxisMapping,
     AxisSegment,
@@ -26,6 +28,7 @@ from dask_p2p.plans.grid import (
     segments_of_range,
     shared,
 )
+from dask_p2p.plans.ranks import Exchange, RankGrid
 from dask_p2p.versioned import versioned
 
 #: Values beyond an end of the array: none, the elements at the other end, the reflected elements,
@@ -164,3 +167,246 @@ def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
 def both_ends(boundary: Any) -> tuple[Any, Any]:
     """Return the boundaries before and after the array, along one axis."""
     return boundary if isinstance(boundary, tuple) else (boundary, boundary)
+
+
+# The halo around a rank's local block, and the messages that exchange it.
+#
+# The halo along an undivided axis is a copy within the local block. These copies come first, axis
+# by axis, each over the full width of the axes before it. Messages along the divided axes then
+# include the halo of the other axes. With one divided axis, corners therefore need no extra
+# message::
+#
+#     +---+---------------+---+
+#     | c |   from above  | c |   halo of two axes; rows are divided between ranks
+#     +---+---------------+---+
+#     |   |               |   |   1. columns: copied within the local block
+#     | w |  local block  | w |   2. rows, from above and below: as wide as the block and both w
+#     |   |               |   |
+#     +---+---------------+---+
+#
+# The *interior* of a local block can be computed before the other ranks' halo data have arrived::
+#
+#     +---+-----------+---+
+#     |   |     2     |   |
+#     |   +-----------+   |
+#     |   |           |   |
+#     | 0 | interior  | 1 |    a boundary region at each side with halo data of other ranks
+#     |   |           |   |
+#     |   +-----------+   |
+#     |   |     3     |   |
+#     +---+-----------+---+
+
+
+@dataclass(frozen=True)
+class RankHalo(Exchange):
+    """The halo around one rank's local block, and the exchange that fills it.
+
+    Source and target are the local block with its halo. An exchange makes the local copies, one
+    after another, then the fills. Where fills overlap, the last one wins. The exchange packs
+    messages only afterwards, because they include copied and filled regions.
+    """
+
+    inner: Box  # the local block
+    unread: list[Box]  # corners that no exchange fills
+    depth: tuple[tuple[int, int], ...]  # halo widths, also at ends without a halo ("none")
+    is_changed_later: bool = False  # whether functions change a part of it after the exchange
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the local block with its halo."""
+        return self.after
+
+
+def halo_exchange(
+    ranks: RankGrid,
+    rank: int,
+    depth: Sequence[tuple[int, int]],
+    boundary: Sequence[Any],
+    has_corners: bool,
+) -> RankHalo:
+    """Return the exchange that fills a rank's halo; see `halo_plan` for the parameters.
+
+    It may reach over several other ranks.
+    """
+    shares = _HaloBlocks.of(ranks, depth, boundary, has_corners)
+    at = ranks.indices[rank]
+    local, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
+    for piece in shares.pieces(at):
+        if piece.holder == at:
+            local.append((piece.src, piece.dst))
+        else:
+            receives.setdefault(ranks.rank(piece.holder), []).append(piece.dst)
+    for reader, index in enumerate(ranks.indices):
+        if reader != rank and shares.may_read(index, at):
+            boxes = [piece.src for piece in shares.pieces(index) if piece.holder == at]
+            sends |= {reader: boxes} if boxes else {}
+    return RankHalo(
+        before=shares.shape(at),
+        after=shares.shape(at),
+        axes=tuple(range(len(at))),
+        local=local,
+        fills=shares.fills(at),
+        sends=sends,
+        receives=receives,
+        inner=shares.inner(at),
+        unread=shares.unread(at),
+        depth=tuple(depth),
+    )
+
+
+class _HaloPiece(NamedTuple):
+    """A region of one local block that fills a part of a halo, its own or another rank's."""
+
+    holder: Index  # index of the source rank in the grid
+    src: Box
+    dst: Box
+
+
+@dataclass(frozen=True)
+class _HaloBlocks:
+    """The local blocks of all ranks with their halos."""
+
+    mappings: tuple[AxisMapping, ...]  # by axis
+    widths: tuple[tuple[tuple[int, int], ...], ...]  # halo widths by axis and index along it
+    groups: list[list[int]]  # groups of axes, one for each phase of an exchange
+    has_corners: bool
+
+    @classmethod
+    def of(
+        cls,
+        ranks: RankGrid,
+        depth: Sequence[tuple[int, int]],
+        boundary: Sequence[Any],
+        has_corners: bool,
+    ) -> _HaloBlocks:
+        plan = halo_plan(ranks.local_sizes, depth, boundary)
+        axes = range(len(ranks.grid))
+        groups = [[axis] for axis in axes]
+        if has_corners:
+            divided = [axis for axis in axes if ranks.grid[axis] > 1]
+            groups = [*([axis] for axis in axes if axis not in divided), divided]
+        return cls(plan.mappings, halo_widths_of(plan), groups, has_corners)
+
+    def shape(self, at: Index) -> tuple[int, ...]:
+        """Return the shape of a local block with its halo."""
+        return tuple(m.sizes[i] for m, i in zip(self.mappings, at, strict=True))
+
+    def inner(self, at: Index) -> Box:
+        """Return the box of a local block within its halo."""
+        of_axes = zip(self.widths, at, self.shape(at), strict=True)
+        return tuple((w[i][0], size - w[i][1]) for w, i, size in of_axes)
+
+    def _whole(self, at: Index) -> Box:
+        return whole_box(self.shape(at))
+
+    @cached_property
+    def _pieces(self) -> dict[Index, list[_HaloPiece]]:
+        return {}
+
+    def pieces(self, at: Index) -> list[_HaloPiece]:
+        """Return the pieces of a halo, in the order of an exchange."""
+        if at not in self._pieces:
+            inner, whole, filled = self.inner(at), self._whole(at), set[int]()
+            found = self._pieces[at] = []
+            for group in self.groups:
+                base = tuple(whole[a] if a in filled else inner[a] for a in range(len(at)))
+                found += self._of_group(at, group, base)
+                if self.has_corners:
+                    filled.update(group)
+        return self._pieces[at]
+
+    def _of_group(self, at: Index, group: Sequence[int], base: Box) -> Iterator[_HaloPiece]:
+        rows = [self.mappings[axis].segments(at[axis]) for axis in group]
+        for parts in product(*rows):
+            if not any(part.is_halo for part in parts):
+                continue
+            holder, src, dst = list(at), list(base), list(base)
+            for axis, part in zip(group, parts, strict=True):
+                if part.block is None:
+                    break
+                first, _ = self.widths[axis][part.block]
+                holder[axis], dst[axis] = part.block, part.dst
+                src[axis] = part.src[0] + first, part.src[1] + first
+            else:
+                if box_size(tuple(dst)):
+                    yield _HaloPiece(tuple(holder), tuple(src), tuple(dst))
+
+    def may_read(self, reader: Index, holder: Index) -> bool:
+        """Return true if the reader's halo may have pieces of the holder's local block."""
+        along = zip(self.mappings, reader, holder, strict=True)
+        return all(i == own or own in mapping.blocks(i) for mapping, i, own in along)
+
+    def fills(self, at: Index) -> list[Fill]:
+        """Return the halo regions beyond the array's ends that have a constant value."""
+        base = self._whole(at) if self.has_corners else self.inner(at)
+        found = [
+            Fill((*base[:axis], part.dst, *base[axis + 1 :]), part.value)
+            for axis, (mapping, i) in enumerate(zip(self.mappings, at, strict=True))
+            for part in mapping.segments(i)
+            if part.block is None
+        ]
+        return [fill for fill in found if box_size(fill.dst)]
+
+    def unread(self, at: Index) -> list[Box]:
+        """Return the corners of a halo that no piece and no fill covers."""
+        if self.has_corners:
+            return []
+        sides = [
+            ((0, start), (start, stop), (stop, size))
+            for (start, stop), size in zip(self.inner(at), self.shape(at), strict=True)
+        ]
+        found = [
+            tuple(side[number] for side, number in zip(sides, numbers, strict=True))
+            for numbers in product(range(3), repeat=len(at))
+            if sum(number != 1 for number in numbers) > 1
+        ]
+        return [box for box in found if box_size(box)]
+
+
+def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
+    """Return the interior and the boundary regions, which together cover a local block once.
+
+    Several halos may surround local blocks of one shape. Only the interior needs no halo data of
+    other ranks. It may be empty: then the local block is the only boundary region.
+    """
+    whole = whole_box([stop - start for start, stop in halos[0].inner])
+    each = [_interior(halo) for halo in halos]
+    inside = [
+        (max(start for start, _ in along), min(stop for _, stop in along))
+        for along in zip(*each, strict=True)
+    ]
+    if any(start >= stop for start, stop in inside):
+        return [tuple((0, 0) for _ in whole), whole]
+    boundary_parts = []
+    for axis, (start, stop) in enumerate(inside):
+        for low, high in ((0, start), (stop, whole[axis][1])):
+            boundary_parts.append((*inside[:axis], (low, high), *whole[axis + 1 :]))
+    return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
+
+
+def _interior(rank_halo: RankHalo) -> list[tuple[int, int]]:
+    """Return the range along each axis that needs no halo data of other ranks, or of functions."""
+    if rank_halo.is_changed_later:
+        return [(0, 0) for _ in rank_halo.inner]
+    needed, inside = _sides(rank_halo), []
+    of_axes = enumerate(zip(rank_halo.inner, rank_halo.depth, strict=True))
+    for axis, ((first, last), (before, after)) in of_axes:
+        start = before if (axis, False) in needed else 0
+        stop = last - first - (after if (axis, True) in needed else 0)
+        inside.append((start, stop))
+    return inside
+
+
+def _sides(rank_halo: RankHalo) -> set[tuple[int, bool]]:
+    """Return the sides that need boundary regions: axis, and true for its end."""
+    around = []
+    for box in (box for boxes in rank_halo.receives.values() for box in boxes):
+        along = list(enumerate(zip(box, rank_halo.inner, strict=True)))
+        before = [(axis, False) for axis, ((_, stop), (first, _)) in along if stop <= first]
+        after = [(axis, True) for axis, ((start, _), (_, last)) in along if start >= last]
+        around.append(before + after)
+    needed: set[tuple[int, bool]] = set()
+    for sides in sorted(around, key=len):
+        if not needed & {*sides}:  # a corner's other side mostly has a region already
+            needed.add(sides[0])
+    return needed

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
 from math import prod
+from typing import Any, NamedTuple
 
-from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, whole_box
+from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, split_evenly, whole_box
+from dask_p2p.plans.base import Fill, Piece
+from dask_p2p.plans.fft import FftStage, Transform, stages
+from dask_p2p.plans.grid import redistribution
 from dask_p2p.versioned import versioned
 
 
@@ -151,3 +155,267 @@ def grids(size: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
     for count in range(1, min(size, most[0]) + 1):
         if size % count == 0:
             yield from ((count, *others) for others in grids(size // count, most[1:]))
+
+
+# Partitions of an array between the ranks of a gang.
+#
+# A *partition* names the divided axes.
+
+
+def partition_of(ranks: RankGrid) -> tuple[int, ...]:
+    """Return the axes that are divided between ranks."""
+    return tuple(axis for axis, count in enumerate(ranks.grid) if count > 1)
+
+
+def partitioned(
+    ranks: RankGrid,  # the present distribution
+    shape: Sequence[int],  # shape of the array to distribute
+    partition: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
+) -> RankGrid:
+    """Return the distribution of an array over the same ranks, divided along other axes.
+
+    An array of the same shape keeps its distribution if `partition` includes its divided axes. An
+    axis with the same number of ranks as before keeps its bounds; other axes are divided evenly. If
+    an axis has fewer elements than ranks, some local blocks are empty.
+
+    Examples
+    --------
+    >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
+    >>> partitioned(slabs, (8, 4), (1,)).local_sizes
+    ((8,), (2, 2))
+    >>> partitioned(slabs, (8,), ()).local_sizes
+    ((8, 0),)
+    """
+    is_same = tuple(map(sum, ranks.local_sizes)) == tuple(shape)
+    if is_same and {*partition_of(ranks)} <= {*partition}:
+        return ranks
+    if not partition and shape:
+        rest = [(length,) for length in shape[1:]]
+        first = (shape[0],) + (0,) * (ranks.size - 1)
+        return RankGrid((first, *rest), (ranks.size, *(1 for _ in rest)))
+    most = [ranks.size if axis in partition else 1 for axis in range(len(shape))]
+
+    def cost(grid: tuple[int, ...]) -> tuple[int, tuple[float, tuple[int, ...]]]:
+        with_elements = 1
+        for count, length in zip(grid, shape, strict=True):
+            with_elements *= min(count, length)
+        return -with_elements, surface(grid, shape)
+
+    grid = min(grids(ranks.size, most), key=cost)
+    sizes = [
+        ranks.local_sizes[axis]
+        if is_same and count == ranks.grid[axis]
+        else split_evenly(length, count)
+        for axis, (length, count) in enumerate(zip(shape, grid, strict=True))
+    ]
+    return RankGrid(tuple(sizes), grid)
+
+
+def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
+    """Return the distribution of an array of any shape, along the axes of another distribution.
+
+    Along axis 0, if the array has none of these axes.
+
+    Examples
+    --------
+    >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
+    >>> divided_alike(slabs, (7, 2, 2)).local_sizes
+    ((4, 3), (2,), (2,))
+    """
+    axes = [axis for axis in partition_of(ranks) if axis < len(shape)]
+    return partitioned(ranks, shape, axes or [0])
+
+
+class TransformStage(NamedTuple):
+    """The distribution of an array while some of its axes are transformed."""
+
+    before: RankGrid
+    axes: tuple[int, ...]  # the transformed axes, which are undivided
+    after: RankGrid  # the same ranks, with the transformed axes' new lengths
+
+
+def transform_stages(
+    before: RankGrid,  # distribution of the input
+    after: RankGrid,  # distribution of the result
+    transform: Transform,
+) -> list[TransformStage]:
+    """Return the stages of a transform: one distribution after another.
+
+    Examples
+    --------
+    >>> slabs = RankGrid(((4, 4), (6,)), (2, 1))
+    >>> both = Transform({0: 8, 1: 6})
+    >>> [(stage.before.grid, stage.axes) for stage in transform_stages(slabs, slabs, both)]
+    [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]
+    """
+    found = []
+    for stage in stages(before.local_sizes, transform, after.local_sizes):
+        own = _divided(before, stage)
+        sizes = [
+            tuple(transform.lengths[axis] if size else 0 for size in along)
+            if axis in stage.axes
+            else along
+            for axis, along in enumerate(own.local_sizes)
+        ]
+        found.append(TransformStage(own, stage.axes, RankGrid(tuple(sizes), own.grid)))
+    return found
+
+
+def _divided(ranks: RankGrid, stage: FftStage) -> RankGrid:
+    """Return the distribution of a stage's grid, which may have fewer blocks than ranks."""
+    if prod(map(len, stage.chunks)) == ranks.size:
+        return RankGrid(stage.chunks, tuple(map(len, stage.chunks)))
+    shape = list(map(sum, stage.chunks))
+    partition = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]
+    free = [axis for axis in range(len(shape)) if axis not in stage.axes]
+    return partitioned(ranks, shape, partition or free)
+
+
+# Exchanges between the local blocks of ranks.
+#
+# In a *redistribution*, local blocks of one partition become those of another one. Four ranks,
+# first divided along axis 0, then along axis 1::
+#
+#     +-------------+          +---+---+---+---+
+#     |      0      |          |   |   |   |   |
+#     +-------------+          |   |   |   |   |
+#     |      1      |          |   |   |   |   |      each rank sends one box to each other rank:
+#     +-------------+   --->   | 0 | 1 | 2 | 3 |      where its row crosses the other's column
+#     |      2      |          |   |   |   |   |
+#     +-------------+          |   |   |   |   |
+#     |      3      |          |   |   |   |   |
+#     +-------------+          +---+---+---+---+
+#
+# In a *halo update*, source and target are the same local block: see `dask_p2p.plans.halo`.
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One rank's part of an exchange, from a source array to a target array."""
+
+    before: tuple[int, ...]  # shape of the source
+    after: tuple[int, ...]  # shape of the target
+    axes: tuple[int, ...]  # axis i of the target is axis axes[i] of the source
+    local: list[tuple[Box, Box]]  # regions that stay on the rank: in the source, and in the target
+    fills: list[Fill]  # regions of the target with a constant value
+    sends: dict[int, list[Box]]  # by receiver: boxes of the source, in the order of its boxes
+    receives: dict[int, list[Box]]  # by sender: boxes of the target
+
+    def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return a region's shape in the source, from the one in the target."""
+        return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
+
+
+def redistribution_exchange(
+    before: RankGrid,
+    after: RankGrid,  # distribution of the array with permuted axes
+    axes: Sequence[int],  # axis i of `after` is axis axes[i] of `before`
+    rank: int,
+    order: Sequence[int] | None = None,  # axis i of the target is axis order[i] of `after`
+) -> Exchange:
+    """Return the exchange between two distributions of an array, with at most one box a rank."""
+    in_target = range(len(axes)) if order is None else order
+
+    def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(values[axis] for axis in in_target)
+
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    received = _pieces(before, after, axes, rank)
+    sent = _pieces(after, before, back, rank)
+    own = received.pop(rank, None)
+    sent.pop(rank, None)
+    return Exchange(
+        before=before.shape(rank),
+        after=permuted(after.shape(rank)),
+        axes=permuted(axes),
+        local=[] if own is None else [(own.src, permuted(own.dst))],
+        fills=[],
+        sends={other: [piece.dst] for other, piece in sent.items()},
+        receives={other: [permuted(piece.dst)] for other, piece in received.items()},
+    )
+
+
+def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> dict[int, Piece]:
+    """Return the pieces of a rank's new local block by sender: at most one from each."""
+    plan = redistribution(before.local_sizes, axes, after.local_sizes)
+    block = plan.block(after.indices[rank])
+    return {before.rank(block.sources[piece.source]): piece for piece in block.pieces}
+
+
+# Message schedules between the ranks of a gang: stages in which each rank has one partner.
+#
+# Five ranks; in each stage rank 0 sends to the first number, and receives from the second::
+#
+#     diagonal      1<4   2<3   3<2   4<1            to the next ranks, from the previous ones
+#     left-right    1<4   4<1   2<3   3<2            to the right, to the left, further right, ...
+#     pairwise       -    1<1   2<2   3<3   4<4      both ways with one; in odd gangs one rank rests
+#
+# "left-right" uses each link in one direction at a time, which was better where the links of one
+# direction share a cable. "pairwise" keeps two ranks busy with each other.
+
+#: Schedules. With "auto" all messages go concurrently, as sockets accept them.
+ORDERS = ("auto", "diagonal", "left-right", "pairwise")
+
+_WIDTH = 8  # most children of a rank in the tree
+
+
+class Partners(NamedTuple):
+    """The partners of a rank in one stage; None in a stage of rest."""
+
+    to: int | None  # destination rank
+    source: int | None  # source rank
+
+
+def partners(
+    order: str,  # one of `ORDERS` except "auto"
+    rank: int,
+    size: int,  # number of ranks
+) -> list[Partners]:
+    """Return a rank's partners, stage by stage: each other rank once in either direction.
+
+    Examples
+    --------
+    >>> partners("left-right", 0, 4)
+    [Partners(to=1, source=3), Partners(to=3, source=1), Partners(to=2, source=2)]
+    >>> [stage.to for stage in partners("pairwise", 0, 4)]
+    [3, 1, 2]
+    """
+    if order == "pairwise":
+        return [Partners(other, other) for other in _opponents(rank, size)]
+    far = list(range(1, size))
+    if order == "left-right":
+        far.sort(key=lambda by: (min(by, size - by), by))
+    return [Partners((rank + by) % size, (rank - by) % size) for by in far]
+
+
+def branch(rank: int, size: int) -> tuple[list[int], list[int]]:
+    """Return the parent and the children of a rank in a tree of all ranks. The root has no parent.
+
+    Examples
+    --------
+    >>> branch(0, 12)
+    ([], [1, 2, 3, 4, 5, 6, 7, 8])
+    >>> branch(9, 12)
+    ([1], [])
+    """
+    below = list(range(rank * _WIDTH + 1, min(size, rank * _WIDTH + 1 + _WIDTH)))
+    above = [(rank - 1) // _WIDTH] if rank else []
+    return above, below
+
+
+def _opponents(rank: int, size: int) -> list[int | None]:
+    """Return a player's opponents in each round of a round-robin tournament; None: rest.
+
+    All players, except the last of an even number, form a ring. In each round two of them are
+    opponents if their numbers add up to the round's number. The one left plays the last, or rests.
+    """
+    ring = size - 1 + size % 2
+    found: list[int | None] = []
+    for number in range(ring if size > 1 else 0):
+        if rank == ring:
+            other = next(each for each in range(ring) if 2 * each % ring == number)
+        else:
+            other = (number - rank) % ring
+            other = ring if other == rank else other
+        found.append(other if other < size else None)
+    return found

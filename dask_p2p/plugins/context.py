@@ -6,7 +6,10 @@ Coroutines run on the worker's event loop, other methods in any thread.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import threading
+import time
 from asyncio import AbstractEventLoop
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,31 +17,31 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from distributed import Worker
+from distributed import Status, Worker
 
 from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.engine.attempts import AttemptLog
-from dask_p2p.errors import (
-    DeviceLostError,
-    Obstacle,
-    P2PWarning,
-    UnsupportedArrayError,
-)
-from dask_p2p.interprocess.rpc import answering
-from dask_p2p.monitoring.counters import Counters
-from dask_p2p.monitoring.fine import meter, record_transfer
+from dask_p2p.engine.context import AttemptLog
+from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning, UnsupportedArrayError
+from dask_p2p.monitoring.metrics import Counters, meter, record_transfer
 from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
-from dask_p2p.plugins.leaving import leave
-from dask_p2p.plugins.notices import warn_client
-from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
-from dask_p2p.plugins.spilling import find_in_memory, holds, is_mapped, is_spilled, read_spilled
-from dask_p2p.plugins.threads import only_waiting
-from dask_p2p.transports.probe import PROBE_DTYPE, Probes, is_probe
+from dask_p2p.plugins.dask_internals import only_waiting, warn_client
+from dask_p2p.plugins.storage import (
+    OutputMemory,
+    PinnedOutputs,
+    find_in_memory,
+    holds,
+    is_mapped,
+    is_spilled,
+    read_spilled,
+)
+from dask_p2p.transports.base import PROBE_DTYPE, Probes, is_probe
 from dask_p2p.transports.router import Router
+from dask_p2p.transports.rpc import answering
 from dask_p2p.types import Array, DType, Key, Kind
 
 _T = TypeVar("_T")
@@ -305,3 +308,44 @@ def _keep_newest(kept: dict[Any, Any], most: int) -> None:
 def _with_device(function: Callable[..., _T], *args: Any) -> _T:
     with device_work():
         return function(*args)
+
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.01
+_REPORT_S = 3.0  # time for running tasks to report the lost GPU, on a busy machine too
+_LEAVE_S = 1.0  # time after that until the worker's process ends
+_leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
+
+
+def leave(worker: Worker, reason: str) -> None:
+    """Warn users, and close the worker. Idempotent; call it on the worker's event loop."""
+    if worker not in _leaving:
+        logger.critical("Worker %s leaves the cluster: %s", worker.address, reason)
+        warn_client(worker, f"dask_p2p: worker {worker.address} left: {reason}", P2PWarning)
+        _leaving[worker] = asyncio.ensure_future(_end_process(worker))
+
+
+async def _until_reported(worker: Worker) -> None:
+    """Wait up to `_REPORT_S` until a running task has failed and so reported the cause.
+
+    Dask reruns all other tasks elsewhere, so these must not fail because of this GPU.
+    """
+    worker.status = Status.closing_gracefully  # no other task starts
+    running = set(worker.state.executing)
+    deadline_s = time.monotonic() + _REPORT_S
+    while running and time.monotonic() < deadline_s:
+        await asyncio.sleep(_POLL_S)
+        if any(task.state == "error" for task in running):
+            break
+        running &= worker.state.executing
+
+
+async def _end_process(worker: Worker) -> None:
+    """Close a worker, and end its process even if closing hangs or fails, as with a lost GPU."""
+    try:
+        await _until_reported(worker)
+        closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
+        await asyncio.wait_for(closing, _LEAVE_S)
+    finally:
+        os._exit(1)

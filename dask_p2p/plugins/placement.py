@@ -2,7 +2,7 @@
 
 The scheduler does not reject a task for the size of its whole dependencies, and it places a task by
 the regions that the task reads. In a transpose all workers hold about the same number of these
-bytes, so tasks are spread evenly. `dask_p2p.plugins.seating` places the ranks of a gang.
+bytes, so tasks are spread evenly. `dask_p2p.plugins.placement` places the ranks of a gang.
 
 An `Overlay` replaces each private method of Dask's scheduler, and forwards all other calls to the
 original method.
@@ -12,11 +12,13 @@ original method.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from math import inf
 from typing import Any
+from weakref import WeakSet
 
-from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask
-from dask_p2p.plugins.seating import place_rank
+from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, WaitTask
 
 #: Method of Dask's scheduler that rejects tasks larger than a worker's memory.
 MEMORY_CHECK = "_add_to_processing"
@@ -154,3 +156,247 @@ def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) 
         stimulus_id=stimulus_id,
         worker=ws.address,
     )
+
+
+# Placement of a gang's ranks: spread over all workers, and within the workers' resources.
+#
+# Dask places a task by its inputs, and a task that lacks units of a resource waits on its worker.
+# A rank would wait there for ever if another rank of its gang held the units.
+
+_LONG_S = 3.0  # running time of a long task, at least
+
+#: Tasks of ranks that did not start on their last worker: they avoid workers full of long tasks.
+unstarted: WeakSet[Any] = WeakSet()
+
+
+def allowed_workers(scheduler: Any, ts: Any) -> set[Any]:
+    """Return the workers that may run a task and have its resources, including paused workers."""
+    able = {ws for ws in scheduler.workers.values() if _can_hold(ws, needs_of(ts))}
+    named = able & named_workers(scheduler, ts)
+    return able if ts.loose_restrictions and not named else named
+
+
+def named_workers(scheduler: Any, ts: Any) -> set[Any]:
+    """Return the workers that a task's worker and host restrictions allow; all if it has none."""
+    workers = set(scheduler.workers.values())
+    if not ts.worker_restrictions and not ts.host_restrictions:
+        return workers
+    addresses = ts.worker_restrictions or ()
+    hosts = {scheduler.coerce_hostname(host) for host in ts.host_restrictions or ()}
+    return {ws for ws in workers if ws.address in addresses or ws.host in hosts}
+
+
+def _can_hold(ws: Any, needs: Mapping[str, float]) -> bool:
+    """Return whether a worker has these resources, by Dask's rule: it must list each by name."""
+    return all(name in ws.resources and ws.resources[name] >= n for name, n in needs.items())
+
+
+def needs_of(ts: Any) -> Mapping[str, float]:
+    """Return the units of resources that a task needs."""
+    needs: Mapping[str, float] = ts.resource_restrictions or {}
+    return needs
+
+
+def is_restricted(ts: Any) -> bool:
+    """Return whether a task has restrictions to workers, hosts or resources."""
+    return bool(ts.worker_restrictions or ts.host_restrictions or ts.resource_restrictions)
+
+
+def is_full(ws: Any, ts: Any) -> bool:
+    """Return whether a task would wait on a worker for long tasks that belong to no gang."""
+    long = [
+        other
+        for other, seconds in ws.executing.items()
+        if seconds >= _LONG_S and other in ws.processing
+        if not isinstance(other.run_spec, RankTask)
+    ]
+    in_threads = [other for other in long if other not in ws.long_running]
+    return len(in_threads) >= ws.nthreads or not has_room(ws, ts, long)
+
+
+def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
+    """Return whether a worker has the resources for a task in addition to these other tasks."""
+    needs = needs_of(ts)
+    left = dict(ws.resources)
+    for other in others:
+        for name, n in needs_of(other).items():
+            left[name] = left.get(name, 0) - n
+    return room(left, needs) >= 1
+
+
+def place_rank(scheduler: Any, ts: Any) -> Any:
+    """Return the worker for a rank of a gang; None if no worker can run it."""
+    workers = scheduler.running
+    if is_restricted(ts):
+        allowed = workers & allowed_workers(scheduler, ts)
+        if ts.loose_restrictions and not allowed:
+            allowed = {ws for ws in workers if _can_hold(ws, needs_of(ts))}
+        workers = allowed
+    # The task that depends on all ranks leads to the other ranks.
+    waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
+    siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
+    taken = Counter(sibling.processing_on for sibling in siblings)
+    held_bytes = _held_bytes([ts])
+    threads = sum(ws.nthreads for ws in workers)
+
+    @cache
+    def wanted_bytes() -> Counter[Any]:
+        return _held_bytes(each for each in siblings if each.processing_on is None)
+
+    def preference(ws: Any) -> tuple[Any, ...]:
+        avoided = ts in unstarted and is_full(ws, ts)
+        share = max(1, (len(siblings) + 1) * ws.nthreads // threads)
+        return avoided, max(0, taken[ws] + 1 - share) / ws.nthreads, -held_bytes[ws]
+
+    def among_equals(ws: Any) -> tuple[Any, ...]:
+        loads = taken[ws] / ws.nthreads, ws.occupancy / ws.nthreads
+        return wanted_bytes()[ws], *loads, ws.address
+
+    if ts.resource_restrictions:
+        by_preference = sorted(workers, key=lambda ws: (preference(ws), among_equals(ws)))
+        workers = _with_room(scheduler, ts, siblings, by_preference) or workers
+    preferences = {ws: preference(ws) for ws in workers}
+    best = min(preferences.values(), default=None)
+    equal = [ws for ws, found in preferences.items() if found == best]
+    if len(equal) == 1:  # without a look at all siblings, for each of them
+        return equal[0]
+    return min(equal, key=among_equals, default=None)
+
+
+def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
+    """Return the bytes of the tasks' inputs that each worker has."""
+    held_bytes: Counter[Any] = Counter()
+    for ts in tasks:
+        for block in ts.dependencies:
+            for ws in block.who_has or ():
+                held_bytes[ws] += block.get_nbytes()
+    return held_bytes
+
+
+def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) -> list[Any]:
+    """Return a worker with room for this rank that leaves room for the others, as a list of one.
+
+    If there is no such worker, return all workers with room for this rank.
+    """
+    placed: dict[Any, list[Any]] = {}
+    for sibling in siblings:
+        placed.setdefault(sibling.processing_on, []).append(sibling)
+    roomy = [ws for ws in workers if has_room(ws, ts, placed.get(ws, ()))]
+    to_come = [each for each in placed.get(None, ()) if needs_of(each) == needs_of(ts)]
+    wants = Counter(frozenset(each) for each in allowed_of(scheduler, to_come))
+    rooms = {
+        ws.address: room(ws.resources, needs_of(ts)) - len(placed.get(ws, ()))
+        for ws in scheduler.workers.values()
+    }
+    most = most_seated(wants, rooms)
+    for ws in roomy:
+        rooms[ws.address] -= 1
+        if most_seated(wants, rooms) == most:
+            return [ws]
+        rooms[ws.address] += 1
+    return roomy
+
+
+def allowed_of(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[str]]:
+    """Return the addresses of the workers that may run each task."""
+    known: dict[Any, frozenset[str]] = {}
+    found = []
+    for ts in tasks:
+        restrictions = ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions
+        key = (*map(_hashable, restrictions), ts.loose_restrictions)
+        if key not in known:
+            known[key] = frozenset(ws.address for ws in allowed_workers(scheduler, ts))
+        found.append(known[key])
+    return found
+
+
+def _hashable(restrictions: Any) -> frozenset[Any]:
+    items = restrictions.items() if isinstance(restrictions, dict) else restrictions
+    return frozenset(items or ())
+
+
+_ROUNDING = 1e-9  # of units that are fractions, like 0.1
+
+
+def room(units: Mapping[str, float], needs: Mapping[str, float]) -> float:
+    """Return how many ranks with these needs a worker with these units can run at a time.
+
+    >>> room({"GPU": 2, "memory": 10}, {"GPU": 1, "memory": 8})
+    1
+    """
+    counts = [int(units.get(name, 0) / n + _ROUNDING) for name, n in needs.items() if n > 0]
+    return min(counts, default=inf)
+
+
+def ranks_for(threads: Sequence[int], size_bytes: int, least_bytes: int) -> int:
+    """Return the number of ranks for an array, on workers with these numbers of threads.
+
+    Each worker runs at least one rank, and at most one in each thread. It runs several ranks only
+    if each of them gets `least_bytes` of the array.
+
+    >>> [ranks_for([4, 4], mib << 20, 1 << 20) for mib in (1, 4, 100)]
+    [2, 4, 8]
+    """
+    each = size_bytes // (least_bytes * max(1, len(threads)))
+    return max(1, sum(max(1, min(count, each)) for count in threads))
+
+
+def most_seated(wants: Mapping[frozenset[str], int], rooms: Mapping[str, float]) -> int:
+    """Return how many ranks find room, if they are placed as well as possible.
+
+    `wants` has the number of ranks by the workers that may run them, `rooms` the ranks that each
+    worker can run.
+
+    >>> most_seated({frozenset("ab"): 1, frozenset("a"): 1}, {"a": 1, "b": 1})
+    2
+    """
+    free = {worker: rooms[worker] for workers in wants for worker in workers}
+    taken: dict[frozenset[str], Counter[str]] = {workers: Counter() for workers in wants}
+    seated = 0
+    for workers, count in wants.items():
+        for worker in workers:  # most find room without a move
+            here = max(0, int(min(free[worker], count)))
+            free[worker] -= here
+            taken[workers][worker] += here
+            count -= here
+            seated += here
+        while count and _moved(workers, free, taken):
+            count -= 1
+            seated += 1
+    return seated
+
+
+def _moved(
+    workers: frozenset[str], free: dict[str, float], taken: dict[frozenset[str], Counter[str]]
+) -> bool:
+    """Seat one more rank, by moving ranks that others workers may run, too."""
+    came: dict[frozenset[str], tuple[frozenset[str], str] | None] = {workers: None}
+    queue, seen = [workers], set[str]()
+    for group in queue:
+        for worker in group - seen:
+            seen.add(worker)
+            if free[worker] > 0:
+                free[worker] -= 1
+                _move(group, worker, came, taken)
+                return True
+            for other, seats in taken.items():
+                if other not in came and seats[worker] > 0:
+                    came[other] = group, worker
+                    queue.append(other)
+    return False
+
+
+def _move(
+    group: frozenset[str],
+    worker: str,
+    came: Mapping[frozenset[str], tuple[frozenset[str], str] | None],
+    taken: Mapping[frozenset[str], Counter[str]],
+) -> None:
+    """Seat a rank of each group on the way where one of the next has left."""
+    while True:
+        taken[group][worker] += 1
+        if (step := came[group]) is None:
+            return
+        before, left = step
+        taken[group][left] -= 1
+        group, worker = before, left

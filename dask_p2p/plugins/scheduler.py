@@ -29,10 +29,8 @@ from dask_p2p.engine.task import (
     unwrapped,
 )
 from dask_p2p.errors import RegistrationError
-from dask_p2p.interprocess.background import Background
-from dask_p2p.interprocess.rpc import answering
-from dask_p2p.monitoring import prometheus
-from dask_p2p.monitoring.counters import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
+from dask_p2p.monitoring import metrics as prometheus
+from dask_p2p.monitoring.metrics import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
 from dask_p2p.monitoring.page import add_pages
 from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import (
@@ -44,10 +42,11 @@ from dask_p2p.monitoring.records import (
     unpacked,
 )
 from dask_p2p.monitoring.runs import runs_of
-from dask_p2p.plugins.at_once import AtOnce
+from dask_p2p.plugins.dask_internals import AtOnce
 from dask_p2p.plugins.gangs.scheduler import Gangs
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers
+from dask_p2p.transports.rpc import Background, answering
 from dask_p2p.versioned import check_dask, this_version, versioned
 
 logger = logging.getLogger(__name__)

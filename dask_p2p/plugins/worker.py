@@ -21,20 +21,20 @@ from distributed import Worker, WorkerPlugin
 
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.device import raise_if_lost
-from dask_p2p.backends.host.allocator import keep_small_buffers
+from dask_p2p.backends.host_memory import keep_small_buffers
 from dask_p2p.config import Options, options
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, ReferenceTask, plugin_context
-from dask_p2p.interprocess.background import Background
-from dask_p2p.monitoring import prometheus
-from dask_p2p.monitoring.counters import COUNTERS_METRIC, DEVICE_METRIC, Values
+from dask_p2p.monitoring import metrics as prometheus
+from dask_p2p.monitoring.metrics import COUNTERS_METRIC, DEVICE_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
-from dask_p2p.plugins.at_once import AtOnce
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.plugins.spilling import on_spilled
+from dask_p2p.plugins.dask_internals import AtOnce
+from dask_p2p.plugins.storage import on_spilled
 from dask_p2p.transports import make_transports
-from dask_p2p.transports.in_place.same_host import SameHostTransport
+from dask_p2p.transports.rpc import Background
+from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.types import Key
 from dask_p2p.versioned import check_dask, versioned
 

@@ -29,7 +29,7 @@ from dask_p2p.geometry import Box, box_shape
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.ends import At
+    from dask_p2p.sections.exchange.boundaries import At
 
 T = TypeVar("T")
 #: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.

@@ -20,22 +20,22 @@ from typing import Any, overload
 from dask_p2p import tuning
 from dask_p2p.backends import worker_backend
 from dask_p2p.backends.base import HostLink
-from dask_p2p.backends.host.hardware import versions
-from dask_p2p.backends.host.pinned import CANNOT_PIN, REMEDY
+from dask_p2p.backends.host import versions
+from dask_p2p.backends.host_memory import CANNOT_PIN, REMEDY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options, options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
-from dask_p2p.interprocess.cuda_ipc import POOL_REMEDY
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from dask_p2p.tools.report import EXPECTED, Link, Problem, Report, Status
-from dask_p2p.transports.probe import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
+from dask_p2p.transports.base import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
+from dask_p2p.transports.cuda_ipc import POOL_REMEDY
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
 # Workers on different hosts cannot read each other's memory.

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from inspect import Parameter, signature
+from multiprocessing import current_process
+from pathlib import Path
 from typing import Any
 
 import dask
 
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import InputError, install_command
-from dask_p2p.inputs import checked_count
+from dask_p2p.errors import InputError, StartError, install_command, needs
+from dask_p2p.inputs import checked_count, nearest
 from dask_p2p.plugins.registration import register_cluster
-from dask_p2p.tools.keywords import started
 from dask_p2p.types import Kind, LocalCluster
 
 # For pools of other sizes than multiples of this, cudaIpcOpenMemHandle takes seconds (1.9 s for
@@ -194,3 +200,180 @@ def free_gpu_bytes(names: Iterable[str]) -> list[int]:
 def round_down(size_bytes: int) -> int:
     """Return the largest valid pool size that is not above `size_bytes`."""
     return size_bytes // POOL_GRANULE_BYTES * POOL_GRANULE_BYTES
+
+
+# Keywords of workers that LocalCluster overwrites without a warning.
+_OVERWRITTEN = {"nthreads": "threads_per_worker"}
+_OF_GPUS = ("rmm_", "CUDA_", "device_memory_")  # keywords of LocalCUDACluster alone
+
+
+def started(cluster_class: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> LocalCluster:
+    """Start a cluster, with settings of `local_cluster` that the given keywords override.
+
+    Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
+    and `StartError` if workers could not import the main program.
+    """
+    options = {**own, **given}
+    classes = _classes(cluster_class, options)
+    _check_keywords(classes, {*given})
+    if str(options.get("protocol", "")).startswith("ucx"):
+        with needs("distributed_ucxx", "cuda13"):
+            import_module("distributed_ucxx")
+    if len(classes) > 2:  # with nannies, which start processes
+        check_main_program()
+    return cluster_class(**options)
+
+
+def _check_keywords(classes: Sequence[tuple[type, type]], given: set[str]) -> None:
+    """Raise `InputError` for the first given keyword that no constructor takes.
+
+    The parameters of a `worker_class` that is no class are unknown, and so are its keywords.
+    """
+    if not all(isinstance(cls, type) for cls, _ in classes):
+        return
+    known = {name for cls, base in classes for name in _keywords(cls, base)}
+    known = known - {*_OVERWRITTEN} | {"n_workers", "gpus"}
+    has_gpus = classes[0][0] is not classes[0][1]
+    for name in sorted(given - known):
+        of_gpus = name.startswith(_OF_GPUS) and not has_gpus
+        instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest(name, known)
+        remedy = "Add gpus=True, for workers with GPUs." if of_gpus else "Correct its name."
+        raise InputError(
+            f"expected a keyword of {', '.join(cls.__name__ for cls, _ in classes)}, got {name}; "
+            f"the nearest is {instead}. {remedy}"
+        )
+
+
+def _classes(cluster_class: Any, options: Mapping[str, Any]) -> list[tuple[type, type]]:
+    """Return the classes that get the keywords, each with the last base class that they reach."""
+    from distributed import Nanny, Worker
+    from distributed.core import Server
+    from distributed.deploy.local import LocalCluster
+    from distributed.utils import import_term
+
+    node = options.get("worker_class") or (Nanny if options.get("processes", True) else Worker)
+    inner: Any = Worker
+    if isinstance(node, partial):
+        inner = node.keywords.get("worker_class") or Worker
+        node = node.func
+    node, inner = (import_term(cls) if isinstance(cls, str) else cls for cls in (node, inner))
+    classes = [(cluster_class, LocalCluster)]
+    # A nanny passes its unknown keywords to the worker. LocalCUDACluster adds a nanny.
+    if isinstance(node, type) and issubclass(node, Nanny):
+        classes.append((node, Nanny))
+        node = inner
+    elif cluster_class is not LocalCluster:
+        classes.append((Nanny, Nanny))
+    return [*classes, (node, Server)]
+
+
+def _keywords(cls: type, last: type) -> set[str]:
+    """Return the keywords of a constructor, with those that it passes on to base classes.
+
+    `last` is the last of these classes.
+    """
+    names: set[str] = set()
+    for each in cls.__mro__:
+        if "__init__" not in vars(each) or not issubclass(each, last):
+            continue
+        parameters = signature(vars(each)["__init__"]).parameters.values()
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        names.update(parameter.name for parameter in parameters if parameter.kind in kinds)
+        passes_on = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+        if each is last or not passes_on:
+            break
+    return names - {"self", "scheduler_ip"}  # the cluster gives the address itself
+
+
+# Finds main programs that workers cannot import, before a cluster starts.
+#
+# Each worker process imports the main program. A script that starts a cluster whenever it is
+# imported would do so in each worker, too. Python refuses that, and some releases of Dask then
+# start workers again and again.
+
+_PROBE = "dask_p2p: import of the main program"  # name of a process
+_STARTS_A_CLUSTER = 77  # its exit status
+_REMEDY = 'Move that code below `if __name__ == "__main__":`.'
+
+
+def check_main_program() -> None:
+    """Raise `StartError` if workers could not import the main program.
+
+    If the main program does not check `__name__` before the call, a process that imports it finds
+    out. Another check, which the process passes, is fine.
+    """
+    process = current_process()
+    main = sys.modules["__main__"]
+    if getattr(process, "_inheriting", False):  # multiprocessing imports the main program now
+        if process.name == _PROBE:
+            raise SystemExit(_STARTS_A_CLUSTER)
+        raise StartError(_text(sys.modules.get("__mp_main__", main).__file__))
+    path = _imported_file(main)
+    if path is None:
+        return
+    if not os.path.exists(path):
+        raise StartError(
+            f"expected a main program in a file, since workers import it, got {path}. Save it in a "
+            "file, and run that."
+        )
+    if not _checks_name(main, path):
+        _probe(path)
+
+
+def _text(path: Any) -> str:
+    return f"{path} starts a cluster when it is imported, and each worker imports it. {_REMEDY}"
+
+
+def _probe(path: str) -> None:
+    """Import the main program in a process, as workers do; raise `StartError` if that fails."""
+    from distributed.utils import get_mp_context
+
+    process = get_mp_context().Process(target=int, name=_PROBE)
+    process.start()
+    process.join()
+    if process.exitcode == _STARTS_A_CLUSTER:
+        raise StartError(_text(path))
+    if process.exitcode:
+        raise StartError(
+            f"expected a program that workers can import, but the import of {path} failed with the "
+            f"error above. Move code that workers cannot run below `if __name__ == "
+            '"__main__":`.'
+        )
+
+
+def _imported_file(main: Any) -> str | None:
+    """Return the file of the main program if new processes import it, else None."""
+    from distributed.utils import get_mp_context
+
+    name = getattr(getattr(main, "__spec__", None), "name", None) or ""
+    is_command = name == "__main__" or name.endswith(".__main__")  # python -m PACKAGE
+    if is_command or get_mp_context().get_start_method() == "fork":
+        return None
+    return getattr(main, "__file__", None)  # notebooks have none
+
+
+def _checks_name(main: Any, path: str) -> bool:
+    """Return whether the running statement of the main program is an `if` with `__name__`.
+
+    Returns true as well if the statement is unknown, since another thread runs the main program.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and not (
+        frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return True
+    try:
+        statements = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    running = [
+        each for each in statements if each.lineno <= frame.f_lineno <= (each.end_lineno or 0)
+    ]
+    return not running or any(
+        isinstance(part, ast.Name) and part.id == "__name__"
+        for each in running
+        if isinstance(each, ast.If)
+        for part in ast.walk(each.test)
+    )

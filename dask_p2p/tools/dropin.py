@@ -27,7 +27,7 @@ import numpy as np
 
 from dask_p2p import fft
 from dask_p2p.errors import InputError, P2PWarning, VersionError
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.loading import when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped

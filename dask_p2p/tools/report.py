@@ -10,7 +10,7 @@ from statistics import median
 
 from dask_p2p.backends.base import HostLink
 from dask_p2p.errors import Obstacle
-from dask_p2p.monitoring.tables import html_table, text_table
+from dask_p2p.monitoring.runs import html_table, text_table
 from dask_p2p.types import Kind
 
 #: Obstacles between workers of one process, which share blocks without a transport.

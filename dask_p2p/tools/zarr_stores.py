@@ -18,7 +18,7 @@ from dask.array.core import normalize_chunks
 from dask.array.slicing import normalize_index
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.libraries import functions_of, is_dask_array, rechunk_by_tasks
+from dask_p2p.graph.redistribution import functions_of, is_dask_array, rechunk_by_tasks
 from dask_p2p.ops.arguments import check_chunks_are_known, has_unknown_chunks
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.regular import aligned_chunks, is_regular, regular_size

@@ -10,14 +10,12 @@ from importlib.metadata import EntryPoint, entry_points
 
 from dask_p2p.config import Options, transport_classes, transport_finders
 from dask_p2p.errors import ConfigError
-from dask_p2p.transports.base import Transport
-from dask_p2p.transports.context import WorkerContext
-from dask_p2p.transports.footprint import ByteBudget
-from dask_p2p.transports.in_place.cma import CmaTransport
-from dask_p2p.transports.in_place.ipc import IpcTransport
-from dask_p2p.transports.packed.comm import CommTransport
-from dask_p2p.transports.packed.pinned import PinnedTransport
-from dask_p2p.transports.packed.ucx import UcxTransport
+from dask_p2p.transports.base import Transport, WorkerContext
+from dask_p2p.transports.buffers import ByteBudget
+from dask_p2p.transports.in_place import CmaTransport, IpcTransport
+from dask_p2p.transports.packed import CommTransport
+from dask_p2p.transports.pinned import PinnedTransport
+from dask_p2p.transports.ucx import UcxTransport
 
 #: The transports of this package, best first.
 OWN: tuple[type[Transport], ...] = (

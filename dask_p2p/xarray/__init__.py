@@ -22,8 +22,7 @@ from typing import Any, Generic, TypeVar, overload
 from dask_p2p.errors import AxesError, ChunksError, needs
 from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
-from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.ops.transpose import transpose
+from dask_p2p.ops.rechunk import rechunk, transpose
 from dask_p2p.tools.dropin import install
 
 with needs("xarray", "xarray"):

@@ -17,8 +17,8 @@ from dask_p2p.backends import (
 )
 from dask_p2p.backends import cupy as backends_cupy
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.interprocess.buffers import Buffers
-from dask_p2p.transports.probe import PROBE_BYTES, Probes, probe_key
+from dask_p2p.transports.base import PROBE_BYTES, Probes, probe_key
+from dask_p2p.transports.buffers import Buffers
 from tests.support import loaded_anew, output_of
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from dask_p2p.backends import Timer, device
 from dask_p2p.backends.base import SLOTS
-from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.pipelines.slots import BeingRead
+from dask_p2p.backends.device_queue import BeingRead, DeviceQueue
 from tests.simulation.streams import RaceError, Stream
 
 ROWS, COLUMNS = 4, 16  # of a part: a row of float64 is what a copy engine takes

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from dask_p2p.backends import driver
+from dask_p2p.backends import device as driver
 from dask_p2p.errors import TransferError
 
 UUID = bytes.fromhex("00a1000203040506070809000b0c0d0e")

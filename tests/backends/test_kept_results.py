@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from dask_p2p.backends.kept_results import KeptResults
+from dask_p2p.backends.host import KeptResults
 from tests.support import BOUND_S
 
 

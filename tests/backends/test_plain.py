@@ -6,7 +6,7 @@ import pint
 import pytest
 
 from dask_p2p.backends import backend_for
-from dask_p2p.backends.plain import check_plain, is_plain
+from dask_p2p.backends.base import check_plain, is_plain
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.sections.iterate.first_step import strict_view
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends import Timer
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.host_queue import HostQueue
-from dask_p2p.backends.kernels.pitch import Pitch, engine_pitch, pitched
+from dask_p2p.backends.device_queue import BeingRead
+from dask_p2p.backends.host import HostQueue
+from dask_p2p.backends.kernels.copies import Pitch, engine_pitch, pitched
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines.slots import BeingRead
 from tests.clock import Clock
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 
 import pytest
 
-from dask_p2p.backends.timing import StreamTimings, Timer
+from dask_p2p.backends.device import StreamTimings, Timer
 
 
 class Stream:

@@ -4,7 +4,7 @@ import dask
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_p2p.cli._options import own_cluster, worker_count
+from dask_p2p.cli.options import own_cluster, worker_count
 from dask_p2p.errors import P2PError
 from tests.support import tune
 

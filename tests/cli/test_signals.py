@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dask_p2p.cli._signals import stoppable
+from dask_p2p.cli.files import stoppable
 
 
 def test_the_second_ctrl_c_does_not_wait():

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner, _NamedTextIOWrapper
 from skimage import data
 
+from dask_p2p.cli import files as command
 from dask_p2p.cli import p2p
-from dask_p2p.cli import transpose as command
 from tests.support import output_of, tune
 from tests.transports.loopback import wait_until
 
@@ -159,7 +159,7 @@ def test_help_loads_no_command():
     code = (
         "import sys; from click.testing import CliRunner; from dask_p2p.cli import p2p;"
         "r = CliRunner().invoke(p2p, ['--help']); assert r.exit_code == 0; print(r.output);"
-        "heavy = {'zarr', 'dask_p2p.tools.files', 'dask_p2p.cli.transpose'};"
+        "heavy = {'zarr', 'dask_p2p.tools.files', 'dask_p2p.cli.files'};"
         "print('loaded', heavy & set(sys.modules))"
     )
     output = output_of("-c", code)

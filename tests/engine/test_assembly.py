@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
     TransferError,
@@ -23,7 +23,7 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.base import Reading, Transport
-from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.buffers import Footprint
 from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
 from tests.support import tune

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.engine.fetch import Fetch, RemoteSource
+from dask_p2p.engine.remote import Fetch, RemoteSource
 from dask_p2p.errors import (
     BlockUnavailableError,
     SilentError,
@@ -18,7 +18,7 @@ from dask_p2p.errors import (
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region, Request
-from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.buffers import Footprint
 from dask_p2p.transports.router import Route
 
 BOX = ((0, 2), (0, 4))

@@ -13,7 +13,7 @@ import pytest
 from distributed import get_worker
 
 from dask_p2p import fused, iterate, map_overlap, spmd
-from dask_p2p.engine.frames import drops_frames
+from dask_p2p.engine.task import drops_frames
 from dask_p2p.errors import BlockMismatchError, SectionError, TransferError, without_frames
 from dask_p2p.geometry import block_bounds
 from tests.support import result_of

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
     BlockUnavailableError,

@@ -9,12 +9,11 @@ import pytest
 from distributed import Reschedule
 
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.engine import frames
+from dask_p2p.engine import task as frames
 from dask_p2p.engine import task as module
 from dask_p2p.engine.context import recorded, where_is
-from dask_p2p.engine.fetch import BlockRef
-from dask_p2p.engine.local_context import LocalContext
-from dask_p2p.engine.task import assemble_block, current_worker
+from dask_p2p.engine.remote import BlockRef
+from dask_p2p.engine.task import LocalContext, assemble_block, current_worker
 from dask_p2p.errors import P2PWarning, TransferError
 from dask_p2p.monitoring.records import TaskRecord
 from tests.engine.test_assembly import BLOCKS, OPTIONS, PLAN, OutputSpec, X

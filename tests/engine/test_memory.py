@@ -15,17 +15,11 @@ from distributed.core import error_message
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
-from dask_p2p.engine.memory import (
-    SMALLER_CHUNKS,
-    MemoryNeed,
-    in_memory_bytes,
-    is_out_of_memory,
-)
+from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, is_out_of_memory
 from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
-from dask_p2p.interprocess.buffers import Buffers
-from dask_p2p.interprocess.rpc import ask
-from dask_p2p.transports import footprint
-from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports import buffers as footprint
+from dask_p2p.transports.buffers import Buffers, Footprint
+from dask_p2p.transports.rpc import ask
 from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
 
 MIB = 2**20
@@ -221,7 +215,7 @@ def test_an_answer_that_there_is_no_memory_for():
 
 
 def test_idle_buffers_are_given_up_before_there_is_an_error(monkeypatch):
-    from dask_p2p.interprocess import buffers as module
+    from dask_p2p.transports import buffers as module
 
     buffers = Buffers("numpy", 2**20)
     del (taken := [buffers.take((1000,), "u1")])[:]

@@ -11,18 +11,18 @@ from functools import partial
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_shape, box_size, box_slices
-from dask_p2p.interprocess.buffers import Buffers, buffer_bytes
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports.packed.comm import CommTransport
-from dask_p2p.transports.packed.reading import PackedReading
-from dask_p2p.transports.packed.ucx import UcxTransport
+from dask_p2p.transports.buffers import Buffers, buffer_bytes
+from dask_p2p.transports.packed import CommTransport
+from dask_p2p.transports.packed_reading import PackedReading
 from dask_p2p.transports.router import Router
+from dask_p2p.transports.ucx import UcxTransport
 from tests.support import BOUND_S
 from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block

@@ -12,8 +12,8 @@ from distributed import Reschedule
 from dask_p2p.config import options
 from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.attempts import AttemptLog, worst_case_s
-from dask_p2p.engine.fetch import BlockRef
+from dask_p2p.engine.context import AttemptLog, worst_case_s
+from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution

@@ -15,7 +15,7 @@ import numpy as np
 from distributed.comm import CommClosedError
 
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.interprocess.messenger import Message, Messenger
+from dask_p2p.transports.ucx_messenger import Message, Messenger
 
 OPS = ("p2p_comm_read", "p2p_ucx_read")
 

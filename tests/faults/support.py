@@ -19,8 +19,8 @@ from dask_p2p.engine.assembly import Assembly
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.transports.in_place.same_host import SameHostTransport
-from dask_p2p.transports.packed.ucx import Outgoing
+from dask_p2p.transports.same_host import SameHostTransport
+from dask_p2p.transports.ucx import Outgoing
 from tests.support import BOUND_S, FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 from tests.usage import usage_of_worker

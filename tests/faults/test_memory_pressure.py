@@ -15,9 +15,10 @@ from distributed.spill import Slow, SpillBuffer
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.errors import MemoryLimitError
-from dask_p2p.plugins import context, spilling
+from dask_p2p.plugins import context
+from dask_p2p.plugins import storage as spilling
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.plugins.spilling import is_mapped
+from dask_p2p.plugins.storage import is_mapped
 from tests.faults.support import (
     BOUND_S,
     addresses,

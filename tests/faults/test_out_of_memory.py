@@ -13,8 +13,8 @@ import dask_p2p
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
-from dask_p2p.interprocess import buffers
 from dask_p2p.plugins.registration import workers_of
+from dask_p2p.transports import buffers
 from tests.faults.support import (
     BOUND_S,
     addresses,

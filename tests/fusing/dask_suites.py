@@ -30,7 +30,7 @@ def pytest_sessionstart(session):
     """Start a cluster, and set the option."""
     from distributed import Client, LocalCluster
 
-    from dask_p2p.fusing import graph
+    from dask_p2p.fusing import suitability as graph
 
     # Tests compute with scheduler="sync" by default.
     assert_eq.__defaults__ = tuple(

@@ -14,11 +14,11 @@ from distributed.protocol.pickle import dumps
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.fusing.planning.located import UNKNOWN
+from dask_p2p.fusing.planning.owners import UNKNOWN
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
-from dask_p2p.fusing.running.ready_program import ReadyProgram
-from dask_p2p.fusing.running.runner import ProgramContext, Runner
+from dask_p2p.fusing.running.gang import ProgramContext, Runner
+from dask_p2p.fusing.running.program import ReadyProgram
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
 from tests.transports.loopback import wait_until

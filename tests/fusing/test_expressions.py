@@ -21,8 +21,7 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import FusedExpression, arrays_of
 from dask_p2p.fusing.optimizer import AtScheduler
-from dask_p2p.fusing.planning.subgraphs import unfused
-from dask_p2p.fusing.planning.tasks import before_stores
+from dask_p2p.fusing.planning.tasks import before_stores, unfused
 from tests.fusing import programs
 from tests.fusing.programs import PROGRAMS, array, same_bits, stencils
 from tests.fusing.test_option import check_values, gangs  # noqa: F401  # a fixture

@@ -15,8 +15,8 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import FuseError
 from dask_p2p.fusing.optimizer import AtScheduler, _known, cluster_of, optimizer_for
-from dask_p2p.fusing.planning.located import Locations
-from dask_p2p.monitoring.counters import DEVICE_METRIC
+from dask_p2p.fusing.planning.owners import Locations
+from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from tests.fusing.support import generated, stencils_of_dask_p2p
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S

@@ -12,7 +12,7 @@ from distributed import Client, LocalCluster, get_client, wait
 
 import dask_p2p
 from dask_p2p.errors import ConfigError, FuseError
-from dask_p2p.fusing import graph
+from dask_p2p.fusing import suitability as graph
 from dask_p2p.fusing.running.gang import fused_gang
 from tests.fusing.programs import (
     PROGRAMS,

@@ -11,7 +11,7 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
-from dask_p2p.plugins.notices import warn_client
+from dask_p2p.plugins.dask_internals import warn_client
 from tests.faults.support import BOUND_S
 from tests.transports.loopback import wait_until
 

@@ -28,7 +28,7 @@ def count_of_replays(client):
     """Return the number of replays on all workers since the last call."""
 
     def note():
-        from dask_p2p.sections.iterate.capture.captured import Captured
+        from dask_p2p.sections.iterate.capture import Captured
         from tests.gpu import test_captured_by_default as here
 
         if not hasattr(Captured, "original"):

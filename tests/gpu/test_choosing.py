@@ -11,9 +11,10 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.backends import device, driver
+from dask_p2p.backends import device
+from dask_p2p.backends import device as driver
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.gpu.support import POOL, gpu_client, on_gpu, warnings_of
 from tests.support import persisted, used
 

@@ -11,7 +11,7 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from dask_p2p.tools.indexed import count_wrong, indexed_array
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses, held, one_block_each, set_trap
 from tests.gpu.support import gpu_client
 from tests.transports.loopback import wait_until

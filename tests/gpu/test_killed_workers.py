@@ -19,10 +19,10 @@ import pytest
 
 import dask_p2p
 from dask_p2p import iterate, spmd
-from dask_p2p.backends.driver import close_ipc
-from dask_p2p.interprocess.processes import PROCESSES
-from dask_p2p.sections.gpu.lost_events import LostEvents
+from dask_p2p.backends.device import close_ipc
+from dask_p2p.sections.gpu.windows import LostEvents
 from dask_p2p.tools.cluster import round_down
+from dask_p2p.transports.process_memory import PROCESSES
 from tests.conftest import SHARING
 from tests.faults.support import BOUND_S, addresses, wait_at
 from tests.gpu.support import HeldKernel, gpu_client, on_gpu

@@ -15,7 +15,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p import iterate, spmd
-from dask_p2p.tools.indexed import indexed_array
+from dask_p2p.cli.cluster import indexed_array
 from tests.gpu.support import gpu_client, on_gpu
 from tests.gpu.test_faults import PARTS, SHAPE, assert_flat, assert_right
 from tests.gpu.test_sections import heat, way

@@ -11,9 +11,9 @@ import pytest
 from distributed import Client, wait
 
 import dask_p2p
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.faults.support import addresses, one_block_each, set_trap
 from tests.gpu.support import forgotten, gpu_client
 from tests.gpu.support import held as held_blocks

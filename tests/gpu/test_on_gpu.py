@@ -14,16 +14,15 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.backends.host import pinned
-from dask_p2p.backends.host.pinned import is_pinned
-from dask_p2p.backends.pipelines import part_streams
-from dask_p2p.backends.pipelines.host_streams import HostStreams
-from dask_p2p.backends.pipelines.part_streams import PartStreams
-from dask_p2p.backends.pipelines.slots import KeptSlots
+from dask_p2p.backends import host_memory as pinned
+from dask_p2p.backends import pipelines as part_streams
+from dask_p2p.backends.device_queue import KeptSlots
+from dask_p2p.backends.host_memory import is_pinned
+from dask_p2p.backends.pipelines import HostStreams, PartStreams
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
-from dask_p2p.plans.parts import Input, Step, plan_parts, steps
+from dask_p2p.plans.base import Input, Step, plan_parts, steps
 from tests.gpu.test_streams import spin
 from tests.support import output_of, persisted, tune_here
 

@@ -12,7 +12,7 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.tools.indexed import count_wrong, indexed_array
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses
 from tests.gpu.support import gpu_client, on_gpu
 from tests.gpu.test_transposes import CASES

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.tools.indexed import count_wrong, indexed_array
 from tests.gpu.support import gpu_client, held, on_gpu
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until

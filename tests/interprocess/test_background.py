@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 
-from dask_p2p.interprocess.background import Background
+from dask_p2p.transports.rpc import Background
 
 
 async def test_coroutines_are_kept_until_they_end():

@@ -5,7 +5,7 @@ import gc
 import pytest
 
 from dask_p2p.backends.device import private_stream
-from dask_p2p.interprocess.buffers import Buffers
+from dask_p2p.transports.buffers import Buffers
 
 KIB = 2**10
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import TransferError
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.cuda_ipc import IpcHandle, Mappings, array_at
-from dask_p2p.interprocess.peer import Peer
+from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports.cuda_ipc import IpcHandle, Mappings, array_at
+from dask_p2p.transports.process_memory import Peer
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import TransferError
-from dask_p2p.interprocess.messenger import Messenger, ucxx_obstacle
+from dask_p2p.transports.ucx_messenger import Messenger, ucxx_obstacle
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from dask_p2p.interprocess.peer import Peer, separation
+from dask_p2p.transports.process_memory import Peer, separation
 
 HERE = Peer("boot", "pid:[1]", 1000, 1, "p", "/tmp/a", "aa")
 

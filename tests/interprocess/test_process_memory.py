@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.interprocess.process_memory import (
+from dask_p2p.transports.process_memory import (
     RemoteArray,
     holds,
     is_supported,
@@ -86,7 +86,7 @@ def test_items_without_bytes():
 
 CHILD = """
 import numpy, sys
-from dask_p2p.interprocess.process_memory import allow_readers
+from dask_p2p.transports.process_memory import allow_readers
 from tests.support import tune
 allow_readers()
 array = numpy.arange(1000.0)

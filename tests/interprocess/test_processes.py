@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
-from dask_p2p.interprocess.processes import Processes, own_name
+from dask_p2p.transports.process_memory import Processes, own_name
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 

@@ -11,7 +11,7 @@ from dask_p2p.errors import (
     TransferError,
     UnsupportedArrayError,
 )
-from dask_p2p.interprocess.rpc import check_reply, refuse
+from dask_p2p.transports.rpc import check_reply, refuse
 
 BLOCK = "block 'x' of there"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_p2p.monitoring.counters import COUNTERS, GAUGES, Counters, Totals
+from dask_p2p.monitoring.metrics import COUNTERS, GAUGES, Counters, Totals
 from dask_p2p.monitoring.records import Fallback, Stage
 from tests.monitoring.test_records import record
 

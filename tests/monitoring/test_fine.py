@@ -10,7 +10,7 @@ from distributed import performance_report
 from distributed.metrics import context_meter
 
 import dask_p2p
-from dask_p2p.monitoring.fine import meter, record_transfer
+from dask_p2p.monitoring.metrics import meter, record_transfer
 from dask_p2p.monitoring.records import Stage
 from tests.monitoring.test_records import record
 from tests.support import persisted, spread

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 import dask_p2p
-from dask_p2p.monitoring import prometheus
-from dask_p2p.monitoring.counters import COUNTERS, GAUGES
+from dask_p2p.monitoring import metrics as prometheus
+from dask_p2p.monitoring.metrics import COUNTERS, GAUGES
 
 pytest.importorskip("prometheus_client")
 

@@ -12,8 +12,8 @@ import pytest
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring import prometheus
-from dask_p2p.monitoring.counters import COUNTERS, GAUGES
+from dask_p2p.monitoring import metrics as prometheus
+from dask_p2p.monitoring.metrics import COUNTERS, GAUGES
 from dask_p2p.plugins.registration import workers_of
 from tests.support import in_process, persisted, spread
 from tests.transports.loopback import true_later, wait_until

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 from dask_p2p.monitoring.records import Stage
-from dask_p2p.monitoring.runs import Run, RunTable
-from dask_p2p.monitoring.tables import cells
+from dask_p2p.monitoring.runs import Run, RunTable, cells
 from tests.monitoring.support import record
 
 

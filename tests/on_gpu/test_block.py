@@ -14,7 +14,7 @@ import pytest
 from distributed import Reschedule
 
 import dask_p2p
-from dask_p2p.backends.pipelines import part_streams
+from dask_p2p.backends import pipelines as part_streams
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from dask_p2p.on_gpu import block as module
 from tests.simulation.streams import HOST

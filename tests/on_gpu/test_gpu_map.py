@@ -4,7 +4,7 @@ import pickle
 
 import numpy as np
 
-from dask_p2p.on_gpu.gpu_map import Argument, GpuMap
+from dask_p2p.on_gpu.block import Argument, GpuMap
 
 
 def argument(chunks, depth=0, dtype="f8"):

@@ -331,7 +331,7 @@ def test_all_other_keywords_are_for_the_function():
     own = inspect.signature(dask_p2p.map_on_gpu).parameters.values()
     own = {of.name for of in own if of.kind is of.KEYWORD_ONLY}
     names = parameter_names(
-        *(f"dask_p2p.on_gpu.{name}" for name in ("map_on_gpu", "arguments", "gpu_map", "block")),
+        *(f"dask_p2p.on_gpu.{name}" for name in ("map_on_gpu", "block")),
         *("dask.array.core", "dask.array.blockwise", "functools"),
     )
     assert {"func", "arrays", "function", "self", "keywords"} <= {*names} - own

@@ -143,7 +143,7 @@ NOT_FOR_FUNCTIONS = {
 @pytest.mark.parametrize("way", ["one", "several", "by Dask"])
 def test_all_other_keywords_are_for_the_function(way):
     names = parameter_names(
-        *(f"dask_p2p.ops.{name}" for name in ("overlap", "stencil", "arguments", "rechunk")),
+        *(f"dask_p2p.ops.{name}" for name in ("overlap", "arguments", "rechunk")),
         *("dask.array.core", "dask.array.blockwise", "dask.blockwise", "functools"),
     )
     x = da.from_array(X, chunks=(6, 10))

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
-from dask_p2p.plans.exchange import redistribution_exchange
-from dask_p2p.plans.partitions import partitioned
+from dask_p2p.plans.ranks import partitioned, redistribution_exchange
 from tests.plans.test_partitions import gangs
 
 

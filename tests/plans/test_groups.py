@@ -4,11 +4,7 @@ import pytest
 
 from dask_p2p.geometry import block_indices
 from dask_p2p.plans import grouped, redistribution
-from dask_p2p.plans.groups import (
-    FEW_EDGES,
-    MOST_EDGES,
-    SMALL_GROUP,
-)
+from dask_p2p.plans.grid import FEW_EDGES, MOST_EDGES, SMALL_GROUP
 
 
 def edges(plan):

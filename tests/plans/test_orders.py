@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from dask_p2p.plans.orders import ORDERS, branch, partners
+from dask_p2p.plans.ranks import ORDERS, branch, partners
 
 
 @pytest.mark.parametrize("order", ORDERS[1:])

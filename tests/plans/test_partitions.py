@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.partitions import partition_of, partitioned
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plans.ranks import RankGrid, partition_of, partitioned
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
+from dask_p2p.plans.base import Input, plan_parts, steps
 from dask_p2p.plans.halo import halo_plan, halo_widths_of
-from dask_p2p.plans.parts import Input, plan_parts, steps
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)

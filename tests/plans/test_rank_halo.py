@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
-from dask_p2p.plans.halo import halo_plan
-from dask_p2p.plans.rank_halo import halo_exchange, interior_and_boundary
+from dask_p2p.plans.halo import halo_exchange, halo_plan, interior_and_boundary
 from dask_p2p.plans.ranks import RankGrid
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 
 from dask_p2p.plans import block_plans, redistribution
-from dask_p2p.plans.reordered import ReorderedPlan
+from dask_p2p.plans.fft import ReorderedPlan
 from tests.plans.support import assembled, blocks_of, elements_read
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.plans import GridPlan, block_plans
-from dask_p2p.plans.rolled import Rolled
+from dask_p2p.plans.fft import Rolled
 from tests.plans.support import assembled, blocks_of, elements_read
 
 

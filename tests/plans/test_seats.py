@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.plans.seats import most_seated, ranks_for, room
+from dask_p2p.plugins.placement import most_seated, ranks_for, room
 
 
 @pytest.mark.parametrize(

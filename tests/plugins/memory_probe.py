@@ -12,7 +12,7 @@ import dask
 from distributed import Client, wait
 
 import dask_p2p
-from dask_p2p.tools.indexed import indexed_array
+from dask_p2p.cli.cluster import indexed_array
 
 MIB = 2**20
 

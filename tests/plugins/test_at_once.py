@@ -10,7 +10,7 @@ from distributed.batched import BatchedSend
 
 import dask_p2p
 from dask_p2p import fft
-from dask_p2p.plugins.at_once import AtOnce
+from dask_p2p.plugins.dask_internals import AtOnce
 from tests.clock import run_clocked
 
 

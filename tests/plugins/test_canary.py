@@ -33,7 +33,7 @@ import dask_p2p
 from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
-from dask_p2p.plugins.profiling import PROFILE
+from dask_p2p.plugins.dask_internals import PROFILE
 from dask_p2p.plugins.registration import workers_of
 from tests.support import BOUND_S, own_client
 
@@ -216,7 +216,7 @@ def test_registration_is_refused_outside_of_the_range(monkeypatch):
 
 
 def test_dask_serializes_cupy_blocks_as_is_expected():
-    """`dask_p2p.plugins.spilling` reads that. The module needs CuPy: its text is looked at."""
+    """`dask_p2p.plugins.storage` reads that. The module needs CuPy: its text is looked at."""
     package = Path(distributed.__file__).parent
     text = (package / "protocol" / "cupy.py").read_text("utf-8")
     for line in (
@@ -231,7 +231,7 @@ def test_dask_serializes_cupy_blocks_as_is_expected():
 
 
 def test_the_levels_of_dasks_store(tmp_path):
-    """`dask_p2p.plugins.spilling` reads them, maps the files, and has a function called."""
+    """`dask_p2p.plugins.storage` reads them, maps the files, and has a function called."""
     data = SpillBuffer(str(tmp_path), target=10**6)
     assert isinstance(data, Buffer)
     told = []
@@ -250,7 +250,7 @@ def test_the_levels_of_dasks_store(tmp_path):
 
 
 def test_threads_of_a_pool():
-    """Which stay in it as long as they are told to go on: see dask_p2p/plugins/threads.py."""
+    """They stay as long as they are told to go on: see dask_p2p/plugins/dask_internals.py."""
 
     def look():
         is_listed = threading.current_thread() in thread_state.executor._threads
@@ -261,7 +261,7 @@ def test_threads_of_a_pool():
 
 
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
-    """See dask_p2p/plugins/seating.py, and `gathering`, `units` and `threads` of gangs."""
+    """See dask_p2p/plugins/placement.py, and `gathering`, `units` and `threads` of gangs."""
     dask_p2p.register(client)
     scheduler = client.cluster.scheduler
     assert callable(scheduler.handlers["adaptive_target"])
@@ -312,7 +312,7 @@ def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
 
 
 def test_the_profiler_of_a_worker():
-    """See dask_p2p/plugins/profiling.py: Dask reads the interval at each sample."""
+    """See dask_p2p/plugins/dask_internals.py: Dask reads the interval at each sample."""
     profiled = dask.config.set({"distributed.worker.profile.enabled": True})
     with profiled, own_client(1, processes=False) as other:
         (worker,) = other.cluster.workers.values()

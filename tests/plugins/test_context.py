@@ -10,7 +10,7 @@ import dask
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import TaskRecord

@@ -9,9 +9,9 @@ import pytest
 
 import dask_p2p
 from dask_p2p.backends import backend_named
-from dask_p2p.backends.host.pinned import is_pinned
+from dask_p2p.backends.host_memory import is_pinned
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.plugins.outputs import OutputMemory, PinnedOutputs
+from dask_p2p.plugins.storage import OutputMemory, PinnedOutputs
 from tests.faults.support import BOUND_S, cluster_of, expected, source
 from tests.faults.test_soak import measure
 from tests.transports.loopback import wait_until

@@ -13,6 +13,7 @@ import pytest
 from distributed import Client, get_worker, wait
 
 import dask_p2p
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask
 from dask_p2p.plugins.placement import (
     MEMORY_CHECK,
@@ -22,7 +23,6 @@ from dask_p2p.plugins.placement import (
     overlay_placement,
 )
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.tools.indexed import count_wrong, indexed_array
 from dask_p2p.versioned import Unreadable
 from tests.support import in_process, indexed, result_of
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from dask_p2p.plugins.profiling import PROFILE, SamplingInterval
+from dask_p2p.plugins.dask_internals import PROFILE, SamplingInterval
 
 
 def test_the_longer_interval_counts_until_it_is_taken_back():

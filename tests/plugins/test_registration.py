@@ -24,11 +24,11 @@ import dask_p2p
 from dask_p2p.engine import task as task_module
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning, RegistrationError
-from dask_p2p.plugins import notices
+from dask_p2p.plugins import dask_internals as notices
 from dask_p2p.plugins import registration as module
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.transports.in_place.reading import DirectoryOptions
-from dask_p2p.transports.packed.ucx import UcxOptions
+from dask_p2p.transports.same_host import DirectoryOptions
+from dask_p2p.transports.ucx import UcxOptions
 from tests.support import (
     BOUND_S,
     import_path,

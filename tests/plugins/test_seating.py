@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from dask_p2p.engine.task import WaitTask
-from dask_p2p.plugins.seating import allowed_workers, is_full, place_rank, unstarted
+from dask_p2p.plugins.placement import allowed_workers, is_full, place_rank, unstarted
 from tests.sections.schedulers import Scheduler, Task
 
 GPU = {"GPU": 1}

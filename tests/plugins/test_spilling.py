@@ -13,8 +13,8 @@ import pytest
 from distributed.spill import SpillBuffer
 from zict import Buffer, Func
 
-from dask_p2p.plugins import spilling
-from dask_p2p.plugins.spilling import (
+from dask_p2p.plugins import storage as spilling
+from dask_p2p.plugins.storage import (
     find_in_memory,
     holds,
     is_mapped,

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from distributed import LocalCluster, secede
 
-from dask_p2p.plugins.threads import only_waiting
+from dask_p2p.plugins.dask_internals import only_waiting
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 

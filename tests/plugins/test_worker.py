@@ -14,7 +14,7 @@ import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask
-from dask_p2p.monitoring.counters import DEVICE_METRIC
+from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.worker import P2PPlugin

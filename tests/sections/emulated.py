@@ -13,18 +13,19 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import cupy as cupy_backend
-from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.pipelines.slots import KeptSlots
+from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.interprocess import cuda_ipc
 from dask_p2p.sections import checks
 from dask_p2p.sections.exchange import device as host_device
-from dask_p2p.sections.gpu import graphs, halo_windows, lending, region_windows, windows
+from dask_p2p.sections.gpu import halo_windows, lending, windows
+from dask_p2p.sections.gpu import lending as graphs
+from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import first_step
 from dask_p2p.sections.wire import endpoint
+from dask_p2p.transports import cuda_ipc
 from tests.sections import gangs
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST, Array, emulated, kernels

@@ -7,10 +7,9 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 
 from dask_p2p.sections import Context
 from dask_p2p.sections.exchange.device import HOST
-from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import RankAddress, Reach
-from dask_p2p.sections.wire.in_process import Stream
-from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.sections.wire.streams import Stream
 from tests.support import BOUND_S
 
 

@@ -11,7 +11,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 from dask_p2p import spmd
-from dask_p2p.sections.api import arguments
+from dask_p2p.sections.api import graph as arguments
 from tests.docs.pages import DOCS, blocks_of
 from tests.support import mostly_slow
 

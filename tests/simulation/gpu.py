@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.transports import cuda_ipc
 from tests.simulation.actors import current, halt
 
 POISON = 2**63

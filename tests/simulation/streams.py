@@ -25,11 +25,10 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import device
-from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.host import pinned
-from dask_p2p.backends.pipelines import part_streams
-from dask_p2p.backends.pipelines.host_streams import HostStreams
-from dask_p2p.backends.pipelines.slots import KeptSlots
+from dask_p2p.backends import host_memory as pinned
+from dask_p2p.backends import pipelines as part_streams
+from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
+from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.gpu import OneDevice
 
 HOST = "host"

@@ -15,7 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.backends.cupy import CupyBackend
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from tests.simulation.gpu import OneDevice
 
 #: Functions that make arrays of values on the host.

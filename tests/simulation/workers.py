@@ -23,13 +23,12 @@ import dask_p2p.engine.task
 import dask_p2p.plugins.worker
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.peer import Peer
-from dask_p2p.transports.footprint import Footprint
-from dask_p2p.transports.in_place import ipc, leases, reading, same_host
-from dask_p2p.transports.packed import base as packed
-from dask_p2p.transports.packed import comm
-from dask_p2p.transports.packed import reading as packed_reading
+from dask_p2p.transports import cuda_ipc, leases, packed, packed_reading, same_host
+from dask_p2p.transports import in_place as ipc
+from dask_p2p.transports import packed as comm
+from dask_p2p.transports import same_host as reading
+from dask_p2p.transports.buffers import Footprint
+from dask_p2p.transports.process_memory import Peer
 from tests.simulation.actors import Actor, KilledError, Loop, current, halt
 from tests.simulation.gpu import Driver, Memory, Queue
 

@@ -15,7 +15,7 @@ from dask_p2p.errors import Obstacle
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import check as check_module
 from dask_p2p.tools.check import Link, Report, Status, find_problems
-from dask_p2p.transports.probe import most_probe_bytes
+from dask_p2p.transports.base import most_probe_bytes
 from dask_p2p.tuning import Tuning
 from tests.clock import Clock
 from tests.support import given_up, own_client, tune_here
@@ -255,7 +255,7 @@ def slow_down():
     Measure them only once, and small ones.
     """
     from dask_p2p.tools import check
-    from dask_p2p.transports.in_place.cma import CmaTransport
+    from dask_p2p.transports.in_place import CmaTransport
 
     tune_here(check_repeats=1)
     check.most_probe_bytes = lambda *_: 2**20

@@ -340,7 +340,7 @@ def test_what_changes(x, when):
 
 
 #: Modules that a keyword of the user's function goes through.
-ON_THE_WAY = ("tools.dropin", "ops.overlap", "ops.stencil", "ops.arguments", "graph.arrays")
+ON_THE_WAY = ("tools.dropin", "ops.overlap", "ops.arguments", "graph.arrays")
 
 
 def test_keywords_of_functions_are_those_of_dask():

@@ -4,7 +4,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p.tools.indexed import _bands, count_wrong, indexed_array, modulus
+from dask_p2p.cli.cluster import _bands, count_wrong, indexed_array, modulus
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", ">f4"]
 

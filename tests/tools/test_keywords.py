@@ -12,7 +12,7 @@ from distributed.deploy.spec import SpecCluster
 import dask_p2p
 from dask_p2p.errors import InputError
 from dask_p2p.tools import cluster
-from dask_p2p.tools.keywords import _check_keywords, _classes
+from dask_p2p.tools.cluster import _check_keywords, _classes
 from tests.tools.unstarted import UnstartedCUDACluster
 
 

@@ -16,7 +16,7 @@ from distributed import Client, futures_of
 
 from dask_p2p import iterate, last_runs, map_overlap, progress, rechunk, spmd, transpose
 from dask_p2p.errors import InputError
-from dask_p2p.tools import progress_bar
+from dask_p2p.tools import progress as progress_bar
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 

@@ -14,7 +14,7 @@ from distributed import Client
 
 from dask_p2p import spmd, stalled
 from dask_p2p.errors import InputError
-from dask_p2p.sections.wire import waits
+from dask_p2p.sections.wire import point_to_point as waits
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 from distributed.protocol import dumps, loads
 
-from dask_p2p.transports.probe import Probes, is_probe
+from dask_p2p.transports.base import Probes, is_probe
 from tests.support import BOUND_S
 
 

@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from dask_p2p.backends.kernels.pitch import engine_pitch
+from dask_p2p.backends.kernels.copies import engine_pitch
 from dask_p2p.config import options
 from dask_p2p.errors import (
     Obstacle,
@@ -15,7 +15,7 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_shape, box_size
 from dask_p2p.transports.base import Reading, Region, Request, Transport
-from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.buffers import Footprint
 
 
 class FailingReading(Reading):

@@ -13,14 +13,19 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends import MOST_UNREAD, SLOTS
 from dask_p2p.config import options
-from dask_p2p.interprocess.buffers import buffer_bytes
-from dask_p2p.interprocess.ipc_options import IpcOptions
 from dask_p2p.transports import OWN, CmaTransport, CommTransport, IpcTransport, UcxTransport
-from dask_p2p.transports.footprint import ByteBudget, idle_bytes, packed_bytes, staging_bytes
-from dask_p2p.transports.in_place.cma import CmaOptions
-from dask_p2p.transports.packed.comm import CommOptions
-from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
-from dask_p2p.transports.packed.ucx import UcxOptions
+from dask_p2p.transports.buffers import (
+    ByteBudget,
+    buffer_bytes,
+    idle_bytes,
+    packed_bytes,
+    staging_bytes,
+)
+from dask_p2p.transports.cuda_ipc import IpcOptions
+from dask_p2p.transports.in_place import CmaOptions
+from dask_p2p.transports.packed import CommOptions
+from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
+from dask_p2p.transports.ucx import UcxOptions
 from tests.support import with_section
 
 comm_footprint, ucx_footprint = CommTransport.footprint, UcxTransport.footprint

@@ -5,7 +5,7 @@ import importlib
 import pytest
 
 from dask_p2p.errors import TransferError
-from dask_p2p.transports.probe import (
+from dask_p2p.transports.base import (
     PROBE_BYTES,
     Probes,
     check_probe,

@@ -11,7 +11,7 @@ from dask_p2p import config, transports
 from dask_p2p.config import options
 from dask_p2p.errors import ConfigError
 from dask_p2p.transports.base import Transport
-from dask_p2p.transports.footprint import Footprint
+from dask_p2p.transports.buffers import Footprint
 
 MIB = 2**20
 

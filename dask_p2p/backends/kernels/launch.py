@@ -35,23 +35,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain, product
-from math import prod
+from math import isqrt, prod
 from struct import Struct
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from dask_p2p.backends.kernels.geometry import CopyAxis, Geometry, reduce_copy
-from dask_p2p.backends.kernels.tiling import (
-    CELLS_THREADS,
-    COPY_THREADS,
-    NO_AXIS,
-    PLAIN_THREADS,
-    VECTOR_BYTES,
-    VECTOR_THREADS,
-    Tiling,
-    tiling_of,
-)
+from dask_p2p.geometry import round_up
 
 WORD_SIZES_BYTES = (1, 2, 4, 8, 16)
 _VARIANTS = ("vector", "tile", "copy", "cells")
@@ -205,3 +195,241 @@ def _split(launch: Launch, max_grid: int) -> list[Launch]:
         launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
         for first in range(0, launch.grid, max_grid)
     ]
+
+
+# The axes of a permuted copy, reduced to a kernel's least input. Integers only.
+#
+# ::
+#
+#     dst[...] = src.transpose(1, 0, 2), shape (5, 4, 8) of float32, all of both arrays
+#
+#     as given                      coalesced and widened to words of 16 bytes
+#     extent  src      dst          extent  src   dst
+#     5       32       128          5       32    128
+#     4       160      32     ->    4       160   32
+#     8       4        4            2       16    16
+#
+# Four changes keep the result of a copy. Axes of length 1 are dropped. An axis is walked backwards
+# in both arrays. Two axes that are contiguous in both arrays become one. Items that are neighbours
+# in both arrays are moved as one wider item. The reduced form has as few axes and words as
+# possible.
+
+MAX_WORD_BYTES = 16
+
+
+class CopyAxis(NamedTuple):
+    """One axis of a copy: the number of steps, and the stride in each array."""
+
+    extent: int
+    src_stride_bytes: int
+    dst_stride_bytes: int
+
+
+class Geometry(NamedTuple):
+    """A permuted copy in its reduced form."""
+
+    axes: tuple[
+        CopyAxis, ...
+    ]  # each of extent > 1 and dst stride > 0, the largest dst stride first
+    word_bytes: int  # item size: a power of two that divides all addresses
+    src_offset_bytes: int  # offset of the first item from the given address
+    dst_offset_bytes: int
+
+
+def reduce_copy(
+    shape: Sequence[int],  # shape of both arrays (`src` already transposed), without a 0
+    itemsize: int,  # bytes of an item
+    src_strides: Sequence[int],  # in bytes
+    dst_strides: Sequence[int],
+    alignment: int = 0,  # bitwise or of both addresses; 0: perfectly aligned
+) -> Geometry:
+    """Return the reduced form of ``dst[...] = src`` for non-empty arrays of one shape.
+
+    Words are at most as wide as the lowest set bit of the alignment allows.
+
+    >>> reduce_copy((5, 4, 8), 4, (32, 160, 4), (128, 32, 4)).axes
+    (CopyAxis(extent=5, src_stride_bytes=32, dst_stride_bytes=128), \
+CopyAxis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \
+CopyAxis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
+    """
+    axes = [
+        CopyAxis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1
+    ]
+    # An item is one more axis, of bytes, so that items of any size follow the rules of axes.
+    if itemsize > 1:
+        axes.append(CopyAxis(itemsize, 1, 1))
+    axes, src_offset, dst_offset = _forward(axes)
+    axes = _coalesced(axes)
+    axes, word_bytes = _widened(axes, alignment | src_offset | dst_offset)
+    return Geometry(tuple(axes), word_bytes, src_offset, dst_offset)
+
+
+def _forward(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
+    """Reverse the axes with negative strides in `dst`."""
+    forward, src_offset, dst_offset = [], 0, 0
+    for extent, src_stride, dst_stride in axes:
+        if dst_stride < 0:
+            src_offset += (extent - 1) * src_stride
+            dst_offset += (extent - 1) * dst_stride
+            src_stride, dst_stride = -src_stride, -dst_stride
+        forward.append(CopyAxis(extent, src_stride, dst_stride))
+    return forward, src_offset, dst_offset
+
+
+def _coalesced(axes: list[CopyAxis]) -> list[CopyAxis]:
+    """Sort the axes by their dst stride, and join axes that are contiguous in both arrays."""
+    joined: list[CopyAxis] = []
+    for inner in sorted(axes, key=lambda axis: -axis.dst_stride_bytes):
+        if joined:
+            outer = joined[-1]
+            if (
+                outer.src_stride_bytes == inner.extent * inner.src_stride_bytes
+                and outer.dst_stride_bytes == inner.extent * inner.dst_stride_bytes
+            ):
+                joined[-1] = inner._replace(extent=outer.extent * inner.extent)
+                continue
+        joined.append(inner)
+    return joined
+
+
+def _widened(axes: list[CopyAxis], alignment: int) -> tuple[list[CopyAxis], int]:
+    """Return the axes in words as wide as possible, and the width in bytes."""
+    if not axes or axes[-1][1:] != (1, 1):
+        return axes, 1
+    *outer, run = axes
+    common = alignment | run.extent | MAX_WORD_BYTES
+    for _, src_stride, dst_stride in outer:
+        common |= src_stride | dst_stride
+    word_bytes = common & -common  # lowest set bit: the largest power of two that divides them all
+    if run.extent > word_bytes:
+        outer.append(CopyAxis(run.extent // word_bytes, word_bytes, word_bytes))
+    return outer, word_bytes
+
+
+VECTOR_BYTES = 16
+# Items along each side of a tile of permute_vector_B, and threads of its blocks. A row of a tile is
+# 128 to 512 bytes; a thread has 4 to 16 vectors in transit before it needs the first.
+VECTOR_TILE = {1: 128, 2: 128, 4: 64, 8: 64, 16: 32}
+VECTOR_THREADS = {1: 64, 2: 256, 4: 256, 8: 256, 16: 256}
+PLAIN_TILE = 32
+PLAIN_THREADS = (32, 8)
+COPY_THREADS = 256
+COPY_WORDS = 2048  # words of a block of permute_copy_B: 8 for each thread
+CELLS_THREADS = 256
+CELLS_BYTES = 2**15  # most bytes of a block of permute_cells_B
+# Cells are used if less than this part of the tiles' area would be in use.
+FULL_TILES = 0.75
+# With fewer items than this along one side, most of a tile's threads would be idle.
+MIN_TILE_EXTENT = 16
+NO_AXIS = CopyAxis(1, 0, 0)
+
+
+class Tiling(NamedTuple):
+    """The division of a copy into the boxes of thread blocks, with the fields of `Launch`."""
+
+    variant: str
+    k: CopyAxis
+    i: CopyAxis
+    j: CopyAxis
+    step: tuple[int, int, int]
+    outer: tuple[CopyAxis, ...]
+    cells: int = 0
+
+    @property
+    def use(self) -> float:
+        """Part of the tiles' area that is in use."""
+        if self.variant == "copy":
+            return 0.0  # its blocks read words one by one
+        k, i = self.k.extent, self.i.extent
+        return k * i / (round_up(k, self.step[0]) * round_up(i, self.step[1]))
+
+
+def tiling_of(geometry: Geometry, alike: bool) -> Tiling:
+    """Choose the kernel and its tiles.
+
+    `alike`: both arrays start at the same offset modulo 16 bytes.
+    """
+    tiling = _plane_tiling(geometry)
+    cells = _cells_tiling(geometry) if alike and tiling.use < FULL_TILES else None
+    return cells or tiling
+
+
+def _cells_tiling(geometry: Geometry) -> Tiling | None:
+    """Return a tiling by cells; None if a copy has no cells.
+
+    A cell is the fewest repeated axes that form one run of bytes in both arrays. The run may be
+    neither too long nor at distances that are no multiple of 16 bytes.
+    """
+    axes, word = geometry.axes, geometry.word_bytes
+    for count in (2, 3):
+        inner, rest = axes[-count:][::-1], axes[:-count][::-1]
+        cell_bytes = prod(axis.extent for axis in inner) * word
+        if not rest or not _is_dense(inner, word) or rest[0][1:] != (cell_bytes, cell_bytes):
+            continue
+        step = CELLS_BYTES // cell_bytes
+        if not step or any((axis[1] - axis[2]) % VECTOR_BYTES for axis in rest[1:]):
+            return None
+        cells, *outer = rest
+        chunks = CopyAxis(-(-cells.extent // step), step * cell_bytes, step * cell_bytes)
+        i, k, j = (*inner, NO_AXIS)[:3]
+        return Tiling("cells", k, i, j, (k.extent, i.extent, step), (chunks, *outer), cells.extent)
+    return None
+
+
+def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
+    """Return true if the axes together are one run of words in both arrays."""
+    for which in (1, 2):
+        stride = word
+        for axis in sorted(inner, key=lambda axis: axis[which]):
+            if axis[which] != stride:
+                return False
+            stride *= axis.extent
+    return True
+
+
+def _plane_tiling(geometry: Geometry) -> Tiling:
+    """Choose the two axes of a tile."""
+    i, *others = reversed(geometry.axes)
+    # Where the source repeats items (stride 0), it has no direction.
+    moving = [axis for axis in (i, *others) if axis.src_stride_bytes] or [i]
+    k = min(moving, key=lambda axis: abs(axis.src_stride_bytes))
+    if k is i:  # rows keep their order
+        return _copy_tiling(i, others)
+    outer = [axis for axis in others if axis is not k]
+    if min(k.extent, i.extent) < MIN_TILE_EXTENT:
+        return _copy_tiling(i, [k, *outer])
+    word = geometry.word_bytes
+    side = VECTOR_TILE[word]
+    # Tiles that reach out of the box are moved word by word; PLAIN_TILE is faster for them.
+    large = min(k.extent, i.extent) >= side // 2
+    variant = "vector" if large and _takes_vectors(word, k, i, outer) else "tile"
+    side = side if variant == "vector" else PLAIN_TILE
+    return Tiling(variant, k, i, NO_AXIS, (side, side, 1), tuple(outer))
+
+
+def _takes_vectors(word: int, k: CopyAxis, i: CopyAxis, outer: Sequence[CopyAxis]) -> bool:
+    """Return true if all rows start at the same offset modulo 16 bytes, in both arrays."""
+    strides = [k.dst_stride_bytes, i.src_stride_bytes]
+    for axis in outer:
+        strides += axis[1:]
+    contiguous = k.src_stride_bytes == word and i.dst_stride_bytes == word
+    return contiguous and all(stride % VECTOR_BYTES == 0 for stride in strides)
+
+
+def _copy_tiling(i: CopyAxis, others: list[CopyAxis]) -> Tiling:
+    """Return a tiling by boxes of the row axis, the first other axis and the source's nearest one.
+
+    With short rows, the box is therefore wide enough for both arrays. For an image with contiguous
+    pixels of three bytes, it has some pixels of some lines.
+    """
+    k, *rest = others or [NO_AXIS]
+    j = min(rest, key=lambda axis: abs(axis.src_stride_bytes), default=NO_AXIS)
+    rest = [axis for axis in rest if axis is not j]
+    step_i = min(i.extent, COPY_WORDS // min(k.extent * j.extent, MIN_TILE_EXTENT))
+    rows = COPY_WORDS // step_i
+    step_k = min(k.extent, max(isqrt(rows), rows // j.extent))
+    step_j = min(j.extent, rows // step_k)
+    steps_of_j = CopyAxis(
+        -(-j.extent // step_j), step_j * j.src_stride_bytes, step_j * j.dst_stride_bytes
+    )
+    return Tiling("copy", k, i, j, (step_k, step_i, step_j), (steps_of_j, *rest))

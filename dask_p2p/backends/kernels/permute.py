@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import cupy
 
 from dask_p2p.backends.base import transposed
-from dask_p2p.backends.driver import MEMCPY_DEFAULT
+from dask_p2p.backends.device import MEMCPY_DEFAULT
 from dask_p2p.backends.kernels.launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
 from dask_p2p.backends.kernels.source import CudaSource
 from dask_p2p.types import Array

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import cupy
 import numpy as np
 
-from dask_p2p.backends.kept_results import KeptResults
+from dask_p2p.backends.host import KeptResults
 from dask_p2p.backends.kernels import permute
-from dask_p2p.backends.kernels.batch import (
+from dask_p2p.backends.kernels.copies import (
     MAX_REGIONS,
     THREADS,
     grid_of,

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isnan, prod
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 from dask.task_spec import DataNode, GraphNode, Task
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.declared import DeclaredBlocks
-from dask_p2p.fusing.planning.program import AssembleStep, Program, Regions, Superstep, WholeValue
-from dask_p2p.fusing.planning.subgraphs import is_fused
-from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
-from dask_p2p.geometry import Index, block_shape
+from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.fusing.planning.tasks import FusedTasks, is_fused, name_of
+from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.plans import Plan
-from dask_p2p.types import DType, Key
+from dask_p2p.types import DaskArray, DType, Key, Kind
+from dask_p2p.versioned import versioned
 
 _ITEM_BYTES = 8  # of arrays whose dtype is unknown
 _REDUCED = 16  # least elements along the axes of a reduction, as a guess
@@ -226,3 +228,229 @@ def _values(node: Task) -> list[Any]:
 
 def _is_shape(value: Any) -> bool:
     return isinstance(value, tuple) and bool(value) and all(type(each) is int for each in value)
+
+
+#: Largest size of a value that comes with a call: each rank gets a copy.
+MOST_VALUE_BYTES = 2**12
+#: Parts of the error for other arguments.
+EXPECTED_VALUE = "expected a number or a NumPy array of at most 4 KiB, as in compile"
+OF_ARRAY = (
+    "For results of calls compile the function with a Dask array: da.from_array(np.array(0.0))."
+)
+
+
+class DeclaredBlocks(NamedTuple):
+    """The declared properties of the blocks of an array in a graph."""
+
+    chunks: Chunks
+    dtype: DType
+
+
+def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, DeclaredBlocks]:
+    """Return the blocks of the arrays that layers belong to, by name.
+
+    Dask keeps the properties of an array with its layer. Other layers are left out.
+    """
+    found = {}
+    for name, layer in layers.items():
+        known = getattr(layer, "collection_annotations", None) or {}
+        if known.get("chunks") is not None and "dtype" in known:
+            found[name] = DeclaredBlocks(known["chunks"], known["dtype"])
+    return found
+
+
+def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
+    """Return the blocks of the arrays that an expression consists of, by name."""
+    found, stack, seen = dict[str, DeclaredBlocks](), [expr], set[str]()
+    while stack:
+        each = stack.pop()
+        if each._name in seen:
+            continue
+        seen.add(each._name)
+        # Merged operations of `dask_array` have their parts as `exprs`.
+        stack += [*each.dependencies(), *getattr(each, "exprs", ())]
+        with suppress(AttributeError, NotImplementedError):  # no array
+            found[each._name] = DeclaredBlocks(each.chunks, each.dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The properties of an argument, or of a result."""
+
+    name: str
+    chunks: Chunks
+    dtype: DType
+    meta: Any
+
+    @classmethod
+    def of(cls, x: DaskArray) -> Declared:
+        return cls(x.name, x.chunks, x.dtype, x._meta)
+
+    @property
+    def takes_values(self) -> bool:
+        """True if an argument may be a number or a small NumPy array: it has one small block."""
+        count = prod(map(sum, self.chunks))
+        is_one = all(len(sizes) == 1 for sizes in self.chunks) and not isnan(count)
+        is_small = is_one and count * self.dtype.itemsize <= MOST_VALUE_BYTES
+        return is_small and isinstance(self.meta, np.ndarray)
+
+    def value_of(self, number: int, x: Any) -> Any:
+        """Return a number or a NumPy array as the block of an argument, by its number."""
+        return DeclaredValue(tuple(map(sum, self.chunks)), self.dtype).value_of(number, x)
+
+    def check(self, number: int, x: Any) -> None:
+        """Refuse an argument, by its number, of other chunks or of another dtype."""
+        if x.chunks != self.chunks:
+            raise ChunksError(
+                f"argument {number}: expected the chunks of the example, {self.chunks}, got "
+                f"{x.chunks}. Call x.rechunk, or compile the function for these chunks."
+            )
+        if x.dtype != self.dtype:
+            raise InputError(
+                f"argument {number}: expected the dtype of the example, {self.dtype}, got "
+                f"{x.dtype}. Call x.astype, or compile the function for this dtype."
+            )
+
+
+@dataclass(frozen=True)
+class DeclaredValue:
+    """The properties of an argument that is a number, or a small NumPy array."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+    @classmethod
+    def of(cls, x: Any, dtypes: Iterable[DType]) -> DeclaredValue:
+        """Return the properties of an example.
+
+        A number of Python has the precision of the arrays, whose dtypes are given: as in NumPy, a
+        product with it keeps their dtype.
+        """
+        dtype = np.asarray(x).dtype
+        inexact = [each for each in dtypes if each.kind in "fc"]
+        if type(x) in (float, complex) and inexact:
+            dtype = np.result_type(*inexact, x)
+            if type(x) is float and dtype.kind == "c":
+                dtype = np.empty(0, dtype).real.dtype
+        return cls(np.shape(x), dtype)
+
+    def value_of(self, number: int, x: Any) -> Any:
+        """Return an argument, by its number, as a NumPy array.
+
+        Raises `ChunksError` for another shape, and `InputError` for a value that the dtype cannot
+        hold.
+        """
+        value = np.asarray(x)
+        if value.shape != self.shape:
+            raise ChunksError(
+                f"argument {number}: expected a value of the shape of the example, {self.shape}, "
+                f"got {value.shape}. Compile the function for this shape."
+            )
+        if np.can_cast(value.dtype, self.dtype, "same_kind"):
+            with np.errstate(over="ignore", invalid="ignore"):
+                made = value.astype(self.dtype, order="C")
+            if self.dtype.kind not in "iu" or (made == value).all():
+                return made
+        raise InputError(
+            f"argument {number}: expected a value for the dtype of the example, {self.dtype}, got "
+            f"{x!r:.80}. Compile the function with an example of this type, such as 0.0."
+        )
+
+
+def is_value(x: Any) -> bool:
+    """Return whether an argument is a number, or a small NumPy array."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        return bool(x.nbytes <= MOST_VALUE_BYTES and x.dtype.kind in "?biufcmM")
+    return isinstance(x, (bool, int, float, complex))
+
+
+class AssembledBlock(NamedTuple):
+    """A block that one rank assembles from regions of blocks, perhaps of other ranks."""
+
+    key: Key
+    plan: Plan  # assembly of the whole array
+    position: Index  # index of the block
+    dtype: DType | None  # of the sources, and of the assembled block; None: any
+    epilogue: Callable[[Any, Index], Any] | None  # see `OutputSpec.epilogue`
+
+
+class AssembleStep(NamedTuple):
+    """The assembly of a block by its owner."""
+
+    block: AssembledBlock
+    local: tuple[tuple[int, Key], ...]  # sources of the same rank: position in the plan, and key
+
+    @property
+    def key(self) -> Key:
+        """The key of the block."""
+        return self.block.key
+
+
+class WholeValue(NamedTuple):
+    """A message's item: a whole value, for tasks of another rank."""
+
+    key: Key
+
+    @property
+    def received_key(self) -> Key:
+        """The key of the value that its receiver gets or begins."""
+        return self.key
+
+
+class Regions(NamedTuple):
+    """A message's item: all regions of a value that an assembled block of another rank needs."""
+
+    key: Key  # of the source
+    number: int  # position of the source in the block's plan
+    block: AssembledBlock
+
+    @property
+    def received_key(self) -> Key:
+        """The key of the value that its receiver gets or begins."""
+        return self.block.key
+
+
+Item: TypeAlias = WholeValue | Regions
+#: Items by the rank at the other end. Both ends list the same items in the same order.
+Items: TypeAlias = dict[int, list[Item]]
+
+
+@dataclass
+class Superstep:
+    """One exchange with other ranks, and then the tasks that need nothing later of them."""
+
+    sends: Items = field(default_factory=dict)
+    receives: Items = field(default_factory=dict)
+    steps: list[Any] = field(default_factory=list)  # Dask's tasks and `AssembleStep`, in order
+
+
+class CallValue(NamedTuple):
+    """A literal that comes with each call of a compiled function: a number, or a small array."""
+
+    number: int  # of the argument
+    kind: Kind  # of the array that functions get
+
+
+@versioned(strict=True)
+@dataclass(frozen=True)
+class Program:
+    """The program of one rank.
+
+    A value has as many *uses* as local tasks and items of messages read it, and one more as an
+    output. The rank drops it after its last use.
+    """
+
+    inputs: tuple[Key, ...]  # keys of the blocks that Dask passes to the rank
+    literals: dict[Key, Any]  # values that the graph contains, or `CallValue` in their place
+    supersteps: tuple[Superstep, ...]
+    uses: Mapping[Key, int]
+    outputs: tuple[tuple[Key, ...], ...]  # by array: keys of the rank's output blocks
+    reads_memory: bool  # whether ranks read large values in each other's memory, if they can
+    declared_bytes: int = 0  # most bytes of its values at the same time, as far as declared
+
+    @property
+    def call_values(self) -> dict[Key, CallValue]:
+        """The literals that come with each call."""
+        literals = self.literals.items()
+        return {key: literal for key, literal in literals if isinstance(literal, CallValue)}

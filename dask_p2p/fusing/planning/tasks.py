@@ -18,9 +18,15 @@ from dask.core import flatten
 from dask.task_spec import Alias, DataNode, GraphNode, Task
 from dask.utils import apply
 
+from dask_p2p.backends import backend_for
+from dask_p2p.config import Options
+from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
-from dask_p2p.fusing.planning.subgraphs import parts_of
-from dask_p2p.types import DaskArray, Key
+from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.graph.redistribution import assemble_tasks, check_one_library
+from dask_p2p.ops.arguments import check_array
+from dask_p2p.plans.grid import redistribution
+from dask_p2p.types import DaskArray, Key, Kind
 
 # Functions of Dask and of `dask_array`, by name and module. The latter is never imported from here.
 _GETTERS = (  # that read an array's blocks
@@ -265,3 +271,137 @@ def _creates(task: Task) -> bool:
     if any(function is each for each in _CREATING_NUMPY):
         return True
     return getattr(function, "__module__", "") in _CREATING
+
+
+# Tasks that Dask has fused, as the tasks that they consist of.
+#
+# A fused task runs its tasks by a scheduler of its own, which takes longer than a rank's step for
+# each of them.
+
+_RUN_SUBGRAPH = "_execute_subgraph"  # name of Dask's function, which is private
+
+
+def unfused(graph: Mapping[Key, Any]) -> dict[Key, Any]:
+    """Return a graph with the parts of fused tasks in their place. Other tasks stay.
+
+    The last part of a fused task gets its key.
+    """
+    made = dict[Key, Any]()
+    for key, task in graph.items():
+        parts = parts_of(task) if isinstance(task, Task) else {}
+        # An alias with the key of a part may lead to a task that needs the part.
+        made |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
+    return made
+
+
+def is_fused(task: Any) -> bool:
+    """Return whether Dask has made a task of several."""
+    return isinstance(task, Task) and getattr(task.func, "__name__", "") == _RUN_SUBGRAPH
+
+
+def parts_of(task: Task) -> dict[Key, Any]:
+    """Return the tasks of a fused task by key; none for others."""
+    if not is_fused(task):
+        return {}
+    inner, last, names, *given = task.args
+    if [*names] != [getattr(each, "key", None) for each in given]:
+        return {}  # its inputs have other keys than those that its parts read
+    return {**{key: each for key, each in inner.items() if key != last}, task.key: inner[last]}
+
+
+# Peer-to-peer rechunks of Dask, as tasks that assemble blocks from regions.
+#
+# With a client Dask itself chooses this method for many arrays, also where it aligns the blocks of
+# ``x + y``. Its tasks wait for each other on the workers, so ranks cannot run them.
+
+#: Name of the class of Dask's layers, which is imported only where Dask has made one.
+_LAYER = "P2PRechunkLayer"
+_ANY: Any = None  # the layer has no dtype: blocks get that of their sources
+
+
+def tasks_of_layer(layer: Mapping[Key, Any], options: Options) -> Mapping[Key, Any]:
+    """Return the tasks of a layer; for a peer-to-peer rechunk, `AssembleTask` under the same keys.
+
+    Raises `FuseError` if the rechunk has unknown chunk sizes or empty blocks.
+    """
+    if type(layer).__name__ != _LAYER:
+        return layer
+    rechunk: Any = layer
+    before, after = rechunk.chunks_input, rechunk.chunks
+    if any(size != size or not size for sizes in (*before, *after) for size in sizes):
+        raise FuseError(
+            f"expected known chunk sizes of at least 1 in a rechunk inside a fused graph, got "
+            f"{before} and {after} in {rechunk.name}. Call x.compute_chunk_sizes() before it."
+        )
+    plan = redistribution(before, range(len(before)), after)
+    output = OutputSpec((rechunk.name_input,), _ANY, "numpy", options)
+    return assemble_tasks(rechunk.name, plan, output)
+
+
+#: Annotations of layers that a gang cannot follow for some of its tasks only.
+ANNOTATIONS = ("workers", "allow_other_workers", "resources", "retries", "priority")
+
+
+def check_arrays(arrays: Sequence[DaskArray]) -> None:
+    """Refuse arrays of unsuitable blocks.
+
+    Raises `InputError` without an array, and `UnsupportedArrayError` for an argument that is no
+    Dask array of NumPy or CuPy blocks, or has Python objects.
+    """
+    if not arrays:
+        raise InputError("expected at least one Dask array, got none. Call fused(x).")
+    for x in arrays:
+        check_array(x)
+        backend_for(x._meta)  # raises its error for other blocks
+        _check_dtype(x.dtype, f"array {x.name}")
+    check_one_library(arrays)
+
+
+def kind_of(kinds: Iterable[Kind], read: ReadGraph) -> Kind:
+    """Return the kind of the blocks that ranks compute with: CuPy's if any of them are.
+
+    `kinds` are those of some arrays in the graph.
+    """
+    nodes = read.tasks.nodes.values()
+    assembled = {node.output.kind for node in nodes if isinstance(node, AssembleTask)}
+    return "cupy" if "cupy" in {*kinds, *assembled} else "numpy"
+
+
+def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
+    """Return the kinds of the blocks of arrays."""
+    return {backend_for(x._meta).name for x in arrays}
+
+
+def check_tasks(read: ReadGraph) -> None:
+    """Refuse tasks that ranks cannot run: `FuseError`, or `UnsupportedArrayError` for blocks."""
+    for key, task in read.kept.items():
+        if isinstance(task, AssembleTask) and task.output.dtype is None:
+            raise FuseError(
+                f"expected no peer-to-peer rechunk of Dask before a task that stays with Dask, got "
+                f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
+            )
+    for key, node in read.tasks.nodes.items():
+        # A dtype of None is known when the task runs.
+        if isinstance(node, AssembleTask) and node.output.dtype is not None:
+            _check_dtype(node.output.dtype, f"task {key!r}")
+
+
+def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
+    """Refuse layers that Dask has to run under conditions of their own: `FuseError`."""
+    for name, layer in layers.items():
+        found = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
+        if found and any(key in tasks.nodes for key in layer):
+            values = ", ".join(f"{key}={value!r}" for key, value in found.items())
+            raise FuseError(
+                f"layer {name!r} is annotated with {values}, which one gang for all tasks cannot "
+                f"honour. Build the array outside of dask.annotate. Annotate only the call of "
+                f"fused."
+            )
+
+
+def _check_dtype(dtype: Any, where: str) -> None:
+    if dtype.hasobject:
+        raise UnsupportedArrayError(
+            f"{where}: expected a dtype without Python objects in a fused graph, got {dtype}. "
+            f"Convert it, x.astype(...), or compute it without fused."
+        )

@@ -16,7 +16,7 @@ from distributed.protocol.pickle import loads
 
 from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.fusing.planning.declared import (
+from dask_p2p.fusing.planning.sizes import (
     EXPECTED_VALUE,
     MOST_VALUE_BYTES,
     OF_ARRAY,
@@ -25,11 +25,11 @@ from dask_p2p.fusing.planning.declared import (
     is_value,
 )
 from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
-from dask_p2p.fusing.resident.command_log import FETCH, PUBLISH, SIZES
-from dask_p2p.fusing.resident.handle_table import message_of
+from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.resident.replayed_calls import message_of
 from dask_p2p.fusing.running.assembling import nested
 from dask_p2p.fusing.running.gang import array_of_tasks
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.types import DaskArray, Key
 
 _PREFIX = "p2p-resident"  # of the names of arrays

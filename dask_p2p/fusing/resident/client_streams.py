@@ -12,34 +12,40 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
+from math import isnan, prod
 from typing import Any
 from uuid import uuid4
 
+from dask.utils import format_bytes
 from distributed.comm import connect
 
 from dask_p2p import tuning
-from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.command_log import (
+from dask_p2p.errors import MemoryLimitError, SectionError
+from dask_p2p.fusing.planning.sizes import Declared
+from dask_p2p.fusing.resident.commands import (
     CALL,
+    COMMANDS,
     DONE,
     DROP,
     END,
     KEEP,
+    STORE,
     CommandLog,
+    CommandStream,
+    Ranks,
+    Sizes,
+    StoredHandles,
+    receive,
+    registered,
+    workers_of,
 )
-from dask_p2p.fusing.resident.command_queues import COMMANDS
-from dask_p2p.fusing.resident.command_stream import CommandStream
-from dask_p2p.fusing.resident.events import Ranks, receive, workers_of
-from dask_p2p.fusing.resident.handle_memory import HandleMemory
-from dask_p2p.fusing.resident.keeping import KeepingRule
-from dask_p2p.fusing.resident.stored_handles import Sizes, StoredHandles, registered
-from dask_p2p.fusing.resident.suspension import suspend_when_idle
 from dask_p2p.fusing.running.gang import PREFIX
-from dask_p2p.sections.gang.tasks import name_of_gang
+from dask_p2p.geometry import block_shape
+from dask_p2p.sections.gang.rank import name_of_gang
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -347,3 +353,104 @@ class ClientStreams:
             commands = self.log.take_unsent()
         for stream in self._streams:
             stream.send(*commands)
+
+
+class KeepingRule:
+    """Decides when a checkpoint is due."""
+
+    def __init__(self) -> None:
+        self._last_s = time.monotonic()
+
+    def restart(self) -> None:
+        """Make a checkpoint due soon: Dask bounds the losses of workers between two of them."""
+        self._last_s = float("-inf")
+
+    def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
+        """Return whether a checkpoint is due, after a call."""
+        if log.is_keeping:
+            return False
+        if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints
+            return log.since_kept >= log.most
+        most, most_s = tuning.current.kept_commands, tuning.current.kept_s
+        is_due = log.since_kept >= most or time.monotonic() - self._last_s >= most_s
+        if is_due:
+            self._last_s = time.monotonic()
+        return is_due
+
+
+_PREFIX = "p2p-suspended"  # of the names of stored handles
+
+
+async def suspend_when_idle(streams: ClientStreams, end_s: float) -> None:
+    """Suspend a gang that has had no command for some time."""
+    while True:
+        while (left_s := end_s - streams.idle_s) > 0:
+            await asyncio.sleep(left_s)
+        if await _is_suspended(streams):
+            return
+        await asyncio.sleep(tuning.current.suspend_pause_s)
+
+
+async def _is_suspended(streams: ClientStreams) -> bool:
+    """Store the handles of a gang, and suspend it unless a command has come in between."""
+    name = f"{_PREFIX}-{uuid4().hex}"
+    number, answers = await streams.ask(KEEP)
+    sizes: Sequence[Sizes] = answers
+    with suppress(KeyError):  # a worker is lost
+        futures = await registered(streams.client, name, sizes, streams.ranks)
+        last, _ = await streams.ask(STORE, number, name)
+        return streams.suspend(StoredHandles(name, number, futures), last)
+    return False
+
+
+_MOST_MEMORY = 0.8  # part of a worker's memory limit: beyond it Dask pauses the worker
+
+
+class HandleMemory:
+    """Counts the handles that are in use, and refuses calls whose results would not fit."""
+
+    def __init__(
+        self,
+        results: Sequence[Declared],
+        outputs: Sequence[Sequence[Iterable[Key]]],  # by rank and result: keys of the blocks
+    ) -> None:
+        self._bytes = [  # by rank and result
+            [_bytes_of(of, keys) for of, keys in zip(results, of_rank, strict=True)]
+            for of_rank in outputs
+        ]
+        self._results = len(results)
+        self._live = Counter[int]()  # handles by number of the result
+
+    def check(self, ranks: Iterable[tuple[str, str, int]]) -> None:
+        """Refuse one more call if a worker's handles would take too much: `MemoryLimitError`.
+
+        `ranks` are the addresses, tokens and memory limits by rank. A limit of 0 is none.
+        """
+        wanted, limits = Counter[str](), dict[str, int]()
+        for (address, _, limit_bytes), each in zip(ranks, self._bytes, strict=False):
+            wanted[address] += sum((self._live[n] + 1) * size for n, size in enumerate(each))
+            limits[address] = limit_bytes
+        for address, size_bytes in wanted.items():
+            most_bytes = int(_MOST_MEMORY * limits[address])
+            if most_bytes and size_bytes > most_bytes:
+                raise MemoryLimitError(
+                    f"expected handles of at most {format_bytes(most_bytes)} on {address}, got "
+                    f"{format_bytes(size_bytes)} with the results of this call. Drop handles that "
+                    f"are not needed: del u.",
+                    size_bytes,
+                    size_bytes - most_bytes,
+                )
+
+    def add_call(self) -> None:
+        """Count the results of a call."""
+        self._live.update(range(self._results))
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Count handles that are not used any more, by their numbers."""
+        self._live.subtract(number % self._results for number in numbers)
+
+
+def _bytes_of(declared: Declared, keys: Iterable[Key]) -> int:
+    """Return the size of some blocks; 0 where chunk sizes are unknown."""
+    sizes = (prod(block_shape(declared.chunks, key[1:])) for key in keys if isinstance(key, tuple))
+    return sum(0 if isnan(size) else int(size) * declared.dtype.itemsize for size in sizes)

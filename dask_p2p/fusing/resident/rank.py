@@ -19,7 +19,7 @@ from distributed.protocol.pickle import dumps
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
-from dask_p2p.fusing.resident.command_log import (
+from dask_p2p.fusing.resident.commands import (
     ANSWER,
     CALL,
     DONE,
@@ -30,21 +30,23 @@ from dask_p2p.fusing.resident.command_log import (
     PUBLISH,
     SIZES,
     STORE,
+    TOPIC,
+    CommandQueue,
+    CommandQueues,
+    blocks_of,
+    sizes_of,
+    stored_state,
 )
-from dask_p2p.fusing.resident.command_queues import TOPIC, CommandQueue, CommandQueues
-from dask_p2p.fusing.resident.handle_table import HandleTable
-from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
-from dask_p2p.fusing.resident.stored_handles import blocks_of, sizes_of, stored_state
-from dask_p2p.fusing.running.failures import FailedValue
-from dask_p2p.fusing.running.gang import output_of, unpacked
-from dask_p2p.fusing.running.ready_program import ReadyProgram, ReadyStep
-from dask_p2p.fusing.running.runner import ProgramContext, Runner
-from dask_p2p.plugins.gangs.units import Units
+from dask_p2p.fusing.resident.replayed_calls import HandleTable, ReplayedCalls
+from dask_p2p.fusing.running.gang import ProgramContext, Runner, output_of, unpacked
+from dask_p2p.fusing.running.messages import FailedValue
+from dask_p2p.fusing.running.program import ReadyProgram, ReadyStep
+from dask_p2p.plugins.gangs.threads import Units
 from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS
-from dask_p2p.sections.gang.progress import Progress
 from dask_p2p.sections.gang.rank import shown_to_users
+from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import DType, Kind
 

@@ -8,28 +8,40 @@ call, have done so, and have got the values of their functions.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pickle import PickleBuffer
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
 
 import numpy as np
+from dask.task_spec import GraphNode
+from distributed.protocol.pickle import dumps, loads
 
 from dask_p2p import tuning
 from dask_p2p.backends import order_of
-from dask_p2p.backends.kernels.batch import whole_piece
+from dask_p2p.backends.kernels.copies import whole_piece
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.handle_table import HandleTable
-from dask_p2p.fusing.running.graph_runner import GraphRunner
-from dask_p2p.fusing.running.ready_program import ReadyProgram
-from dask_p2p.fusing.running.replayable_steps import is_replayable_step
-from dask_p2p.fusing.running.runner import ProgramContext, exchanging
-from dask_p2p.sections.exchange.lending import SourcePieces
+from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program, Superstep
+from dask_p2p.fusing.running.gang import ProgramContext, Runner, exchanging, on_device
+from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, quick_form, text_of
+from dask_p2p.fusing.running.program import ReadyProgram, parts_of
+from dask_p2p.replayable import is_constant, is_replayable
+from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.lending import HostLending, SourcePieces
+from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.graph_lending import GraphLending
-from dask_p2p.sections.gpu.graphs import can_wait_for_peers, captured, own_gpu, share_gpus
+from dask_p2p.sections.gpu.lending import (
+    GraphLending,
+    can_wait_for_peers,
+    captured,
+    own_gpu,
+    share_gpus,
+)
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.types import Array
+from dask_p2p.types import Array, Key
 
 _LOG = logging.getLogger(__name__)
 _PATTERN = 0x3A  # byte of inputs during the capture: see `_CallGraph`
@@ -245,3 +257,207 @@ def _tried(function: Callable[[], _T]) -> _T | None:
 @lru_cache(maxsize=256)  # one object for equal arrays, as of `whole_piece`
 def _whole(shape: tuple[int, ...]) -> SourcePieces:
     return SourcePieces(whole_piece(shape, shape))
+
+
+# Tasks whose kernels a GPU may replay in place of further calls.
+#
+# Such a task depends on its inputs alone: `dask_p2p.replayable`. Functions of Dask
+# and of this package do so, apart from random numbers. A call of a task gets its own copies of all
+# other objects among its arguments, so they have no state. NumPy arrays among them are refused: a
+# task would upload them.
+
+_PACKAGES = frozenset({"cytoolz", "dask", "dask_array", "dask_p2p", "functools", "tlz", "toolz"})
+_CONTAINERS = (tuple, list, set, frozenset, dict, GraphNode, functools.partial)
+_CLASSES = (tuple, list, set, frozenset, dict)  # which Dask passes to its functions
+_STATEFUL = "random"
+
+
+def is_replayable_step(step: Any) -> bool:
+    """Return whether a step of a program is known to depend on its inputs alone."""
+    if isinstance(step, AssembleStep):
+        return _is_replayable(step.block.epilogue, set())
+    return _is_replayable(step, set())
+
+
+def _is_replayable(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, np.ndarray):
+        return False
+    if id(value) in seen or is_constant(value) or any(value is each for each in _CLASSES):
+        return True
+    seen.add(id(value))
+    is_named = isinstance(value, (FunctionType, BuiltinFunctionType, type))
+    package, *others = str((value if is_named else type(value)).__module__).split(".")
+    if package in _PACKAGES or isinstance(value, _CONTAINERS):
+        return _STATEFUL not in others and all(_is_replayable(p, seen) for p in parts_of(value))
+    return is_replayable(value)
+
+
+# A rank enqueues its program once, while its stream is captured.
+#
+# During the capture, the ranks send each other the descriptors of their arrays. A rank that fails
+# sends and receives an empty message in place of each later one. So others fail too, and no rank
+# waits.
+
+
+class GraphRunner(Runner):
+    """Runs a program with the same exchanges on all ranks.
+
+    Parameters
+    ----------
+    ctx, ready
+        As for `Runner`.
+    lending
+        The memory of arrays that other ranks read.
+    exchanging
+        The supersteps with an exchange of any rank.
+    """
+
+    def __init__(
+        self,
+        ctx: ProgramContext,
+        ready: ReadyProgram,
+        lending: GraphLending,
+        exchanging: frozenset[int],
+    ) -> None:
+        super().__init__(ctx, ready, (HostLending(ctx.connections), lending))
+        self._progress = Progress()  # that of the rank counts calls
+        self._device = HOST  # nothing is waited for
+        self._lending, self._exchanging = lending, exchanging
+        self._messages = self._own = _GraphMessages(ctx.connections, self._assembling)
+
+    def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
+        found = super().run(blocks)
+        self._lending.put_barrier()
+        return found
+
+    def skip(self) -> None:
+        """Send and receive an empty message in place of each one that is left."""
+        self._own.skip(self._program.supersteps)
+
+
+class _GraphMessages(Messages):
+    """Messages with descriptors, which end together on all ranks."""
+
+    _next = 0  # superstep of the next message
+
+    def exchange(self, number: int, superstep: Superstep, values: Any) -> None:
+        self._next = number + 1
+        super().exchange(number, superstep, values)
+
+    def _sends(
+        self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
+    ) -> dict[int, bytearray]:
+        try:
+            return super()._sends(packed, superstep, values)
+        except Exception:
+            self._send_nothing(self._next - 1, superstep)
+            raise
+
+    def skip(self, supersteps: Sequence[Superstep]) -> None:
+        """Send and receive an empty message in place of each one that is left."""
+        for number in range(self._next, len(supersteps)):
+            if supersteps[number].sends or supersteps[number].receives:
+                self._send_nothing(number, supersteps[number])
+
+    def _send_nothing(self, number: int, superstep: Superstep) -> None:
+        sends = dict.fromkeys(superstep.sends, b"")
+        self._connections.exchange(text_of(number), sends, dict.fromkeys(superstep.receives))
+
+
+_ITEM_BYTES = 8
+
+
+class HandleTable:
+    """The values of a rank's handles, by the index of the block in its array."""
+
+    def __init__(
+        self,
+        program: Program,
+        arguments: Sequence[str],  # names of the arrays that stand for the arguments
+        blocks: Sequence[Any],  # of the program's inputs
+        device: Host = HOST,
+    ) -> None:
+        self._device, self._call_values = device, [*program.call_values.values()]
+        self._values: dict[int, tuple[Any, Any]] = {}  # by argument: the last message, and array
+        self._inputs: list[tuple[int, Any] | None] = []  # argument and index; None: a constant
+        self._blocks = list(blocks)  # of the inputs
+        self._outputs = [[key[1:] for key in keys] for keys in program.outputs]
+        #: Blocks by handle. Argument n has the number -1 - n.
+        self.handles: dict[int, dict[Any, Any]] = {}
+        numbers = {name: number for number, name in enumerate(arguments)}
+        for key, block in zip(program.inputs, blocks, strict=True):
+            number = numbers.get(key[0]) if isinstance(key, tuple) else None
+            self._inputs.append(None if number is None else (number, key[1:]))
+            if number is not None:
+                self.handles.setdefault(-1 - number, {})[key[1:]] = block
+
+    def state(self) -> list[Array]:
+        """Return the handles as arrays of bytes, without those of the arguments."""
+        handles = {number: blocks for number, blocks in self.handles.items() if number >= 0}
+        buffers: list[PickleBuffer] = []
+        parts = [dumps(handles, buffer_callback=buffers.append), *(each.raw() for each in buffers)]
+        sizes = np.array([len(parts), *(len(each) for each in parts)], np.int64)
+        return [sizes.view(np.uint8), *(np.asarray(memoryview(each)) for each in parts)]
+
+    def restore(self, state: memoryview) -> None:
+        """Take the handles of a state."""
+        (count,) = np.frombuffer(state, np.int64, 1)
+        sizes = np.frombuffer(state, np.int64, count, _ITEM_BYTES)
+        start, parts = (1 + len(sizes)) * _ITEM_BYTES, []
+        for size in sizes:
+            parts.append(bytearray(state[start : start + size]))  # a copy: functions may write
+            start += size
+        self.handles |= loads(parts[0], buffers=parts[1:])
+
+    @property
+    def results(self) -> int:
+        """Number of results of a call."""
+        return len(self._outputs)
+
+    def has_one_dtype_by_shape(self) -> bool:
+        """Return whether all handles with blocks of the same shapes have the same dtypes, too."""
+        dtypes: dict[Any, Any] = {}
+        for blocks in self.handles.values():
+            shapes = tuple((index, block.shape) for index, block in blocks.items())
+            found = [block.dtype for block in blocks.values()]
+            if dtypes.setdefault(shapes, found) != found:
+                return False
+        return True
+
+    def read(self, arguments: Sequence[Any]) -> list[Any]:
+        """Return the inputs of the program for a call, whose values come last.
+
+        Arguments are numbers of handles, or values as `message_of` has them.
+        """
+        made = []
+        for which, block in zip(self._inputs, self._blocks, strict=True):
+            if which is None:
+                made.append(block)
+            elif type(argument := arguments[which[0]]) is int:
+                made.append(self.handles[argument][which[1]])
+            else:
+                made.append(self._value(CallValue(which[0], "numpy"), argument))
+        return [*made, *(self._value(each, arguments[each.number]) for each in self._call_values)]
+
+    def _value(self, of_call: CallValue, message: Any) -> Any:
+        last, array = self._values.get(of_call.number, (None, None))
+        if last != message:
+            form = loads(message) if isinstance(message, bytes) else from_quick_form(tuple(message))
+            array = on_device(self._device, of_call, form)
+            self._values[of_call.number] = message, array
+        return array
+
+    def add(self, first: int, made: Sequence[Sequence[Any]]) -> None:
+        """Add the results of a call under successive numbers."""
+        for number, (indices, blocks) in enumerate(zip(self._outputs, made, strict=True), first):
+            self.handles[number] = dict(zip(indices, blocks, strict=True))
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        """Drop handles."""
+        for number in numbers:
+            self.handles.pop(number, None)
+
+
+def message_of(value: Array) -> Any:
+    """Return a small NumPy array as an argument of a call in a message."""
+    return quick_form(value) or dumps(value)

@@ -10,10 +10,10 @@ from typing import Any, TypeAlias
 from dask.array.core import concatenate3
 
 from dask_p2p.backends import as_array
-from dask_p2p.backends.declared import checked_block
-from dask_p2p.backends.kept_results import KeptResults
+from dask_p2p.backends.checks import checked_block
+from dask_p2p.backends.host import KeptResults
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
+from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, SourcePieces

@@ -12,23 +12,26 @@ from __future__ import annotations
 
 import pickle
 import struct
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
-from distributed.protocol.pickle import dumps
+import numpy as np
+from distributed.protocol.pickle import dumps, loads
 
+from dask_p2p import tuning
 from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.fusing.planning.program import Item, Regions, Superstep, WholeValue
+from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
-from dask_p2p.fusing.running.failures import FailedValue
-from dask_p2p.fusing.running.packed_arrays import PackedArrays, aligned, array_at
-from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
-from dask_p2p.geometry import box_shape, whole_box
+from dask_p2p.geometry import box_shape, round_up, whole_box
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
+from dask_p2p.sections.gang.rank import pickled_error
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
 
@@ -295,3 +298,124 @@ class _Unpacking:
 def text_of(number: int) -> str:
     """Return the text of the call that exchanges the items of a superstep."""
     return f"superstep {number} of a fused graph"
+
+
+# The packed arrays of a message, which its receiver takes one after the other.
+#
+# They are in the message, or in the memory of the sender. There the receiver reads a part of them
+# at a time, so that it never holds a second copy of all.
+
+_ALIGNMENT_BYTES = 16  # of the arrays in a message
+
+
+class PackedArrays:
+    """Packed arrays, in their order.
+
+    Parameters
+    ----------
+    message
+        The arrays' bytes, if they are in the message.
+    size_bytes
+        Otherwise their size.
+    read
+        Otherwise the function that reads bytes of the sender. Its arguments are a position and a
+        number of bytes.
+    """
+
+    def __init__(
+        self,
+        message: memoryview,
+        size_bytes: int = 0,
+        read: Callable[[int, int], memoryview] | None = None,
+    ) -> None:
+        self._part: memoryview | None = message
+        self._start, self._stop = 0, len(message) if read is None else 0  # position of the part
+        self._size_bytes, self._read = size_bytes, read
+        self._next = 0  # position after the arrays that are taken
+
+    def take(self, shape: Sequence[int], dtype: DType) -> Array:
+        """Return the next array, which is not empty. It is valid until the next call."""
+        start = aligned(self._next)
+        self._next = stop = start + prod(shape) * dtype.itemsize
+        if self._read is not None and stop > self._stop:
+            self._part = None  # before the next one takes memory
+            least_bytes = tuning.current.packed_part_bytes
+            self._start, self._stop = start, min(max(stop, start + least_bytes), self._size_bytes)
+            self._part = self._read(start, self._stop - start)
+        return array_at(self._part, start - self._start, shape, dtype)
+
+
+def aligned(position: int) -> int:
+    """Return the position of an array in a message, at or after this one."""
+    return round_up(position, _ALIGNMENT_BYTES)
+
+
+def array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Array:
+    """Return the array at a position of a message."""
+    return np.frombuffer(memory, dtype, prod(shape), start).reshape(shape)
+
+
+# Forms of numbers and small arrays, such as the parts of a sum, that are pickled quickly.
+#
+# A header of a superstep's message is one pickle of all its values. Pickles of arrays take up to 20
+# us, since they contain dtypes. A pickle of text and bytes takes 1 us. Messages of `ctx.send` hold
+# one value each, as bytes without a pickle: see `sections.exchange.small_values`.
+
+_MOST_BYTES = 2**8
+_NUMBERS = {bool, int, float, complex}
+# Dtypes of native byte order without metadata: a process has one object of each.
+_DTYPES: dict[str, Any] = {each: np.dtype(each) for each in "?bBhHiIlLqQefdFD"}
+
+
+def quick_form(value: Any) -> Any:
+    """Return a value in a form that is pickled quickly; None for other values than small ones."""
+    kind = type(value)
+    if kind in _NUMBERS:
+        return value
+    is_array = kind is np.ndarray
+    if not is_array and not isinstance(value, np.generic):
+        return None
+    dtype = value.dtype
+    is_plain = dtype.char in _DTYPES and dtype is _DTYPES[dtype.char]
+    if not is_plain or value.nbytes > _MOST_BYTES:
+        return None
+    if not is_array:
+        return (dtype.char, None, value.tobytes()) if kind is dtype.type else None
+    return (dtype.char, value.shape, value.tobytes()) if value.flags.c_contiguous else None
+
+
+def from_quick_form(form: Any) -> Any:
+    """Return the value of a form."""
+    if type(form) is not tuple:
+        return form
+    char, shape, data = form
+    if shape is None:
+        return np.frombuffer(data, _DTYPES[char])[0]
+    return np.ndarray(shape, _DTYPES[char], bytearray(data))
+
+
+# Values of tasks that have failed, in a gang that goes on.
+#
+# A task that reads such a value fails as well, on any rank and in later calls. So the messages of
+# all ranks stay the same.
+
+
+@dataclass(frozen=True)
+class FailedValue:
+    """Takes the place of a value whose task has failed."""
+
+    error: bytes  # pickled exception
+
+    @classmethod
+    def of(cls, exc: Exception, rank: int) -> FailedValue:
+        """Return the value for an exception on a rank."""
+        if exc.__cause__ is None:  # else its notes name the rank
+            exc.add_note(f"Raised on rank {rank}.")
+        error, _ = pickled_error(exc, rank)
+        traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
+        return cls(error)
+
+    def exception(self) -> Exception:
+        """Return the exception."""
+        found: Exception = loads(self.error)
+        return found

@@ -13,11 +13,19 @@ from math import prod
 from typing import Any, NamedTuple
 
 from dask_p2p import tuning
-from dask_p2p.monitoring.page.charts import Chart, Columns, as_columns, bars, links
-from dask_p2p.monitoring.page.steps import Speeds, section_of, speed_chart, waiting_chart
+from dask_p2p.monitoring.page.charts import (
+    Chart,
+    Columns,
+    Speeds,
+    as_columns,
+    bars,
+    links,
+    section_of,
+    speed_chart,
+    waiting_chart,
+)
 from dask_p2p.monitoring.records import RecordStore, TaskRecord
-from dask_p2p.monitoring.runs import Run, runs_of
-from dask_p2p.monitoring.tables import cells
+from dask_p2p.monitoring.runs import Run, cells, runs_of
 
 #: Shortest interval between two requests to a worker.
 INTERVAL_S = 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
@@ -11,13 +13,87 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dask_p2p.backends import backend_for, order_of
-from dask_p2p.engine.context import where_is
-from dask_p2p.engine.memory import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes
-from dask_p2p.engine.task import current_worker
-from dask_p2p.geometry import Index
-from dask_p2p.ops.fft.strided import columns_of, transform_columns
-from dask_p2p.types import Array, DType
+from dask_p2p.backends.host import competing_bytes
+from dask_p2p.config import checked_options
+from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, where_is
+from dask_p2p.engine.task import AssembleTask, current_worker
+from dask_p2p.geometry import Chunks, Index
+from dask_p2p.graph.arrays import is_expression, planned_array
+from dask_p2p.graph.redistribution import Epilogue, PlannedLayer, rechunk_by_tasks
+from dask_p2p.ops.rechunk import plan_redistribution
+from dask_p2p.plans.fft import ReorderedPlan
+from dask_p2p.plugins.registration import register_if_possible
+from dask_p2p.types import Array, DaskArray, DType
 from dask_p2p.versioned import versioned
+
+PREFIX = "p2p-fft"
+
+
+def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], epilogue: Epilogue) -> DaskArray:
+    """Return the array of transformed blocks; `order` is the order of a block's axes in memory."""
+    register_if_possible()
+    options = checked_options()
+    in_memory = tuple(grid[axis] for axis in order)
+    plan = plan_redistribution(x.chunks, order, in_memory, options)
+    reordered = ReorderedPlan(plan, order)
+    together = tuple(
+        sizes if larger == before else larger
+        for sizes, larger, before in zip(epilogue.chunks, reordered.chunks, grid, strict=True)
+    )
+    x = planned_array(
+        PREFIX, x, reordered, options, Epilogue(epilogue.function, together, epilogue.meta)
+    )
+    return rechunk_by_tasks(x, epilogue.chunks)  # views, where the plan made larger blocks
+
+
+def chunks_before(x: DaskArray) -> Chunks | None:
+    """Return the chunks of the array whose transform `x` was computed from; None if not found.
+
+    The search goes up the graph through the tasks that changed the spectrum.
+    """
+    if is_expression(x):
+        return _chunks_before_expression(x.expr)
+    layers = getattr(x.dask, "layers", {})
+    waiting = deque([x.name])
+    seen = {x.name}
+    while waiting:
+        name = waiting.popleft()
+        found = None
+        while name.startswith(PREFIX) and name in layers:
+            task = next(iter(layers[name].values()))
+            if not isinstance(task, AssembleTask) or not isinstance(task.plan, ReorderedPlan):
+                break
+            found, (name,) = task.plan.plan.src_chunks, task.output.array
+        if found is not None:
+            return found
+        new = x.dask.dependencies.get(name, set()) - seen if layers else set()
+        seen |= new
+        waiting += sorted(new)
+    return None
+
+
+def _chunks_before_expression(expr: Any) -> Chunks | None:
+    """Return the same for an array that is an expression."""
+    waiting, seen = deque([expr]), {expr._name}
+    while waiting:
+        found, expr = None, waiting.popleft()
+        while (plan := _reordered_plan(expr)) is not None:
+            found, (expr,) = plan.plan.src_chunks, expr.dependencies()
+            while type(expr).__name__ == "ChunksFreeze":
+                (expr,) = expr.dependencies()
+        if found is not None:
+            return found
+        new = [each for each in expr.dependencies() if each._name not in seen]
+        seen.update(each._name for each in new)
+        waiting += new
+    return None
+
+
+def _reordered_plan(expr: Any) -> ReorderedPlan | None:
+    layer = getattr(expr, "lazy_layer", None)
+    plan = layer.plan if isinstance(layer, PlannedLayer) and layer.prefix == PREFIX else None
+    return plan if isinstance(plan, ReorderedPlan) else None
+
 
 TO_COMPLEX = ("rfft", "ihfft")  # from real numbers, along the first transformed axis
 TO_REAL = ("irfft", "hfft")  # from complex numbers, along the last transformed axis
@@ -239,3 +315,47 @@ def _fft_module(names: tuple[str, ...]) -> Any:
         except ImportError:
             continue
     return import_module(last)
+
+
+# Transforms in place along an axis whose elements compete for lines of the CPU's caches.
+#
+# Elements at a distance of a power of two, as in most grids, lie in few sets of a cache. So a
+# transform along such an axis fetches each line several times. Here some columns at a time are
+# copied to memory with another distance, transformed there and copied back. All results have the
+# same bits.
+
+#: Least length times the square of its elements' distance in a way of a cache, by item size. On an
+#: EPYC core the transform along 2,048 rows of 64 complex numbers took 5.4 ns an element, and 4.1
+#: in columns; along 512 rows of 512 it took 7.3 and 4.1.
+_LEAST = {8: 2**33, 16: 2**30}
+_MOST_COLUMNS, _LEAST_COLUMNS = 64, 16  # at a time: multiples of the vectors of all CPUs
+_MOST_BYTES = 2**22  # of these columns
+_GAP_BYTES = 64  # a cache line
+
+
+def columns_of(block: Array, axes: Sequence[int]) -> int:
+    """Return the number of columns to transform at a time; 0: all of them take no longer."""
+    least = _LEAST.get(block.itemsize) if block.dtype.kind == "c" else None
+    if least is None or len(axes) != 1 or not block.flags.c_contiguous:
+        return 0
+    (axis,), shape = axes, block.shape
+    distance_bytes = competing_bytes(prod(shape[axis + 1 :]) * block.itemsize)
+    if axis == block.ndim - 1 or shape[axis] * distance_bytes**2 < least:
+        return 0
+    columns: int = min(_MOST_COLUMNS, _MOST_BYTES // (shape[axis] * block.itemsize))
+    return columns // _LEAST_COLUMNS * _LEAST_COLUMNS
+
+
+def transform_columns(function: Any, block: Array, axis: int, columns: int, norm: str) -> None:
+    """Transform a C-contiguous block in place, so many columns at a time.
+
+    `function` is `fftn` or `ifftn` of SciPy.
+    """
+    n, gap = block.shape[axis], _GAP_BYTES // block.itemsize
+    memory = np.empty((n, columns + gap), block.dtype)
+    for whole in block.reshape(-1, n, prod(block.shape[axis + 1 :])):
+        for start in range(0, whole.shape[1], columns):
+            part = whole[:, start : start + columns]
+            copy = memory[:, : part.shape[1]]
+            copy[...] = part
+            part[...] = function(copy, (n,), (0,), norm=norm, overwrite_x=True)

@@ -10,15 +10,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import P2PWarning, SectionError
+from dask_p2p.plugins.dask_internals import warn_client
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
-from dask_p2p.plugins.gangs.shortage import shortage
-from dask_p2p.plugins.notices import warn_client
-from dask_p2p.plugins.seating import allowed_workers, has_room, is_full, is_restricted, unstarted
+from dask_p2p.plugins.placement import (
+    allowed_of,
+    allowed_workers,
+    has_room,
+    is_full,
+    is_restricted,
+    most_seated,
+    named_workers,
+    needs_of,
+    room,
+    unstarted,
+)
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -175,3 +186,64 @@ class Gathering:
 def _gangs_of(keys: Iterable[Key]) -> list[str]:
     """Return the names of the gangs among tasks, by their commit tasks."""
     return [str(key[0]) for key in keys if isinstance(key, tuple) and key[1:] == (COMMIT,)]
+
+
+_MOST_NAMED = 4
+
+
+def shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
+    """Return why the present workers cannot run all tasks of a gang at the same time, and a remedy.
+
+    The text is empty if they can, once other tasks have ended. Each set of needed units is checked
+    alone. So the text may be empty for ranks that need different units and cannot run together.
+    """
+    kinds: dict[tuple[tuple[str, float], ...], list[Any]] = {}
+    for ts in tasks:
+        kinds.setdefault(tuple(sorted(needs_of(ts).items())), []).append(ts)
+    for needs, alike in kinds.items():
+        if text := _shortage(scheduler, f"{gang} has {len(tasks)} ranks", dict(needs), alike):
+            return text
+    return ""
+
+
+def _shortage(scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequence[Any]) -> str:
+    """Return the same for tasks that need the same units."""
+    workers = scheduler.workers.values()
+    wants = Counter(allowed_of(scheduler, tasks))
+    most = most_seated(wants, {ws.address: room(ws.resources, needs) for ws in workers})
+    if most == len(tasks):
+        return ""
+    named = [ts.loose_restrictions or named_workers(scheduler, ts) for ts in tasks]
+    restrictions = next(filter(None, map(_restrictions, tasks)), "")
+    if not needs or not all(named):
+        return (
+            f"{gang}, which run at the same time, and {named.count(set()) or len(tasks) - most} of "
+            f"them are restricted to workers that the cluster does not have ({restrictions}). Name "
+            f"workers of the cluster by workers=, or give allow_other_workers=True."
+        )
+    among = set(workers) if True in named else set().union(*(each for each in named if each))
+    fits = {name: sum(room(ws.resources, {name: needs[name]}) for ws in among) for name in needs}
+    name = min(fits, key=lambda name: fits[name])
+    have = sum(ws.resources.get(name, 0) for ws in among)
+    may = f" that may run them ({restrictions})" if restrictions else ""
+    enough = f"enough for {_counted(most, 'rank')}" if most else "too few for any rank"
+    fewer = f"Give ranks={most}, or start" if most else "Start"
+    return (
+        f"{gang}, which run at the same time. {len(tasks)} of them need "
+        f"{_counted(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
+        f"{_counted(have, 'unit')} in all, {enough}. "
+        f"{fewer} workers with more units of {name!r} and wait for them with "
+        f"client.wait_for_workers."
+    )
+
+
+def _restrictions(ts: Any) -> str:
+    """Name the workers and hosts that a task is restricted to."""
+    if ts.loose_restrictions:
+        return ""
+    named = sorted(map(str, {*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())}))
+    return ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
+
+
+def _counted(count: float, name: str) -> str:
+    return f"{count:g} {name}{'s' * (count != 1)}"

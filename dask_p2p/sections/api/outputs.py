@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from math import nan, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from dask_p2p import inputs
+from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.api.output_kinds import LocalBlock, Output, PerRank, checked_dtype
+from dask_p2p.geometry import Index, box_slices
+from dask_p2p.graph.redistribution import is_dask_array
+from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.sections.exchange.redistribution import checked_shape
+from dask_p2p.sections.exchange.values import as_numbers
+from dask_p2p.types import DType, DTypeLike
 
 
 @dataclass(frozen=True)
@@ -109,3 +117,328 @@ def _local_block(dtype: Any, converts: bool) -> LocalBlock:
     made = LocalBlock(np.dtype(dtype))
     object.__setattr__(made, "converts", converts)
     return made
+
+
+class Output(ABC):
+    """One array that the function of `spmd` returns."""
+
+    is_numpy = False  # whether its blocks are of NumPy, also on GPUs
+    dtype: Any
+
+    @abstractmethod
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        """Return the chunks of the array."""
+
+    @abstractmethod
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        """Return the indices of the blocks that a rank returns."""
+
+    @abstractmethod
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        """Return a rank's blocks. Raises `BlockMismatchError` if the value does not fit."""
+
+    def size_bytes(self, ranks: RankGrid, rank: int) -> int:
+        """Return the size of a rank's blocks, as far as it is known before."""
+        return 0
+
+
+@dataclass(frozen=True)
+class LocalBlock(Output):
+    """An array with the shape and chunks of the section's arrays. Ranks return their local blocks.
+
+    Parameters
+    ----------
+    dtype : dtype, optional
+        Data type of the array. Returned arrays are converted to it as by `numpy.can_cast` with
+        "same_kind". By default output i has the dtype of array i, or of the first array if there is
+        no such array; only the precision of floats is converted.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import LocalBlock, Same, spmd
+    >>> def halves(ctx, x):
+    ...     return {"half": x / 2, "sum": ctx.allreduce(x.sum())}
+    >>> made = spmd(halves, da.ones(8, chunks=4), outputs={"half": LocalBlock(), "sum": Same(0.0)})
+    >>> float(made["sum"].compute(scheduler="sync"))
+    8.0
+    """
+
+    dtype: DTypeLike | None = None
+    converts: bool = field(default=True, init=False, repr=False)
+
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        return ranks.chunks
+
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        return [index for index, _ in ranks.blocks(rank)]
+
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        own = checked_array(ctx, value, name, ranks.shape(ctx.rank), self.dtype, self.converts)
+        boxes = [box_slices(box) for _, box in ranks.blocks(ctx.rank)]
+        return [ctx.device.block(own[box], self.dtype) for box in boxes]
+
+    def size_bytes(self, ranks: RankGrid, rank: int) -> int:
+        return prod(ranks.shape(rank)) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Array(Output):
+    """An array of any shape, divided between the ranks as ``ctx.grid_of(shape)`` divides it.
+
+    Parameters
+    ----------
+    shape : sequence of int
+        Shape of the whole array.
+    dtype : dtype
+        Data type of the array.
+
+    Raises
+    ------
+    InputError
+        If `shape` is no shape.
+    """
+
+    shape: Sequence[int]
+    dtype: DTypeLike
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", checked_shape(self.shape))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+        if not self.shape:
+            raise InputError("shape: expected at least one axis, got (). Give Same(example).")
+
+    @property
+    def _is_empty(self) -> bool:
+        return not prod(self.shape)
+
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        if self._is_empty:
+            return tuple((length,) for length in self.shape)
+        # Dask's reductions fail on empty blocks.
+        return tuple(tuple(filter(None, n)) for n in divided_alike(ranks, self.shape).local_sizes)
+
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        own = divided_alike(ranks, self.shape)
+        if self._is_empty:
+            return [(0,) * len(self.shape)] if rank == 0 else []
+        if not prod(own.shape(rank)):
+            return []
+        before = zip(own.local_sizes, own.indices[rank], strict=True)
+        return [tuple(sum(map(bool, sizes[:at])) for sizes, at in before)]
+
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        shape = divided_alike(ranks, self.shape).shape(ctx.rank)
+        own = checked_array(ctx, value, name, shape, self.dtype)
+        if self._is_empty:
+            own = ctx.device.empty(self.shape, self.dtype)
+        count = len(self.indices(ranks, ctx.rank))
+        return [ctx.device.block(own, self.dtype)] * count
+
+    def size_bytes(self, ranks: RankGrid, rank: int) -> int:
+        shape = divided_alike(ranks, self.shape).shape(rank)
+        return prod(shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Rows(Output):
+    """An array of rows, any number from each rank, in order of rank: particles, events, points.
+
+    The lengths of its chunks along axis 0 are unknown to Dask, until ``compute_chunk_sizes()``.
+
+    Parameters
+    ----------
+    dtype : dtype
+        Data type of the array.
+    shape : sequence of int, optional
+        Shape of one row. By default rows are numbers.
+
+    Raises
+    ------
+    InputError
+        If `shape` is no shape.
+    """
+
+    dtype: DTypeLike
+    shape: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", checked_shape(self.shape))
+        object.__setattr__(self, "dtype", checked_dtype(self.dtype))
+
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        return ((nan,) * ranks.size, *((length,) for length in self.shape))
+
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        return [(rank, *(0 for _ in self.shape))]
+
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        own = checked_array(ctx, value, name, (None, *self.shape), self.dtype)
+        return [ctx.device.block(own, self.dtype)]
+
+
+class _Like(NamedTuple):
+    """The properties of an example: series of millions of steps must not travel with each task."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+
+
+class _OfExample(Output):
+    """An output of NumPy values that are like an example, which is replaced by its properties."""
+
+    example: Any
+    is_numpy = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "example", _checked_example(self.example))
+
+    @property
+    def dtype(self) -> DType:
+        """Data type of the values."""
+        found: DType = self.example.dtype
+        return found
+
+
+@dataclass(frozen=True)
+class PerRank(_OfExample):
+    """An array with one value of each rank, along a new first axis.
+
+    Parameters
+    ----------
+    example : number or numpy.ndarray
+        A value of the shape and dtype that each rank returns.
+
+    Raises
+    ------
+    InputError
+        If `example` holds no numbers.
+    """
+
+    example: Any
+
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        return ((1,) * ranks.size, *((length,) for length in self.example.shape))
+
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        return [(rank, *(0 for _ in self.example.shape))]
+
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        return [checked_value(ctx, value, name, self.example)[np.newaxis]]
+
+
+@dataclass(frozen=True)
+class Same(_OfExample):
+    """One value that all ranks have: that of rank 0.
+
+    Parameters
+    ----------
+    example : number or numpy.ndarray
+        A value of its shape and dtype.
+
+    Raises
+    ------
+    InputError
+        If `example` holds no numbers.
+    """
+
+    example: Any
+
+    def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
+        return tuple((length,) for length in self.example.shape)
+
+    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
+        return [(0,) * len(self.example.shape)] if rank == 0 else []
+
+    def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
+        own = checked_value(ctx, value, name, self.example)
+        return [own] if ctx.rank == 0 else []
+
+
+def checked_dtype(dtype: Any) -> DType:
+    """Return a dtype. Raises `InputError` for others, and if its elements are Python objects."""
+    found: DType = inputs.checked_dtype("dtype", dtype)
+    if found.hasobject:
+        raise InputError(
+            f"dtype: expected one without Python objects, got {dtype!r:.80}. Give a dtype of "
+            f"numbers."
+        )
+    return found
+
+
+def _checked_example(example: Any) -> _Like:
+    if isinstance(example, _Like):  # of a copy, by dataclasses.replace
+        return example
+    value = np.asarray(example)
+    if is_dask_array(example) or value.dtype.kind in "OSU":
+        raise InputError(
+            f"expected a number or a NumPy array as an example, got {type(example).__name__}. Give "
+            f"a value of the shape and dtype that the function returns."
+        )
+    return _Like(value.shape, value.dtype)
+
+
+def shape_of(name: str, array: Any, kind: Any = np.ndarray) -> tuple[int, ...] | str:
+    """Return the shape of a returned value, or its type if it is no array.
+
+    Raises `UnsupportedArrayError` if the array is more than its elements.
+    """
+    check_plain(name, array)
+    if isinstance(array, (kind, np.generic)):
+        shape: tuple[int, ...] = array.shape
+        return shape
+    module = "" if kind is np.ndarray else f"{type(array).__module__}."  # perhaps NumPy's own
+    return f"{module}{type(array).__name__}"
+
+
+def becomes(found: DType, dtype: DType, converts: bool) -> bool:
+    """Return whether a returned dtype may be converted to the declared one.
+
+    Without `converts`, as without a dtype from the caller, floats may only change their precision.
+    """
+    if converts or found.kind == dtype.kind in "fc":
+        return np.can_cast(found, dtype, "same_kind")
+    return found.kind == dtype.kind and np.can_cast(found, dtype, "safe")
+
+
+def holds(dtype: DType, own: Any) -> bool:
+    """Return whether a dtype holds the values of an array, apart from the precision of floats."""
+    if not np.can_cast(own.dtype, dtype, "same_kind"):
+        return False
+    return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
+
+
+def checked_array(
+    ctx: Any, value: Any, name: str, shape: tuple[Any, ...], dtype: Any, converts: bool = True
+) -> Any:
+    """Return a returned array of a shape, where None is any length."""
+    found = shape_of(name, value, ctx.device.module.ndarray)
+    lengths = found if isinstance(found, tuple) else (-1,)
+    wanted = len(lengths) == len(shape) and all(
+        length in (None, own) for length, own in zip(shape, lengths, strict=True)
+    )
+    if not wanted or isinstance(found, str):
+        text = str(shape).replace("None", "any number")
+        raise BlockMismatchError(
+            f"{name}: expected an array of shape {text} from the function on rank {ctx.rank}, got "
+            f"{found}. Return this rank's part of the output."
+        )
+    if not becomes(value.dtype, dtype, converts):
+        raise BlockMismatchError(
+            f"{name}: expected an array that becomes {dtype} from the function on rank "
+            f"{ctx.rank}, got {value.dtype}. Give the output dtype={str(value.dtype)!r}, or "
+            f"convert the array, astype(...)."
+        )
+    return value
+
+
+def checked_value(ctx: Any, value: Any, name: str, example: Any) -> Any:
+    """Return a returned value that is like an example."""
+    check_plain(name, value)
+    own = as_numbers(ctx.device.to_host(value))
+    if own.shape != example.shape or not holds(example.dtype, own):
+        raise BlockMismatchError(
+            f"{name}: expected a value of shape {example.shape} that becomes {example.dtype} from "
+            f"the function on rank {ctx.rank}, got {own.shape} {own.dtype}."
+        )
+    return own.astype(example.dtype)

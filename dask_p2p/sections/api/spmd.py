@@ -12,7 +12,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.api.arguments import (
+from dask_p2p.sections.api.graph import (
     Inputs,
     Whole,
     check_computed,
@@ -20,10 +20,9 @@ from dask_p2p.sections.api.arguments import (
     checked_inputs,
     chosen_ranks,
     ranks_without_arrays,
+    section_arrays,
 )
-from dask_p2p.sections.api.graph import section_arrays
-from dask_p2p.sections.api.output_kinds import Output
-from dask_p2p.sections.api.outputs import Outputs, checked_outputs, outputs_in_order
+from dask_p2p.sections.api.outputs import Output, Outputs, checked_outputs, outputs_in_order
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.values import leaves

@@ -11,11 +11,10 @@ import numpy as np
 from dask_p2p.errors import InputError, MissingPackageError
 from dask_p2p.inputs import nearest
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.context.reductions import Reductions
+from dask_p2p.sections.context.collectives import Reductions
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions
-from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.group import GroupConnections
+from dask_p2p.sections.wire.connections import Connections, GroupConnections
 
 #: Names of mpi4py that are others here, not in lower case alone.
 _OF_MPI = {

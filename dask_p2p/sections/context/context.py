@@ -13,19 +13,18 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
-from dask_p2p.plans.rank_halo import halo_exchange
+from dask_p2p.plans.halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.grids import Grid
 from dask_p2p.sections.context.stepping import Stepping
 from dask_p2p.sections.context.transforms import Transforms
+from dask_p2p.sections.exchange.boundaries import At, Ends, described, planned
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
-from dask_p2p.sections.exchange.ends import At, Ends, described, planned
 from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, HaloLayout, Pending
 from dask_p2p.sections.exchange.redistribution import Partitions
-from dask_p2p.sections.exchange.staged import checked_order
+from dask_p2p.sections.exchange.regions import checked_order
 from dask_p2p.sections.gang.checkpoints import Checkpoints
-from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
 

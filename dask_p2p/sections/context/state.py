@@ -6,21 +6,29 @@ elements of all values. So values may change their shapes from step to step.
 
 from __future__ import annotations
 
+import dis
 import json
+import logging
+import re
+import sys
 from ast import literal_eval
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from inspect import CO_OPTIMIZED
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
-from dask_p2p.backends.plain import check_plain
+from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS, sequence_like
-from dask_p2p.sections.gang.state_memory import (
+from dask_p2p.sections.gang.checkpoints import (
     CHANGED,
     EMPTY,
     OUTSIDE,
@@ -262,3 +270,204 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
         device.copy_from_host(value, array)
         return value
     return _on_device(array, device)
+
+
+# Variables of a function that refer to arrays of its state: names, attributes and items.
+#
+# After ``u = s.u`` a function may change `u` in place. But ``u = u + 1`` binds the name to a new
+# array, and the state `s` keeps the old one.
+
+_OWN = __name__.partition(".")[0]
+_CONTAINERS = dict, list, tuple, deque
+_MOST_ITEMS = 1000  # of a list or dict that is searched for arrays
+_HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
+
+
+class Reference(NamedTuple):
+    """A name in a function, or an attribute or item of its value."""
+
+    code: CodeType  # the function's
+    name: str
+    key: Any = None
+    text: str = ""  # source text of the reference
+
+    def value(self, names: dict[str, Any]) -> Any:
+        """Return the current value; None if there is none."""
+        value = names.get(self.name)
+        return value if self.text == self.name else _inside(value).get(self.key)
+
+
+class Bindings:
+    """Variables that refer to arrays of a state, in a frame and its callers.
+
+    Parameters
+    ----------
+    state : State
+        The state of a loop.
+    frame : FrameType
+        The frame that passed it to the loop.
+    """
+
+    def __init__(self, state: State, frame: FrameType | None) -> None:
+        self._state = state
+        self.code = None if frame is None else frame.f_code  # of the function with the loop
+        self._references: list[tuple[str, Array, list[Reference]]] = []  # by name in the state
+        found = [each for code, names in _frames(frame) for each in _references(code, names)]
+        for name, leaf in state.leaves().items():
+            references = [reference for reference, value in found if value is leaf.array]
+            if references and leaf.kind == "array":
+                self._references.append((name, leaf.array, references))
+
+    def check(self, frame: FrameType | None) -> None:
+        """Refuse a function that works on another array than the state has.
+
+        Parameters
+        ----------
+        frame : FrameType
+            The frame that continues the loop.
+
+        Raises
+        ------
+        InputError
+            If a variable was an array of the state, which still has it, and the variable now is
+            another array of that shape.
+        """
+        frames, leaves = dict(_frames(frame)), self._state.leaves()
+        for name, array, references in self._references:
+            if leaves[name].array is not array:
+                continue
+            now = [(each, each.value(frames.get(each.code, {}))) for each in references]
+            for reference, value in now:
+                is_other = value is not array and getattr(value, "shape", None) == array.shape
+                if is_other and not self._may_be_other(reference, value, array, now):
+                    raise InputError(self._problem(name, reference.text))
+
+    def _may_be_other(
+        self, reference: Reference, value: Any, array: Array, now: list[tuple[Reference, Any]]
+    ) -> bool:
+        """Return whether a function may go on with the array by another of its names."""
+        if self._state.has_copies:
+            return False
+        others = [of.array for of in self._state.leaves().values()]
+        is_swapped = reference.text == reference.name and any(value is other for other in others)
+        has_it = any(other is array for each, other in now if each.code is reference.code)
+        return has_it and not is_swapped
+
+    def _problem(self, name: str, text: str) -> str:
+        if not self._state.has_copies:
+            return (
+                f"save: expected the same arrays in all steps, but {text} is no longer the saved "
+                f"array. Change it in place, {text}[...] = ..., or use ctx.state."
+            )
+        return (
+            f"state: expected {text} to stay the array {name} of the state, as before the loop, "
+            f"but it is another array now. Change the state itself, "
+            f"s.{name.removesuffix('.inner')} = ..., or rename the variable."
+        )
+
+
+def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:
+    """Yield the code and names of running functions, from a frame out to this package."""
+    seen = set[CodeType]()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != _OWN:
+        if frame.f_code not in seen:  # the innermost call of a recursive function
+            seen.add(frame.f_code)
+            yield frame.f_code, names_in(frame)
+        frame = frame.f_back
+
+
+def names_in(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a running function by name."""
+    names = dict(frame.f_locals)
+    if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
+        frame.f_locals.clear()  # the copy would keep arrays that the function drops
+    return names
+
+
+def _references(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[Reference, Any]]:
+    for name, value in names.items():
+        yield Reference(code, name, text=name), value
+        has_items = issubclass(type(value), _CONTAINERS)
+        for key, inside in _inside(value).items():
+            text = f"{name}[{key!r}]" if has_items else f"{name}.{key}"
+            yield Reference(code, name, key, text), inside
+
+
+def _inside(value: Any) -> dict[Any, Any]:
+    """Return the items of a list, tuple or dict, or the attributes of an object."""
+    kind = type(value)  # `isinstance` would ask a proxy for its class
+    if issubclass(kind, _CONTAINERS):
+        if len(value) > _MOST_ITEMS:
+            return {}
+        return value if issubclass(kind, dict) else dict(enumerate(value))
+    if issubclass(kind, (type, ModuleType, FunctionType, State)):
+        return {}
+    with suppress(AttributeError):
+        found = object.__getattribute__(value, "__dict__")
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+# Variables that a loop of steps carries from step to step, next to its state.
+#
+# In ``for _ in ctx.steps(n, s): s.u = s.u + t; t += dt`` the number `t` is not in the state. Ranks
+# that resumed from a checkpoint would begin with the first `t` again.
+
+logger = logging.getLogger(__name__)
+
+#: Operations on local variables: one, or two in one.
+_LOCAL = re.compile(r"(LOAD|STORE)_(?:FAST|DEREF)")
+_HIDES = "LOAD_FAST_AND_CLEAR"  # hides a variable from a comprehension that has its name, too
+
+
+def carried_values(state: State, code: CodeType | None, frame: FrameType) -> list[str]:
+    """Return the names of numbers and arrays that a loop carries, and its state does not have.
+
+    `code` is that of the function with the loop. `frame` has requested the next step: it may be
+    that of a progress bar instead.
+    """
+    if not state.has_copies or frame.f_code is not code:
+        return []
+    names, own = names_in(frame), [leaf.array for leaf in state.leaves().values()]
+    found = [name for name in _read_first(frame) if _is_outside(names.get(name), own)]
+    if found:
+        logger.warning(
+            "The loop of ctx.steps carries %s from step to step, outside of its state. After the "
+            "loss of a worker its ranks begin at the start. A run that resumes from files has the "
+            "first values. Give them to ctx.state: s.%s.",
+            ", ".join(found),
+            found[0],
+        )
+    return found
+
+
+def _is_outside(value: Any, own: Sequence[Array]) -> bool:
+    """Return whether a value is a number, or an array outside of a state."""
+    if isinstance(value, (bool, int, float, complex, np.generic)):
+        return True
+    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
+    return is_array and getattr(value, "base", None) is None and all(value is not a for a in own)
+
+
+def _read_first(frame: FrameType) -> list[str]:
+    """Return the names that the body of a loop reads before it sets them, in their order."""
+    first: dict[str, str] = {}
+    is_set = set[str]()
+    for verb, name in _accesses(frame):
+        first.setdefault(name, verb)
+        if verb == "STORE":
+            is_set.add(name)
+    return [name for name, verb in first.items() if verb == "LOAD" and name in is_set]
+
+
+def _accesses(frame: FrameType) -> Iterator[tuple[str, str]]:
+    """Yield the accesses to local variables in the body of a loop: verb and name."""
+    instructions = [*dis.get_instructions(frame.f_code)]
+    # Python 3.12 is in the cache behind the operation.
+    loop = [each for each in instructions if each.offset <= frame.f_lasti][-1]
+    if loop.opname != "FOR_ITER":
+        return
+    for each in instructions:
+        if loop.offset < each.offset < loop.argval and (verbs := _LOCAL.findall(each.opname)):
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            yield from zip(["HIDE"] if each.opname == _HIDES else verbs, names, strict=True)

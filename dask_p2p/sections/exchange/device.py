@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 import numpy as np
 
+from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, backend_named, checksum
-from dask_p2p.backends.host.allocator import temporaries_kept
-from dask_p2p.backends.plain import is_plain
+from dask_p2p.backends.base import is_plain
+from dask_p2p.backends.host_memory import temporaries_kept
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.halo_messages import HaloMessages
 from dask_p2p.sections.exchange.lending import Lending
-from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
-from dask_p2p.sections.exchange.regions import RegionExchange
+from dask_p2p.sections.exchange.regions import (
+    ExchangeCall,
+    HaloMover,
+    Packed,
+    RegionExchange,
+    RegionMover,
+    begin_in_order,
+    receive_layouts,
+    send_layouts,
+    text_of,
+)
+from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
@@ -131,3 +141,58 @@ def check_kind(device: Host, name: str, array: Any) -> None:
             f"{name}: expected an array of {module}, like the section's, got one of {kind}. "
             f"Convert it: {'cupy.asarray' if module == 'cupy' else 'cupy.asnumpy'}({name})."
         )
+
+
+_LARGE_BYTES = 1 << 16  # size of a message between hosts that a socket may not accept in one call
+
+
+class HaloMessages(HaloMover):
+    """Exchanges halos in host memory, in one packed message a neighbour."""
+
+    def __init__(self, calls: Sequence[ExchangeCall], connections: Connections) -> None:
+        self._connections = connections
+        self._text, self._order = text_of(calls), calls[0].order
+        sends, receives = (
+            {r: Packed(layout, np.empty(layout.size_bytes, np.uint8)) for r, layout in of.items()}
+            for of in (send_layouts(calls), receive_layouts(calls))
+        )
+        self._receives: dict[int, Buffer | None] = {
+            rank: _bytes_of(packed) for rank, packed in receives.items()
+        }
+        self._sends = {rank: _bytes_of(packed) for rank, packed in sends.items()}
+        self._outgoing, self._incoming = list(sends.values()), list(receives.values())
+        buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
+        self._is_large = any(len(each) > _LARGE_BYTES for each in buffers)
+
+    def begin(
+        self,
+        arrays: Sequence[Array],  # local blocks with their halos
+        in_background: bool,  # whether the caller computes: large messages need a thread
+    ) -> Callable[[], Any] | None:
+        """Begin an exchange; return a function that completes it and unpacks the halos."""
+        connections = self._connections
+        if connections.is_alone:
+            return None
+        for packed in self._outgoing:
+            packed.pack(arrays)
+        in_background = in_background and self._is_large
+        order, text = self._order, self._text
+        end = begin_in_order(connections, order, text, self._sends, self._receives, in_background)
+
+        def unpacked() -> None:
+            end()
+            for packed in self._incoming:
+                packed.unpack(arrays)
+
+        return unpacked
+
+    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
+        """Return whether local blocks of this size should be computed during the exchange."""
+        is_on_other_host = self._connections.is_on_other_host
+        is_large = elements >= tuning.current.overlap_elements and not in_graph
+        return is_large and any(map(is_on_other_host, self._receives))
+
+
+def _bytes_of(packed: Packed) -> memoryview:
+    whole: Any = packed.whole
+    return memoryview(whole)

@@ -13,10 +13,10 @@ import numpy as np
 from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.rank_halo import RankHalo, interior_and_boundary
+from dask_p2p.plans.halo import RankHalo, interior_and_boundary
+from dask_p2p.sections.exchange.boundaries import Ends
 from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.ends import Ends
-from dask_p2p.sections.exchange.movers import ExchangeCall
+from dask_p2p.sections.exchange.regions import ExchangeCall
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType
 
@@ -150,7 +150,7 @@ class HaloLayout:
         halo: RankHalo,
         dtype: DType,
         text: str,  # text of the exchange of one array, the same on all ranks
-        order: str = "auto",  # schedule of the messages: one of `dask_p2p.plans.orders.ORDERS`
+        order: str = "auto",  # schedule of the messages: one of `dask_p2p.plans.ranks.ORDERS`
         device: Host = HOST,  # of the arrays
         ends: Ends | None = None,  # parts that functions fill
     ) -> None:

@@ -14,13 +14,12 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import Backend
-from dask_p2p.backends.kept_results import KeptResults
+from dask_p2p.backends.host import KeptResults
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Slices, box_slices
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.regions import Reads
-from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.types import Array, DType
 
 #: The items of fills, and the indices of their regions.

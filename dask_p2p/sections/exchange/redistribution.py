@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from operator import index
 from typing import Any, TypeVar
 
 from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
-from dask_p2p.geometry import normal_axes
-from dask_p2p.plans.exchange import Exchange, redistribution_exchange
-from dask_p2p.plans.partitions import partition_of, partitioned
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.geometry import Box, normal_axes
+from dask_p2p.plans.ranks import (
+    Exchange,
+    RankGrid,
+    partition_of,
+    partitioned,
+    redistribution_exchange,
+)
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
-from dask_p2p.sections.exchange.movers import ExchangeCall, RegionMover
-from dask_p2p.sections.exchange.pieces import Pieces
+from dask_p2p.sections.exchange.regions import ExchangeCall, RegionMover
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.types import Array
+from dask_p2p.types import Array, DType
 
 _T = TypeVar("_T")
 
@@ -212,3 +216,56 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
             f"shape: expected lengths of axes, at least 0, got {shape!r:.80}. Give a tuple, (3, 4)."
         )
     return lengths
+
+
+MOST_PIECES = 8
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A local block that is computed in pieces along one of its axes.
+
+    Parameters
+    ----------
+    dtype
+        Data type of the block.
+    axis
+        Axis that is divided into pieces.
+    bounds
+        Bounds of at most `MOST_PIECES` pieces: the start of each, and the end of the last one.
+    make
+        Returns a piece, by its number. It is called once for each, in order, and enqueues the work
+        on the rank's stream.
+    """
+
+    dtype: DType
+    axis: int
+    bounds: tuple[int, ...]
+    make: Callable[[int], Array]
+
+    @classmethod
+    def one(cls, local_block: Array) -> Pieces:
+        """Return a complete local block as one piece."""
+        ends = (0, local_block.shape[0] if local_block.ndim else 1)
+        return cls(local_block.dtype, 0, ends, lambda _: local_block)
+
+    def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+        """Yield the pieces of a box: number, part in the piece's indices, and in the box's."""
+        if not box:
+            yield 0, box, box
+            return
+        start, stop = box[self.axis]
+        for number, (low, high) in enumerate(pairwise(self.bounds)):
+            first, end = max(start, low), min(stop, high)
+            if first < end:
+                inside = tuple((0, hi - lo) for lo, hi in box)
+                yield (
+                    number,
+                    along(self.axis, box, (first - low, end - low)),
+                    along(self.axis, inside, (first - start, end - start)),
+                )
+
+
+def along(axis: int, box: Box, bounds: tuple[int, int]) -> Box:
+    """Return a box with its bounds along one axis replaced."""
+    return (*box[:axis], bounds, *box[axis + 1 :])

@@ -5,35 +5,44 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dask.task_spec import Task, TaskRef
 from dask.utils import key_split
 
 from dask_p2p.config import Options
-from dask_p2p.engine.attempts import pause_s
-from dask_p2p.engine.context import TaskContext
-from dask_p2p.engine.frames import drops_frames, keep_user_frames
-from dask_p2p.engine.task import current_worker, go_elsewhere
+from dask_p2p.engine.context import TaskContext, pause_s
+from dask_p2p.engine.task import (
+    Blocks,
+    RankTask,
+    WaitTask,
+    current_worker,
+    drops_frames,
+    go_elsewhere,
+    keep_user_frames,
+)
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plugins.gangs.units import Units
-from dask_p2p.sections.gang.progress import Watch
+from dask_p2p.plugins.gangs.coordinator import COMMIT
+from dask_p2p.plugins.gangs.threads import Units
+from dask_p2p.sections.gang.worker import Watch
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import RankAddress
-from dask_p2p.types import Kind
+from dask_p2p.types import Key, Kind
 from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
-    from dask_p2p.interprocess.messenger import Messenger
     from dask_p2p.plugins.gangs.coordinator import Order
     from dask_p2p.plugins.gangs.threads import PoolThread
     from dask_p2p.sections.gang.worker import RankAttempt
-    from dask_p2p.transports.packed.ucx import UcxTransport
+    from dask_p2p.transports.ucx import UcxTransport
+    from dask_p2p.transports.ucx_messenger import Messenger
+
 
 _SECEDE_S = 0.05  # time that a rank waits for its gang before it leaves its worker's thread pool
 _LOOK_S = 0.02  # interval between checks for free units of a resource
@@ -340,3 +349,51 @@ def _described(exc: BaseException) -> str:
     with suppress(Exception):
         text = str(exc)[:_MOST_CHARS]
     return f"{type(exc).__name__}: {text}"
+
+
+def name_of_gang(prefix: str, token: str) -> str:
+    """Return the name of a gang, from the prefix of its arrays' names and its token."""
+    return f"{prefix}-ranks-{token}"
+
+
+def commit_of(gang: str) -> Key:
+    """Return the key of the commit task, on which all output tasks depend."""
+    return (gang, COMMIT)
+
+
+def gang_tasks(
+    gang: str,  # name of the gang
+    ranks: RankGrid,
+    bodies: Sequence[Any],  # by rank: see `run_rank`
+    blocks: Iterable[Sequence[Any]],  # by rank: arguments of the body
+    options: Options,  # sent with the tasks
+) -> dict[Key, Task]:
+    """Return the tasks of the ranks, and the commit task that depends on all of them."""
+    tasks: dict[Key, Task] = {}
+    for rank, (body, given) in enumerate(zip(bodies, blocks, strict=True)):
+        key = (gang, rank)
+        tasks[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, *given)
+    commit = commit_of(gang)
+    return tasks | {commit: WaitTask(commit, _depend_on_all, Blocks(*tasks))}
+
+
+def output_tasks(
+    gang: str,
+    number: int,  # of the array
+    keys: Iterable[Iterable[Key]],  # of its blocks: by rank, in the order of the rank's blocks
+) -> dict[Key, Task]:
+    """Return the tasks of one array's blocks, by key."""
+    commit = Blocks(commit_of(gang))
+    return {
+        key: WaitTask(key, _output, commit, TaskRef((gang, rank)), number, position)
+        for rank, of_rank in enumerate(keys)
+        for position, key in enumerate(of_rank)
+    }
+
+
+def _depend_on_all(ranks: list[Any]) -> None:
+    """Do nothing: the outputs of all ranks count as soon as this is done."""
+
+
+def _output(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
+    return made[number][position]

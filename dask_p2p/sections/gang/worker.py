@@ -7,12 +7,14 @@ thread, also if it waits in an exchange.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -20,19 +22,22 @@ from distributed import Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
+from dask_p2p.engine.context import TaskContext, recorded
 from dask_p2p.errors import SectionError
-from dask_p2p.interprocess.background import Background
-from dask_p2p.interprocess.rpc import answering
+from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
+from dask_p2p.monitoring.runs import pace_text
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.context import must_encrypt
+from dask_p2p.plugins.dask_internals import SamplingInterval
 from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
-from dask_p2p.plugins.profiling import SamplingInterval
 from dask_p2p.plugins.registration import give_plugin
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from dask_p2p.sections.gang.progress import Progress
-from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.transports.rpc import Background, answering
+from dask_p2p.types import DType, Key
 
 _ENDS = ("committed", "stopped")  # final states
 _CAUSE_CHARS = 1000
@@ -110,7 +115,7 @@ class RankAttempt:
     # --- on the event loop
 
     def report(self) -> dict[str, Any]:
-        """Return the state of a rank whose attempt runs: see `dask_p2p.tools.stalls.RankReport`."""
+        """Return the state of a rank whose attempt runs, for a `RankReport`."""
         frame = sys._current_frames().get(self._thread)
         return {
             "gang": self._gang,
@@ -254,3 +259,94 @@ def _reach(worker: Worker) -> Reach:
     listening = worker.security.get_listen_args("worker")["ssl_context"]
     connecting = worker.security.get_connection_args("worker")["ssl_context"]
     return Reach() if None in (listening, connecting) else Reach(host, listening, connecting)
+
+
+logger = logging.getLogger(__name__)
+
+_LOG_S = 10.0  # time between lines of the log
+#: Name of the exchanges between ranks, used like a transport's name.
+LINK = "connection"
+
+
+def is_logged() -> bool:
+    """Return whether the log of this process takes lines of progress."""
+    return logger.isEnabledFor(logging.INFO)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Progress of a function. Its own thread writes, others read."""
+
+    step: int = 0  # steps done
+    steps: int = 0  # total number of steps; 0 if unknown
+    first: int = 0  # first step of this attempt
+    logs: bool = False  # whether this rank logs its progress; checked in each step
+    _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
+
+    def advance(self, step: int) -> None:
+        """Set the number of steps done; log it from time to time."""
+        self.step = step
+        if self.logs:
+            self._log(time.monotonic())
+
+    def _log(self, now_s: float) -> None:
+        last, last_s = self._last
+        if not last_s:
+            self._last = self.step, now_s
+        elif now_s - last_s >= _LOG_S:
+            rate = (self.step - last) / (now_s - last_s)
+            logger.info("%s", pace_text(self.step, self.steps, rate, 0.0))
+            self._last = self.step, now_s
+
+
+@dataclass
+class Watch:
+    """Records a rank's function with its worker, while it runs and afterwards."""
+
+    key: Key  # key of the rank's task
+    ranks: RankGrid  # partition of the arrays
+    rank: int
+    #: Data type and shape of the first output; None: unknown.
+    dtype: DType | None
+    shape: tuple[float, ...] | None
+    progress: Progress  # current step
+    context: TaskContext  # of the worker's tasks
+    connections: Connections = ONE_RANK  # connections to other ranks
+    workers: Sequence[str] = ()  # addresses, by rank
+    attempt: int = 1
+    start_s: float = field(default_factory=time.time)
+
+    def recorded(self) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context for the function: see `dask_p2p.engine.context.recorded`."""
+        return recorded(self.context, self.key, self._record, BaseException)
+
+    def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> TaskRecord:
+        """Return a record of the current state. Thread-safe.
+
+        `error` is the reason why the function, or the attempt, has ended early. `nbytes` is the
+        size of the rank's outputs.
+        """
+        ranks, progress, is_made = self.ranks, self.progress, not error
+        return TaskRecord(
+            key=self.key,
+            start_s=self.start_s,
+            stop_s=time.time(),
+            stages=self._stages(),
+            worker=self.context.address,
+            shape=ranks.shape(self.rank) if is_made else (),
+            dtype="" if self.dtype is None else str(self.dtype),
+            nbytes=nbytes,
+            array_shape=self.shape,
+            blocks=ranks.grid,
+            axes=tuple(range(len(ranks.grid))),
+            step=progress.step,
+            steps=progress.steps,
+            first_step=progress.first,
+            attempt=self.attempt,
+            error=error[:REASON_CHARS],
+            wanted_bytes=0 if is_running else None,
+        )
+
+    def _stages(self) -> tuple[Stage, ...]:
+        received = sorted(self.connections.received)
+        return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

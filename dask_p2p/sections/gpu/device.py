@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dask_p2p.config import Options
-from dask_p2p.interprocess.ipc_options import ipc_part_bytes
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.lending import Lending
-from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover, RegionMover
+from dask_p2p.sections.exchange.regions import ExchangeCall, HaloMover, RegionMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.lending import GpuLending
-from dask_p2p.sections.gpu.lent_messages import MessageLender
+from dask_p2p.sections.gpu.messages import MessageLender
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.streams import GpuStreams
-from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
+from dask_p2p.transports.cuda_ipc import ipc_part_bytes
 from dask_p2p.types import Kind
 
 

@@ -35,18 +35,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends.host.pinned import Pinned
-from dask_p2p.backends.kernels.pitch import pitched
+from dask_p2p.backends.host_memory import Pinned
+from dask_p2p.backends.kernels.copies import pitched
 from dask_p2p.geometry import box_shape, c_strides
-from dask_p2p.sections.exchange.movers import ExchangeCall, HaloMover
-from dask_p2p.sections.exchange.packed import (
+from dask_p2p.sections.exchange.regions import (
+    ExchangeCall,
+    HaloMover,
     Packed,
     PackedLayout,
+    begin_in_order,
     receive_layouts,
     send_layouts,
     text_of,
 )
-from dask_p2p.sections.exchange.staged import begin_in_order
 from dask_p2p.sections.gpu.windows import SLOTS, DeviceBarrier, OwnWindow, PeerWindow, opened
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections

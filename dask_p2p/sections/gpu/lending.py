@@ -9,21 +9,35 @@ Arrays that other ranks cannot read go through host memory.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Sequence
+import os
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends.cupy import region_batch
-from dask_p2p.backends.kernels.batch import whole_piece
+from dask_p2p.backends.kernels.copies import whole_piece
+from dask_p2p.errors import InputError, TransferError
 from dask_p2p.geometry import box_size, box_slices
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.lending import Lending, SourcePieces
-from dask_p2p.sections.gpu.descriptors import map_descriptor
-from dask_p2p.sections.gpu.lent import EVENTS, READ, WRITTEN, LentArrays
+from dask_p2p.sections.gpu.messages import EVENTS, READ, WRITTEN, LentArrays
 from dask_p2p.sections.gpu.regions import read_in_parts
-from dask_p2p.sections.gpu.windows import opened_by_all
+from dask_p2p.sections.gpu.windows import (
+    DeviceBarrier,
+    OwnWindow,
+    PeerWindow,
+    map_descriptor,
+    opened,
+    opened_by_all,
+)
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.transports import cuda_ipc
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
@@ -174,3 +188,150 @@ class GpuLending(LentArrays, Lending):
 
     def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
         self.backend.permute_into(into, self._gpu.module.asarray(array), axes)
+
+
+# Arrays that ranks lend each other in a CUDA graph.
+#
+# All ranks capture the same exchanges. Each exchange has a device barrier: behind it, all arrays
+# that others lend are written. The graph ends with one more. Behind that one, others have read this
+# rank's arrays, and the next replay may write them. So replays exchange data without messages of
+# hosts.
+#
+# The graph has the addresses of all arrays. Lent ones stay as long as the graph.
+
+_SLOT_BYTES = 1  # of windows that have counters alone
+
+
+class GraphLending(GpuLending):
+    """Arrays in the memory of a rank's GPU, while its stream is captured.
+
+    Making it is a collective call of all ranks. `place` raises `TransferError`, since the array of
+    a message is in host memory.
+    """
+
+    _barrier: DeviceBarrier | None = None  # None: one rank
+
+    def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
+        self._read_bytes = Counter[int]()  # by rank, in a replay
+        super().__init__(gpu, connections)
+
+    def _open(self) -> None:
+        gpu, (own, size) = self._gpu, self._connections.rank_and_size
+        window, near = opened(
+            gpu,
+            self._connections,
+            "lending in graphs",
+            {*range(size)} - {own},
+            lambda ranks: OwnWindow(gpu, dict.fromkeys(ranks, _SLOT_BYTES)),
+            lambda _, descriptor: PeerWindow(gpu, descriptor, _SLOT_BYTES),
+        )
+        self._near = {**near}
+        if window is not None and near:
+            self._barrier = DeviceBarrier(gpu, window, [*near.values()])
+
+    @property
+    def is_complete(self) -> bool:
+        """True if this rank and all others read each other's memory."""
+        _, size = self._connections.rank_and_size
+        return len(self._near) == size - 1
+
+    def begin(self, ranks: Collection[int]) -> None:
+        self._reads.clear()
+
+    def received(self, ranks: Collection[int]) -> None:
+        pass  # no rank reads before the graph runs
+
+    def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
+        self.put_barrier()
+        for copy in self._add_reads():
+            self.backend.permute_into(*copy)
+        self.flush()
+
+    def fill(self, into: Array, fills: Sequence[Fill]) -> None:
+        for box, item in fills:  # as arguments of kernels: an upload would need its host memory
+            into[box_slices(box)] = np.full((), item, into.dtype)[()]
+
+    def count_reads(self) -> None:
+        """Count the bytes that a replay reads from other ranks."""
+        for rank, size_bytes in self._read_bytes.items():
+            self._connections.count(rank, size_bytes)
+
+    def _count(self, rank: int, size_bytes: int) -> None:
+        self._read_bytes[rank] += size_bytes
+
+    def put_barrier(self) -> None:
+        """Enqueue a device barrier of all ranks: they have done all that they enqueued before."""
+        if self._barrier is not None:
+            self._barrier.put()
+
+    def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
+        raise TransferError("expected arrays of GPU memory alone in a CUDA graph")
+
+
+# Memory pools for graphs, by device. They are never dropped: memory of a function that raised is
+# freed later, and CuPy crashes if the garbage collector finds a pool and its memory together.
+_pools: defaultdict[int, list[Any]] = defaultdict(list)
+_lock = threading.Lock()
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_NAME_BYTES = 32  # size of a GPU's name
+
+
+def can_wait_for_peers() -> bool:
+    """Return whether the work of a stream may wait for a peer, and other streams go on.
+
+    With one connection all streams of a process share a queue. Two gangs then wait in a circle: in
+    the queue of each GPU the work of one gang waits, and that of the other one is behind it.
+    """
+    return os.environ.get(_CONNECTIONS) != "1"
+
+
+def own_gpu() -> bytes:
+    """Return the name of this rank's GPU, for `share_gpus`: as many bytes on each rank."""
+    return cuda_ipc.gpu_uuid().encode().ljust(_NAME_BYTES)
+
+
+def share_gpus(names: Sequence[bytes]) -> bool:
+    """Return whether ranks share a GPU, from the name of each rank's GPU.
+
+    Ranks that wait on the same GPU for each other take turns: a time slice each.
+    """
+    return len({*names}) < len(names)
+
+
+def captured(gpu: GpuStreams, work: Callable[[], None]) -> Callable[[], None]:
+    """Capture all that `work` enqueues; return a function that launches it as one graph.
+
+    The work is not executed now. The graph holds the addresses of the current arrays, and memory
+    that `work` allocates stays until the section ends. Raises `InputError` if the work cannot be
+    captured.
+    """
+    cuda, stream = gpu.module.cuda, gpu.stream
+    pools = _pools[cuda.runtime.getDevice()]
+    with _lock:
+        pool = pools.pop() if pools else cuda.MemoryPool()
+    gpu.closing.append(partial(pools.append, pool))
+    gpu.closing.append(pool.free_all_blocks)  # called first, from the end of the list
+    try:
+        with cuda.using_allocator(pool.malloc), gpu.capturing() as capturing:
+            capturing.begin_capture()
+            try:
+                work()
+            except BaseException:
+                with suppress(cuda.runtime.CUDARuntimeError):
+                    capturing.end_capture()
+                raise
+            graph = capturing.end_capture()
+    except MemoryError:
+        pool.free_all_blocks()
+        raise
+    except RuntimeError as exc:  # from CUDA, or from CuPy, which refuses some calls itself
+        pool.free_all_blocks()
+        if not isinstance(exc, cuda.runtime.CUDARuntimeError) and "captur" not in str(exc):
+            raise
+        raise InputError(
+            f"capture: expected a function that only enqueues work on the current stream, got one "
+            f"that ended the capture: {exc}. Leave out capture=True, or remove all calls that wait "
+            f"for the GPU or read from it."
+        ) from exc
+    return partial(graph.launch, stream)

@@ -22,16 +22,13 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import checksum, device_of
-from dask_p2p.backends.device import device_work, wait_until_written
+from dask_p2p.backends.device import MEMCPY_DEFAULT, device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.driver import MEMCPY_DEFAULT
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.gpu.lost_events import NOT_READY
-from dask_p2p.sections.gpu.windows import PeerMemory
+from dask_p2p.sections.gpu.windows import NOT_READY, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.types import Array, DType, Kind
 
 STEPS_AHEAD = 64  # limit of the host's lead over a GPU

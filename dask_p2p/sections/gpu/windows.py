@@ -21,23 +21,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
 from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.geometry import Layout
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.peer import Peer, separation
-from dask_p2p.interprocess.processes import PROCESSES
-from dask_p2p.sections.gpu.lost_events import NOT_READY, LostEvents
+from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.types import Array
+from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports.process_memory import PROCESSES, Peer, separation
+from dask_p2p.types import Array, DType
 
 if TYPE_CHECKING:
     from dask_p2p.sections.gpu.streams import GpuStreams
+
 
 SLOTS = 2
 COUNTERS_BYTES = 16  # at the beginning of a window: the two words of its device barrier
@@ -339,3 +339,95 @@ def opened(
     seen = {rank: bytes([rank in found]) for rank in descriptor}
     answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
     return own, {rank: one for rank, one in found.items() if any(answers[rank])}
+
+
+#: Number, shape, strides, and CUDA IPC handle.
+RegionPiece: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...], cuda_ipc.IpcHandle]
+
+
+@lru_cache(maxsize=64)  # repeated calls use the same memory
+def pack_descriptor(axis: int, pieces: tuple[RegionPiece, ...]) -> bytes:
+    """Return the descriptor of a region: its axis, and the handles of its pieces."""
+    return json.dumps(
+        (axis, [(*piece, asdict(ipc_handle)) for *piece, ipc_handle in pieces])
+    ).encode()
+
+
+@lru_cache(maxsize=64)
+def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
+    """Return the axis and the pieces of a descriptor."""
+    axis, pieces = json.loads(text)
+    return axis, [
+        (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**ipc_handle))
+        for number, length, strides, ipc_handle in pieces
+    ]
+
+
+def map_descriptor(
+    of: PeerMemory, descriptor: Buffer, dtype: DType
+) -> tuple[int, list[tuple[int, Any]]]:
+    """Return another rank's region, mapped here: its axis, and its pieces with their numbers."""
+    axis, pieces = _parse_descriptor(bytes(descriptor))
+    return axis, [
+        (number, _piece(of, ipc_handle, length, strides, dtype))
+        for number, length, strides, ipc_handle in pieces
+    ]
+
+
+def _piece(
+    of: PeerMemory,
+    ipc_handle: cuda_ipc.IpcHandle,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dtype: DType,
+) -> Any:
+    _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
+    return cuda_ipc.array_at(of.mapped(ipc_handle, size_bytes), shape, strides, dtype)
+
+
+# Events of a process that has ended: ends the waits of this process's streams for them.
+#
+# A process records an event on its GPU behind its work. If it ends before that work is done, the
+# event never completes, and a stream of another process that waits for it would wait for ever. CUDA
+# lets each process that has opened an event record it. So this process records such events itself,
+# on an idle stream, and all waits end.
+#
+# The stream then continues with memory that may not have been written. Its results are dropped: the
+# attempt has lost a rank.
+
+NOT_READY = 600  # of CUDA: cudaErrorNotReady
+# Priorities of the two streams, unlike those of other streams. Streams of one priority may share a
+# hardware queue, where one waiting stream blocks all others.
+_OF_WAITING, _OF_RECORDING = -2, -3
+_LONGEST_S = 0.5  # time within which waits end
+
+
+class LostEvents:
+    """Records the events of a process that has ended, in its place.
+
+    Parameters
+    ----------
+    cuda
+        CuPy's module.
+    device : int
+        Number of the GPU on which the events were opened.
+    events : sequence of int
+        Handles of the opened events.
+    """
+
+    def __init__(self, cuda: Any, device: int, events: Sequence[int]) -> None:
+        self._runtime = cuda.runtime
+        with cuda.Device(device):
+            self._waiting = cuda.Stream(non_blocking=True, priority=_OF_WAITING)
+            self._recording = cuda.Stream(non_blocking=True, priority=_OF_RECORDING)
+            for event in events:  # before they are recorded, like the streams that already wait
+                self._runtime.streamWaitEvent(self._waiting.ptr, event)
+            for event in events:
+                self._runtime.eventRecord(event, self._recording.ptr)
+        self._recorded_s = time.monotonic()
+
+    @property
+    def are_waited_for(self) -> bool:
+        """True if streams still wait for the events long after they were recorded."""
+        is_late = time.monotonic() - self._recorded_s > _LONGEST_S
+        return is_late and self._runtime.streamQuery(self._waiting.ptr) == NOT_READY

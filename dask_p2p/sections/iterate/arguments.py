@@ -11,23 +11,22 @@ from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_flag
 from dask_p2p.ops.arguments import check_function, check_names
-from dask_p2p.sections.api.arguments import check_computed
-from dask_p2p.sections.context.points import Points
+from dask_p2p.sections.api.graph import check_computed
+from dask_p2p.sections.context.grids import Points
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.capture.replays import AUTO
-from dask_p2p.sections.iterate.constants import (
-    ConstantSpec,
-    constants_by_position,
-    named_constants,
-)
+from dask_p2p.sections.iterate.capture import AUTO
 from dask_p2p.sections.iterate.fields import (
+    ConstantSpec,
     Field,
     FieldSpec,
+    ScalarSpec,
     check_name,
+    constants_by_position,
     field_spec,
+    named_constants,
     named_fields,
 )
-from dask_p2p.sections.iterate.functions.binding import (
+from dask_p2p.sections.iterate.functions import (
     OUT,
     UNNAMED,
     Binding,
@@ -37,8 +36,7 @@ from dask_p2p.sections.iterate.functions.binding import (
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
 from dask_p2p.sections.iterate.output.specs import NO_STORES, StoreSpecs
 from dask_p2p.sections.iterate.output.stores import checked_stores
-from dask_p2p.sections.iterate.phase import Phase
-from dask_p2p.sections.iterate.scalars import ScalarSpec
+from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
 
 

@@ -21,11 +21,11 @@ from dask_p2p.sections.checks import Comparison, PositionWatch, watched
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
-from dask_p2p.sections.iterate.call import Call
-from dask_p2p.sections.iterate.functions.binding import OUT, UNNAMED, Binding
+from dask_p2p.sections.iterate.functions import OUT, UNNAMED, Binding
 from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.local_fields import LocalFields
-from dask_p2p.sections.iterate.phase import (
+from dask_p2p.sections.iterate.step import (
+    Call,
     Outs,
     Phase,
     Returned,

@@ -10,9 +10,8 @@ from dask_p2p.backends.dlpack import checked_library
 from dask_p2p.config import checked_options
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.api.arguments import chosen_ranks
-from dask_p2p.sections.api.graph import section_arrays
-from dask_p2p.sections.exchange.staged import checked_order
+from dask_p2p.sections.api.graph import chosen_ranks, section_arrays
+from dask_p2p.sections.exchange.regions import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.arguments import (
     check_functions,

@@ -8,24 +8,21 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p.plans.rank_halo import halo_exchange
+from dask_p2p.plans.halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.replayable import is_constant
-from dask_p2p.sections.api.estimate import SectionEstimate
-from dask_p2p.sections.api.output_kinds import Output, Same
-from dask_p2p.sections.api.outputs import Outputs
-from dask_p2p.sections.exchange.ends import planned
-from dask_p2p.sections.exchange.packed import elements_of
+from dask_p2p.sections.api.outputs import Output, Outputs, Same
+from dask_p2p.sections.api.rank_body import SectionEstimate
+from dask_p2p.sections.exchange.boundaries import planned
+from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.constants import ConstantSpec
-from dask_p2p.sections.iterate.fields import FieldOutput, FieldSpec
-from dask_p2p.sections.iterate.functions.binding import AT, VALUES
+from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec, ScalarSpec
+from dask_p2p.sections.iterate.functions import AT, VALUES
+from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
-from dask_p2p.sections.iterate.output.settings import Descriptions
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
-from dask_p2p.sections.iterate.phase import Phase
-from dask_p2p.sections.iterate.scalars import ScalarSpec
+from dask_p2p.sections.iterate.step import Phase
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,11 @@ from dask_p2p.geometry import Box
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.context.grids import Grid
-from dask_p2p.sections.context.points import LocalPoints, Points
-from dask_p2p.sections.exchange.ends import At
+from dask_p2p.sections.context.grids import Grid, LocalPoints, Points
+from dask_p2p.sections.exchange.boundaries import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
-from dask_p2p.sections.iterate.constants import ConstantSpec
-from dask_p2p.sections.iterate.fields import FieldSpec
-from dask_p2p.sections.iterate.functions.binding import AT, VALUES
+from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
+from dask_p2p.sections.iterate.functions import AT, VALUES
 from dask_p2p.types import Array
 
 

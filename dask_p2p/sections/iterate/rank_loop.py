@@ -15,19 +15,15 @@ from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.call import Call
-from dask_p2p.sections.iterate.capture.captured import Captured
-from dask_p2p.sections.iterate.capture.replays import Replays
+from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
+from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.first_step import FirstStep, StepComparisons
-from dask_p2p.sections.iterate.functions.binding import Binding
+from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
-from dask_p2p.sections.iterate.output.number_state import NumberState
-from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.store_writer import Stores
-from dask_p2p.sections.iterate.overlap import Overlap, Parts
-from dask_p2p.sections.iterate.phase import NOTHING, Phase, Returned
-from dask_p2p.sections.iterate.scalars import Scalars
+from dask_p2p.sections.iterate.output.series import NumberState, Series
+from dask_p2p.sections.iterate.output.stores import Stores
+from dask_p2p.sections.iterate.step import NOTHING, Call, Phase, Returned
 from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured

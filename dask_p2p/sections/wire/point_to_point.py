@@ -6,25 +6,39 @@ that waits as well, in a send or in a receive of another message.
 
 from __future__ import annotations
 
+import logging
+import select
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from dask_p2p import tuning
 from dask_p2p.errors import TransferError
-from dask_p2p.sections.wire.calls import no_message
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
-from dask_p2p.sections.wire.connection_setup import ConnectionSetup
-from dask_p2p.sections.wire.messages.deadlocks import Probe, unpacked
-from dask_p2p.sections.wire.messages.format import PROBE, SLOTS, TEXT_BYTES, SentMessage, sent_text
-from dask_p2p.sections.wire.messages.lender import Lender
-from dask_p2p.sections.wire.messages.mailbox import Receive
-from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, STORE_S, Slots
-from dask_p2p.sections.wire.polling import LostConnectionError, Polling
-from dask_p2p.sections.wire.waits import CurrentWait
+from dask_p2p.sections.wire.endpoint import ConnectionSetup, is_lost
+from dask_p2p.sections.wire.frames import (
+    PROBE,
+    SLOTS,
+    TEXT_BYTES,
+    Probe,
+    SentMessage,
+    no_message,
+    sent_text,
+    unpacked,
+)
+from dask_p2p.sections.wire.mailbox import (
+    HAS_ORDERED_STORES,
+    MOST_BYTES,
+    STORE_S,
+    Lender,
+    Receive,
+    Slots,
+)
+from dask_p2p.sections.wire.streams import Stream
+from dask_p2p.transports.ucx_messenger import NAP_S
 from dask_p2p.types import Array
 
 _CHECK_EVERY = 16  # attempts to receive from one rank, before one from all ranks
@@ -339,3 +353,110 @@ class PointToPoint(ABC):
         for peer, connection in self._connections.items():
             connection.mailbox.take_slot()
             connection.mailbox.check_read(self._rank, peer)
+
+
+_LOOKS = 4  # checks for lost connections within one timeout
+
+
+class LostConnectionError(Exception):
+    """The connection to a rank is lost."""
+
+    def __init__(self, rank: int, why: str) -> None:
+        super().__init__(rank, why)
+        self.rank, self.why = rank, why
+
+
+class Polling:
+    """Polls the connections of one rank, and the descriptors of new ones."""
+
+    def __init__(self, setup: ConnectionSetup, timeout_s: float) -> None:
+        self._setup = setup
+        self._timeout_s = timeout_s  # longest silence of another host
+        self._look_s = 0.0  # time of the next check for lost connections
+
+    def wait(
+        self,
+        connections: Mapping[int, Connection],
+        missing: Iterable[int] | None,
+        most_s: float = inf,
+    ) -> tuple[set[int], set[int]]:
+        """Wait until one of these connections is ready, or a rank connects, or some time is over.
+
+        Return the ranks whose connections may be ready, and all descriptors that are. `missing` are
+        the ranks that may connect; None if the exchange needs none. Raises `LostConnectionError`.
+        """
+        sockets, others = dict[int, int](), set[int]()
+        most_s = min(most_s, self._timeout_s / _LOOKS)
+        poll, uses_channel = select.poll(), False
+        poll.register(self._setup.bell, select.POLLIN)
+        for rank, connection in connections.items():
+            if isinstance(connection.socket, Stream):
+                others.add(rank)
+                if connection.socket.is_ready(connection.events):
+                    most_s = 0.0
+                continue
+            sockets[connection.socket.fileno()] = rank
+            poll.register(connection.socket, connection.events)
+            if connection.uses_channel:  # which has no descriptor
+                others.add(rank)
+                most_s, uses_channel = 0.0, True
+        if missing is not None:
+            most_s = min(most_s, self._setup.register(poll, missing))
+        polled = poll.poll(most_s * 1000)
+        for number, event in polled:
+            if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
+                raise LostConnectionError(sockets[number], "closed by the peer")
+        if not polled and uses_channel:
+            time.sleep(NAP_S)
+        if not polled and time.monotonic() >= self._look_s:
+            self._check({rank: connections[rank] for rank in sockets.values()})
+        self._setup.bell.hush()
+        ready = {number for number, _ in polled}
+        return {*others, *(sockets[number] for number in ready & sockets.keys())}, ready
+
+    def _check(self, connections: Mapping[int, Connection]) -> None:
+        """Raise `LostConnectionError` if a connection to another host is lost."""
+        self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
+        for rank, connection in connections.items():
+            if is_lost(connection.socket, self._timeout_s):
+                raise LostConnectionError(rank, f"no answer for {self._timeout_s:g} s")
+
+
+logger = logging.getLogger(__name__)
+
+
+class CurrentWait:
+    """The newest exchange of a rank, and the time since which it waits for it."""
+
+    def __init__(self, timeout_s: float) -> None:  # longest wait without a line in the log
+        self._timeout_s = timeout_s
+        self.text = b""  # text of the exchange's call
+        self.since_s = inf  # when the wait began; infinite while transfers are in the background
+        self._number = self._logged = 0  # of the exchange, and of the last one in the log
+
+    def begin(self, text: bytes) -> None:
+        """Record that an exchange begins."""
+        self.text, self.since_s = text, inf
+        self._number += 1
+
+    def log_if_long(self, rank: int, size: int, waits_for: Collection[int]) -> None:
+        """Log once that a rank waits for others for long."""
+        waited_s = time.perf_counter() - self.since_s
+        if waited_s > self._timeout_s and self._logged != self._number:
+            self._logged = self._number
+            logger.warning(
+                "Rank %d of %d has waited %.0f s for ranks %s in %r. dask_p2p.stalled(client) "
+                "returns the calls and stacks of all ranks.",
+                *(rank, size, waited_s, sorted(waits_for), self.text.decode(errors="replace")),
+            )
+
+    def state(self, waits_for: Collection[int]) -> dict[str, Any]:
+        """Return the call, and the ranks that this one waits for. Thread-safe."""
+        ranks, waited_s = sorted(waits_for), time.perf_counter() - self.since_s
+        waits = bool(ranks) and waited_s >= 0.0
+        return {
+            "call": self.text.decode(errors="replace"),
+            "exchanges": self._number,
+            "waits_for": tuple(ranks) if waits else (),
+            "waited_s": waited_s if waits else 0.0,
+        }

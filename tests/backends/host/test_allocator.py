@@ -17,7 +17,7 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_p2p
-from dask_p2p.backends.host import allocator
+from dask_p2p.backends import host_memory as allocator
 from tests.support import BOUND_S
 
 # Page faults of 200 calls of a ufunc, on views, in a thread that is not the first.

@@ -5,11 +5,8 @@ import threading
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host import copies as host_copies
-from dask_p2p.backends.host.copies import (
-    copy_on_host,
-    register_from_bytes,
-)
+from dask_p2p.backends import host as host_copies
+from dask_p2p.backends.host import copy_on_host, register_from_bytes
 
 
 @pytest.mark.parametrize("shape", [(1, 3000, 100), (700, 431), (400_000,), (3, 5), (), (0, 4)])

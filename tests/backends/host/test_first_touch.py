@@ -5,8 +5,8 @@ import mmap
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host import first_touch as module
-from dask_p2p.backends.host.first_touch import first_touch, touch_by_threads
+from dask_p2p.backends import host_memory as module
+from dask_p2p.backends.host_memory import first_touch, touch_by_threads
 from tests.support import tune
 
 MIB = 2**20

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dask
 
-from dask_p2p.backends.host.hardware import cpu_name, link_gbs, versions
+from dask_p2p.backends.host import cpu_name, link_gbs, versions
 
 
 def test_versions():

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends.host.permute import block_shape, permute_into
+from dask_p2p.backends.host import block_shape, permute_into
 from dask_p2p.errors import AxesError, BlockMismatchError
 from tests.backends.support import DTYPES, boxes, permutations, random_bits
 from tests.support import tune

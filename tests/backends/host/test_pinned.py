@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host import pinned
-from dask_p2p.backends.host.pinned import Pinned, is_pinned, registered, warn_once
+from dask_p2p.backends import host_memory as pinned
+from dask_p2p.backends.host_memory import Pinned, is_pinned, registered, warn_once
 from tests.simulation.streams import Recorder
 from tests.transports.loopback import wait_until
 

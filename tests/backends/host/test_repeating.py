@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dask_p2p.backends.host.repeating import RepeatingTimer
+from dask_p2p.backends.host import RepeatingTimer
 from dask_p2p.errors import DeviceLostError
 from tests.clock import Timers
 from tests.support import BOUND_S

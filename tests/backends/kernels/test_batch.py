@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dask_p2p.backends
-from dask_p2p.backends.kernels.batch import (
+from dask_p2p.backends.kernels.copies import (
     MAX_REGIONS,
     THREADS,
     grid_of,

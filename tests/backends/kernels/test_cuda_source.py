@@ -6,8 +6,13 @@ import subprocess
 
 import pytest
 
-from dask_p2p.backends.kernels.launch import ENTRIES, MAX_OUTER, WORD_SIZES_BYTES
-from dask_p2p.backends.kernels.tiling import VECTOR_THREADS, VECTOR_TILE
+from dask_p2p.backends.kernels.launch import (
+    ENTRIES,
+    MAX_OUTER,
+    VECTOR_THREADS,
+    VECTOR_TILE,
+    WORD_SIZES_BYTES,
+)
 from tests.backends.emulator import SOURCE
 
 pytestmark = pytest.mark.programs

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends.kernels.geometry import MAX_WORD_BYTES, CopyAxis, reduce_copy
+from dask_p2p.backends.kernels.launch import MAX_WORD_BYTES, CopyAxis, reduce_copy
 from tests.backends.support import boxes, permutations
 
 

@@ -9,13 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dask_p2p.backends.kernels.launch import (
+    COPY_WORDS,
     ENTRIES,
     MAX_GRID,
     MAX_OUTER,
+    VECTOR_TILE,
     WORD_SIZES_BYTES,
     plan_launches,
 )
-from dask_p2p.backends.kernels.tiling import COPY_WORDS, VECTOR_TILE
 from tests.backends.emulator import guarded, library, needs_compiler, permute
 from tests.backends.support import POISON, bits, boxes, permutations, random_bits
 from tests.support import pairwise

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.backends.base import HostLink
-from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.cupy import CUPY, measured_host_link
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines.host_link import measured_host_link
-from dask_p2p.backends.pipelines.host_streams import HostStreams
+from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.streams import HOST, drop_host_slots
 from tests.support import tune
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dask_p2p.backends import pipelines as part_streams
 from dask_p2p.backends.base import SLOTS
-from dask_p2p.backends.host.pinned import Pinned
-from dask_p2p.backends.pipelines import part_streams
-from dask_p2p.backends.pipelines.part_streams import PartStreams
-from dask_p2p.plans.parts import Input, Step, plan_parts, steps
+from dask_p2p.backends.host_memory import Pinned
+from dask_p2p.backends.pipelines import PartStreams
+from dask_p2p.plans.base import Input, Step, plan_parts, steps
 from tests.simulation.streams import HOST, Event, RaceError, drop_host_slots, emulated
 from tests.support import pairwise
 

@@ -4,7 +4,7 @@ import dask
 import dask.array as da
 import pytest
 
-from dask_p2p.fusing.planning.declared import blocks_of_expression, blocks_of_layers
+from dask_p2p.fusing.planning.sizes import blocks_of_expression, blocks_of_layers
 
 
 def test_blocks_of_layers():

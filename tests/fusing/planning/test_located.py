@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.fusing.planning.located import UNKNOWN, Locations, located_owners
-from dask_p2p.fusing.planning.owners import owners_of
+from dask_p2p.fusing.planning.owners import UNKNOWN, Locations, located_owners, owners_of
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import peak_bytes, sizes_of
 from dask_p2p.fusing.planning.tasks import keys_of

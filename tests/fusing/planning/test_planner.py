@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.fusing.planning import planner
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.program import AssembleStep
-from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes, sizes_of
+from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes, sizes_of
 from tests.fusing.support import check_blocks, graphs, read_arrays, run_programs, smooth
 
 

@@ -8,9 +8,7 @@ import pytest
 import dask_p2p
 from dask_p2p.config import checked_options
 from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
-from dask_p2p.fusing.planning.rechunks import tasks_of_layer
-from dask_p2p.fusing.planning.rules import kind_of, kinds_of
-from dask_p2p.fusing.planning.tasks import keys_of, read_graph
+from dask_p2p.fusing.planning.tasks import keys_of, kind_of, kinds_of, read_graph, tasks_of_layer
 from tests.sections.emulated import on_gpu
 
 

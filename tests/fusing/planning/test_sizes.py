@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.fusing.planning.declared import blocks_of_layers
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import SourceElements, peak_bytes, sizes_of
+from dask_p2p.fusing.planning.sizes import SourceElements, blocks_of_layers, peak_bytes, sizes_of
 from tests.fusing.support import read_arrays, smooth
 from tests.support import tune
 

@@ -6,7 +6,7 @@ import pytest
 from dask._task_spec import convert_legacy_graph, execute_graph
 from dask.task_spec import Alias, Task, TaskRef
 
-from dask_p2p.fusing.planning.subgraphs import unfused
+from dask_p2p.fusing.planning.tasks import unfused
 
 
 def fused(key):

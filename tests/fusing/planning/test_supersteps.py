@@ -5,9 +5,8 @@ import numpy as np
 
 import dask_p2p
 from dask_p2p.fusing.planning.owners import owners_of
-from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.planner import programs_of, supersteps_of
 from dask_p2p.fusing.planning.sizes import peak_bytes, sizes_of
-from dask_p2p.fusing.planning.supersteps import supersteps_of
 from dask_p2p.fusing.planning.tasks import keys_of
 from tests.fusing.support import read_arrays, smooth
 

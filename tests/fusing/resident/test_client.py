@@ -26,8 +26,8 @@ from dask_p2p.errors import (
     SectionError,
     UnsupportedArrayError,
 )
-from dask_p2p.fusing.resident.command_queues import CommandQueues
-from dask_p2p.fusing.resident.handle_table import HandleTable
+from dask_p2p.fusing.resident.commands import CommandQueues
+from dask_p2p.fusing.resident.replayed_calls import HandleTable
 from tests.fusing.programs import array, same_bits
 from tests.fusing.support import OPERATIONS, integers, smooth, waiting
 from tests.sections.support import nothing_is_left

@@ -14,15 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.command_log import (
-    CALL,
-    DROP,
-    END,
-    FETCH,
-    KEEP,
-    STORE,
-    CommandLog,
-)
+from dask_p2p.fusing.resident.commands import CALL, DROP, END, FETCH, KEEP, STORE, CommandLog
 
 SIZE, MOST = 3, 12
 ranks = st.integers(0, SIZE - 1)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.command_queues import CommandQueue
+from dask_p2p.fusing.resident.commands import CommandQueue
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until

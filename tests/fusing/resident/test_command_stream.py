@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dask_p2p.fusing.resident.command_stream import CommandStream
+from dask_p2p.fusing.resident.commands import CommandStream
 from tests.transports.loopback import true_later
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import gc
 
-from dask_p2p.fusing.resident.events import receive, workers_of
+from dask_p2p.fusing.resident.commands import receive, workers_of
 
 
 class Client:

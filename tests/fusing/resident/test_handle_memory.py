@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import MemoryLimitError
-from dask_p2p.fusing.planning.declared import Declared
-from dask_p2p.fusing.resident.handle_memory import HandleMemory
+from dask_p2p.fusing.planning.sizes import Declared
+from dask_p2p.fusing.resident.client_streams import HandleMemory
 
 RESULTS = [
     Declared("u", ((10, 20), (5,)), np.dtype(float), None),

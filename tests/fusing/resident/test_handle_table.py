@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dask_p2p.fusing.planning.program import Program
-from dask_p2p.fusing.resident.handle_table import HandleTable
+from dask_p2p.fusing.planning.sizes import Program
+from dask_p2p.fusing.resident.replayed_calls import HandleTable
 
 KEYS = (("u", 0, 0), ("v", 0), ("constant", 3), ("u", 1, 0))
 

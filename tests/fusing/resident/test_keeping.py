@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from dask_p2p.fusing.resident.command_log import CALL, KEEP, CommandLog
-from dask_p2p.fusing.resident.keeping import KeepingRule
+from dask_p2p.fusing.resident.client_streams import KeepingRule
+from dask_p2p.fusing.resident.commands import CALL, KEEP, CommandLog
 from tests.support import tune
 
 TWO = [("a", "", 0), ("b", "", 0)]

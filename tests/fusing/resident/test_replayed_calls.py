@@ -15,17 +15,16 @@ import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
 from dask_p2p.fusing.resident import replayed_calls
-from dask_p2p.fusing.resident.handle_table import HandleTable
 from dask_p2p.fusing.resident.rank import ResidentRunner
-from dask_p2p.fusing.resident.replayed_calls import ReplayedCalls
-from dask_p2p.fusing.running.failures import FailedValue
-from dask_p2p.fusing.running.ready_program import ReadyProgram
-from dask_p2p.fusing.running.runner import ProgramContext
-from dask_p2p.interprocess import cuda_ipc
+from dask_p2p.fusing.resident.replayed_calls import HandleTable, ReplayedCalls
+from dask_p2p.fusing.running.gang import ProgramContext
+from dask_p2p.fusing.running.messages import FailedValue
+from dask_p2p.fusing.running.program import ReadyProgram
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.graph_lending import GraphLending
+from dask_p2p.sections.gpu.lending import GraphLending
 from dask_p2p.sections.gpu.windows import DeviceBarrier
+from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST, RaceError

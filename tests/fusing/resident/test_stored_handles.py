@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from dask_p2p.fusing.resident.stored_handles import blocks_of, sizes_of
+from dask_p2p.fusing.resident.commands import blocks_of, sizes_of
 
 
 def test_states_of_a_rank_and_its_copies():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.fusing.planning.program import AssembledBlock, AssembleStep, Regions, Superstep
+from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.fusing.running.assembling import Assembling, kept_plans, planned
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution

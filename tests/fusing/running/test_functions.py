@@ -14,9 +14,9 @@ from dask.array.random import _choice_rng as known_choice
 from dask.task_spec import List, Task, TaskRef
 from distributed.protocol.pickle import dumps
 
-from dask_p2p.fusing.running import functions as module
-from dask_p2p.fusing.running.functions import Functions, parts_of
-from dask_p2p.ops.stencil import Stencil, Trim
+from dask_p2p.fusing.running import program as module
+from dask_p2p.fusing.running.program import Functions, parts_of
+from dask_p2p.ops.overlap import Stencil, Trim
 from tests.fusing.support import smooth
 
 X = TaskRef("x")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.fusing.planning.program import Superstep, WholeValue
+from dask_p2p.fusing.planning.sizes import Superstep, WholeValue
 from dask_p2p.fusing.running import messages
 from dask_p2p.fusing.running.assembling import Assembling
+from dask_p2p.fusing.running.gang import ProgramContext
 from dask_p2p.fusing.running.messages import Messages
-from dask_p2p.fusing.running.runner import ProgramContext
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.lending import HostLending
 from dask_p2p.sections.exchange.regions import Reads

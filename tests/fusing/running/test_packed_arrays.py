@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
-from dask_p2p.fusing.running.packed_arrays import PackedArrays, aligned
+from dask_p2p.fusing.running.messages import PackedArrays, aligned
 from tests.support import tune
 
 

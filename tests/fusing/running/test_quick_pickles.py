@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from dask_p2p.fusing.running.quick_pickles import from_quick_form, quick_form
+from dask_p2p.fusing.running.messages import from_quick_form, quick_form
 
 SMALL = {
     "float": -0.0,

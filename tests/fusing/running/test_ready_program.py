@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.engine.task import Blocks
-from dask_p2p.fusing.planning.program import Program, Superstep
-from dask_p2p.fusing.running.gang import packed, unpacked
-from dask_p2p.fusing.running.ready_program import KeptPrograms, ReadyProgram, call_of
-from dask_p2p.fusing.running.runner import ProgramContext, Runner
+from dask_p2p.fusing.planning.sizes import Program, Superstep
+from dask_p2p.fusing.running.gang import ProgramContext, Runner, packed, unpacked
+from dask_p2p.fusing.running.program import KeptPrograms, ReadyProgram, call_of
 
 VALUES = {"a": 1, ("b", 0): 2, ("b", 1): [3]}
 

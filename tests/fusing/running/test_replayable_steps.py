@@ -10,7 +10,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.running.replayable_steps import is_replayable_step
+from dask_p2p.fusing.resident.replayed_calls import is_replayable_step
 from tests.fusing.support import read_arrays, smooth
 
 SEEN = []

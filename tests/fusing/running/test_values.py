@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.fusing.running.values import LiveValues
+from dask_p2p.fusing.running.program import LiveValues
 
 
 def values(**uses):

@@ -11,8 +11,7 @@ import pytest
 from dask_p2p.monitoring.page import feed as module
 from dask_p2p.monitoring.page.feed import INTERVAL_S, Feed, Tasks, picture
 from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
-from dask_p2p.monitoring.runs import runs_of
-from dask_p2p.monitoring.tables import cells
+from dask_p2p.monitoring.runs import cells, runs_of
 from tests.clock import run_clocked
 from tests.monitoring.support import NAME, record
 from tests.support import tune

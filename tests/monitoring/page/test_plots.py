@@ -16,7 +16,7 @@ from distributed import Event, wait
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import Fallback, Stage
-from dask_p2p.monitoring.tables import cells
+from dask_p2p.monitoring.runs import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
 from tests.monitoring.support import record
 from tests.support import import_path, persisted, spread

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dask_p2p.monitoring.page.charts import Speeds, section_of, speed_chart, waiting_chart
 from dask_p2p.monitoring.page.feed import picture
-from dask_p2p.monitoring.page.steps import Speeds, section_of, speed_chart, waiting_chart
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.monitoring.runs import runs_of
 from tests.monitoring.support import record

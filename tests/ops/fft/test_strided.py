@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.ops.fft import local as local_fft
-from dask_p2p.ops.fft.local import LocalTransform
-from dask_p2p.ops.fft.strided import columns_of
+from dask_p2p.ops.fft.local import LocalTransform, columns_of
 
 fft = pytest.importorskip("scipy.fft")
 

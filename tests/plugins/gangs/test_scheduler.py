@@ -12,8 +12,8 @@ from dask_p2p.plugins.gangs import scheduler as module
 from dask_p2p.plugins.gangs.scheduler import (
     FORGET,
     Gangs,
+    Waiting,
 )
-from dask_p2p.plugins.gangs.waiting import Waiting
 from tests.clock import run_clocked
 from tests.sections.support import coordinator_of
 

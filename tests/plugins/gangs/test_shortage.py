@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dask_p2p.plugins.gangs.shortage import shortage
+from dask_p2p.plugins.gangs.gathering import shortage
 from tests.sections.schedulers import Scheduler, Task
 
 GPU = {"GPU": 1}

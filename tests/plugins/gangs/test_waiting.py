@@ -13,7 +13,7 @@ import pytest
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
-from dask_p2p.plugins.gangs.waiting import Waiting
+from dask_p2p.plugins.gangs.scheduler import Waiting
 from tests.clock import run_clocked
 from tests.support import BOUND_S, in_process, tune
 from tests.transports.loopback import true_later

@@ -11,9 +11,9 @@ from distributed import wait
 
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, MemoryLimitError
-from dask_p2p.interprocess.segments import Segment
-from dask_p2p.sections.api.estimate import SectionEstimate
-from dask_p2p.sections.gang import state_memory
+from dask_p2p.sections.api.rank_body import SectionEstimate
+from dask_p2p.sections.gang import checkpoints as state_memory
+from dask_p2p.transports.buffers import Segment
 
 SHAPE, CHUNKS = (1200, 500), (300, 250)
 SLACK_BYTES = 300_000  # of Dask, in addition to 5 to 20 MB

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.context.bindings import Bindings
-from dask_p2p.sections.context.state import State
+from dask_p2p.sections.context.state import Bindings, State
 from dask_p2p.sections.exchange.device import HOST
 
 

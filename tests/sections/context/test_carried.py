@@ -7,8 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from dask_p2p.sections.context.carried import carried_values
-from dask_p2p.sections.context.state import State
+from dask_p2p.sections.context.state import State, carried_values
 from dask_p2p.sections.exchange.device import HOST
 
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.interprocess import process_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.context import messages
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint
+from dask_p2p.transports import process_memory
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.conftest import Nowhere

@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p import Field, Points, Record, Same, iterate, spmd
 from dask_p2p.errors import InputError
-from dask_p2p.sections.context.points import LocalPoints, checked_points
+from dask_p2p.sections.context.grids import LocalPoints, checked_points
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 SHAPE = (9, 8)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.sections.gang.state_memory import copied_into, size_of
+from dask_p2p.sections.gang.checkpoints import copied_into, size_of
 
 
 def saved(state):

@@ -17,8 +17,9 @@ from dask_p2p.ops.fft import local as local_fft
 from dask_p2p.ops.fft.stages import order_in_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.context import transform_steps, transforms
-from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
+from dask_p2p.sections.context import transforms
+from dask_p2p.sections.context import transforms as transform_steps
+from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Pieces
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from dask_p2p import spmd
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.orders import ORDERS
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plans.ranks import ORDERS, RankGrid
 from dask_p2p.sections import Context
 from tests.sections.gangs import connections_of, has_come, run_gang
 from tests.transports.loopback import wait_until

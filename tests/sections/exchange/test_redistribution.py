@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.errors import AxesError, InputError, SectionError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.orders import ORDERS
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plans.ranks import ORDERS, RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.exchange import regions
 from dask_p2p.sections.wire.connection import AttemptEndedError

@@ -4,15 +4,9 @@ import numpy as np
 import pytest
 
 from dask_p2p.sections.exchange.device import HOST
-from dask_p2p.sections.exchange.small_values import LastOut, decoded_small, small_frame
-from dask_p2p.sections.exchange.values import encoded
-from dask_p2p.sections.wire.messages.format import (
-    HEADER,
-    MOST_INLINE_BYTES,
-    sent_message,
-    small_value,
-)
-from dask_p2p.sections.wire.messages.slots import MOST_BYTES
+from dask_p2p.sections.exchange.values import LastOut, decoded_small, encoded, small_frame
+from dask_p2p.sections.wire.frames import HEADER, MOST_INLINE_BYTES, sent_message, small_value
+from dask_p2p.sections.wire.mailbox import MOST_BYTES
 from tests.sections.exchange.test_values import ARRAYS
 
 NUMBERS = [True, False, 0, -(2**63), 2**63 - 1, 2.5, float("inf"), 1j, np.float32(0.5)]

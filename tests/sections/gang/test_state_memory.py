@@ -4,9 +4,16 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import UnsuitableError
-from dask_p2p.interprocess.segments import Segment
-from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from dask_p2p.sections.gang.state_memory import StateMemory, copied_into, host_arrays, size_of
+from dask_p2p.sections.gang.checkpoints import (
+    Checkpoints,
+    SavedStates,
+    StateMemory,
+    States,
+    copied_into,
+    host_arrays,
+    size_of,
+)
+from dask_p2p.transports.buffers import Segment
 from tests.sections.wire.support import Gang
 
 

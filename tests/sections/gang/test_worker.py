@@ -15,7 +15,7 @@ from distributed.protocol.pickle import loads
 
 from dask_p2p import spmd
 from dask_p2p.config import options
-from dask_p2p.engine.attempts import pause_s
+from dask_p2p.engine.context import pause_s
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.plugins.worker import part_on

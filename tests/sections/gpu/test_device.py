@@ -32,7 +32,7 @@ from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu, device_for
 from dask_p2p.sections.gpu.streams import STEPS_AHEAD
-from dask_p2p.sections.iterate import overlap
+from dask_p2p.sections.iterate import capture as overlap
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from tests.clock import START_S, Clock

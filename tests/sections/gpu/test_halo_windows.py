@@ -12,12 +12,11 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import SectionError
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.plans.orders import ORDERS
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plans.ranks import ORDERS, RankGrid
 from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import connections_of, run_gang
 from tests.sections.iterate.test_iterate import reference, star

@@ -11,7 +11,7 @@ import pytest
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.lent import READ, WRITTEN
+from dask_p2p.sections.gpu.messages import READ, WRITTEN
 from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import RaceError

@@ -11,9 +11,9 @@ import pytest
 
 from dask_p2p.errors import InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu import lent_messages as module
+from dask_p2p.sections.gpu import messages as module
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.lent import READ, WRITTEN
+from dask_p2p.sections.gpu.messages import READ, WRITTEN
 from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Array, RaceError

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.orders import ORDERS
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu import region_windows, windows
+from dask_p2p.plans.ranks import ORDERS, RankGrid
+from dask_p2p.sections.gpu import regions as region_windows
+from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections

@@ -19,22 +19,18 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends.base import as_it_lies
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.kernels.pitch import engine_pitch
+from dask_p2p.backends.kernels.copies import engine_pitch
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.plans.exchange import Exchange
-from dask_p2p.plans.orders import ORDERS
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.movers import ExchangeCall
-from dask_p2p.sections.exchange.pieces import MOST_PIECES, Pieces
-from dask_p2p.sections.exchange.redistribution import Partitions
-from dask_p2p.sections.exchange.regions import RegionExchange
+from dask_p2p.plans.ranks import ORDERS, Exchange, RankGrid
+from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Partitions, Pieces
+from dask_p2p.sections.exchange.regions import ExchangeCall, RegionExchange
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
+from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of, run_gang

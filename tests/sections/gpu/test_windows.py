@@ -10,14 +10,14 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import DeviceLostError, TransferError
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.cuda_ipc import IpcHandle
-from dask_p2p.interprocess.peer import Peer
 from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.transports.in_place.ipc import IpcTransport
+from dask_p2p.transports import cuda_ipc
+from dask_p2p.transports.cuda_ipc import IpcHandle
+from dask_p2p.transports.in_place import IpcTransport
+from dask_p2p.transports.process_memory import Peer
 from tests.sections.emulated import emulated_gpu
 from tests.transports.loopback import wait_until
 

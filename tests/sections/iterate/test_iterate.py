@@ -14,7 +14,7 @@ from dask_p2p.errors import (
     InputError,
     UnsupportedArrayError,
 )
-from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import ORDERS
 from tests.sections.support import nothing_is_left
 
 X = np.random.default_rng(0).normal(size=(24, 30))

@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.plans.orders import ORDERS
+from dask_p2p.plans.ranks import ORDERS
 from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}

@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.sections.gang import progress
+from dask_p2p.sections.gang import worker as progress
 from tests.sections.iterate.test_coupled import U, array
 from tests.sections.support import nothing_is_left
 from tests.support import die_once, mostly_slow, result_of

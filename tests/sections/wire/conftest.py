@@ -5,8 +5,8 @@ from contextlib import ExitStack, closing
 
 import pytest
 
-from dask_p2p.interprocess.messenger import Messenger
 from dask_p2p.sections.wire import endpoint
+from dask_p2p.transports.ucx_messenger import Messenger
 from tests.sections.wire.support import TCP, Gang, tls
 
 

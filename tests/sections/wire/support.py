@@ -10,7 +10,7 @@ from distributed import Security
 
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import RankAddress, Reach
-from dask_p2p.sections.wire.messages.format import HEADER, inline_start
+from dask_p2p.sections.wire.frames import HEADER, inline_start
 from tests.support import BOUND_S
 
 LARGE = 5_000_000  # bytes: more than the buffers of a socket

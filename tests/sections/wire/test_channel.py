@@ -9,11 +9,11 @@ from contextlib import ExitStack, closing
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.interprocess.messenger import Messenger
-from dask_p2p.sections.wire import channel as module
-from dask_p2p.sections.wire import polling
+from dask_p2p.sections.wire import connection as module
+from dask_p2p.sections.wire import point_to_point as polling
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
+from dask_p2p.transports.ucx_messenger import Messenger
 from dask_p2p.tuning import Tuning
 from tests.sections.gangs import connection_to
 from tests.sections.wire.support import Gang

@@ -7,8 +7,8 @@ import socket
 import pytest
 
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, sent_message, small_value
-from dask_p2p.sections.wire.messages.mailbox import Receive
+from dask_p2p.sections.wire.frames import HEADER, sent_message, small_value
+from dask_p2p.sections.wire.mailbox import Receive
 from tests.sections.wire.support import inline_header
 
 

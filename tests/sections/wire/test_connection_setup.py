@@ -11,7 +11,7 @@ from contextlib import ExitStack
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.plans.orders import branch
+from dask_p2p.plans.ranks import branch
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S

@@ -24,7 +24,7 @@ from dask_p2p.sections.wire import connections as module
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.sections.wire.messages.format import HEADER
+from dask_p2p.sections.wire.frames import HEADER
 from tests.sections.gangs import disconnect, has_come, stop_listening
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S, tune

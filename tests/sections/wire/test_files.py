@@ -12,7 +12,7 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
-from dask_p2p.sections.wire import files
+from dask_p2p.sections.wire import streams as files
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, restart, result_of
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.sections.wire.in_process import Bell, pair
+from dask_p2p.sections.wire.streams import Bell, pair
 
 
 @pytest.fixture

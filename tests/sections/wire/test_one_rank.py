@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dask_p2p.sections.wire.one_rank import ONE_RANK
+from dask_p2p.sections.wire.connections import ONE_RANK
 
 
 def test_exchanges_return_the_ranks_own_data():

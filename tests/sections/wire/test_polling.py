@@ -9,11 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_p2p.interprocess.messenger import NAP_S
-from dask_p2p.sections.wire import polling as module
+from dask_p2p.sections.wire import point_to_point as module
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.in_process import Bell
-from dask_p2p.sections.wire.polling import LostConnectionError, Polling
+from dask_p2p.sections.wire.point_to_point import LostConnectionError, Polling
+from dask_p2p.sections.wire.streams import Bell
+from dask_p2p.transports.ucx_messenger import NAP_S
 
 BRIEF_S = 0.01  # for waits that nothing ends
 

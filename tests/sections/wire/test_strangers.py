@@ -9,8 +9,8 @@ from contextlib import ExitStack
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.sections.wire import strangers as module
-from dask_p2p.sections.wire.strangers import MOST_STRANGERS, Strangers
+from dask_p2p.sections.wire import streams as module
+from dask_p2p.sections.wire.streams import MOST_STRANGERS, Strangers
 from tests.clock import Clock
 
 

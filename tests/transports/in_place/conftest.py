@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.same_host import DirectoryOptions
 from tests.support import with_section
 
 

@@ -18,12 +18,11 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.errors import BlockUnavailableError, TransferError, UnsuitableError
-from dask_p2p.interprocess import process_memory
+from dask_p2p.transports import process_memory, same_host
 from dask_p2p.transports.base import Request
-from dask_p2p.transports.in_place import same_host
-from dask_p2p.transports.in_place.cma import CmaTransport
-from dask_p2p.transports.in_place.leases import OWNER
-from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.in_place import CmaTransport
+from dask_p2p.transports.leases import OWNER
+from dask_p2p.transports.same_host import DirectoryOptions
 from tests.support import BOUND_S, tune, with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until

@@ -74,7 +74,7 @@ def refuse(*args):
 
 def forbid_reading(dask_worker):
     """Have the kernel refuse, as a security module may."""
-    from dask_p2p.interprocess import process_memory
+    from dask_p2p.transports import process_memory
 
     process_memory.read = refuse
 
@@ -120,7 +120,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
         (pid,) = client.run(os.getpid, workers=[holder]).values()
 
         def stop_it(pid, how, dask_worker):
-            from dask_p2p.interprocess import process_memory
+            from dask_p2p.transports import process_memory
 
             real = process_memory.read
 

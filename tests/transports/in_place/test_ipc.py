@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dask_p2p.config import options
-from dask_p2p.transports.in_place.ipc import IpcTransport
-from dask_p2p.transports.in_place.reading import DirectoryOptions
+from dask_p2p.transports.in_place import IpcTransport
+from dask_p2p.transports.same_host import DirectoryOptions
 from tests.support import BOUND_S, with_section
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until

@@ -25,12 +25,12 @@ from dask_p2p.errors import (
     TransferError,
     UnsuitableError,
 )
-from dask_p2p.interprocess import cuda_ipc
-from dask_p2p.interprocess.rpc import ask_and_wait
-from dask_p2p.transports.in_place import ipc, same_host
-from dask_p2p.transports.in_place.ipc import IpcTransport
-from dask_p2p.transports.in_place.leases import OWNER, Leases
-from dask_p2p.transports.in_place.reading import Descriptor
+from dask_p2p.transports import cuda_ipc, same_host
+from dask_p2p.transports import in_place as ipc
+from dask_p2p.transports.in_place import IpcTransport
+from dask_p2p.transports.leases import OWNER, Leases
+from dask_p2p.transports.rpc import ask_and_wait
+from dask_p2p.transports.same_host import Descriptor
 from tests.interprocess.test_cuda_ipc import FakeRuntime
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import wait_until

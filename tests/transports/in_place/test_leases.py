@@ -21,13 +21,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from dask_p2p.errors import UnsuitableError
-from dask_p2p.transports.in_place import leases as module
-from dask_p2p.transports.in_place.leases import (
-    DESCRIPTOR_BYTES,
-    FILE,
-    Leases,
-    PublishedBlocks,
-)
+from dask_p2p.transports import leases as module
+from dask_p2p.transports.leases import DESCRIPTOR_BYTES, FILE, Leases, PublishedBlocks
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 

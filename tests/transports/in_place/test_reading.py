@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dask_p2p.backends.declared import dtype_text
+from dask_p2p.backends.checks import dtype_text
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.base import Request
-from dask_p2p.transports.in_place.reading import Descriptor
+from dask_p2p.transports.same_host import Descriptor
 
 
 def test_a_descriptor_that_is_not_that_of_the_block():

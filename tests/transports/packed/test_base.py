@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.transports.packed.base import Asked, PackedTransport, Target
+from dask_p2p.transports.packed import Asked, PackedTransport, Target
 from tests.transports.loopback import LoopbackHost
 
 BOXES = [((0, 2), (0, 3)), ((2, 4), (0, 3))]

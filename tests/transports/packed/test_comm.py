@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.errors import BlockMismatchError, TransferError
-from dask_p2p.transports.packed.comm import CommTransport
+from dask_p2p.transports.packed import CommTransport
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 

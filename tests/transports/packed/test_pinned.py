@@ -17,15 +17,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.host import pinned
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import TransferError, UnsuitableError
-from dask_p2p.interprocess import buffers, segments
-from dask_p2p.interprocess.segments import Segment, Segments
-from dask_p2p.transports.packed import base
-from dask_p2p.transports.packed.pinned import PinnedOptions, PinnedTransport
+from dask_p2p.transports import buffers
+from dask_p2p.transports import buffers as segments
+from dask_p2p.transports import packed as base
+from dask_p2p.transports.buffers import Segment, Segments
+from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
 from tests.support import BOUND_S, tune, with_section
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance

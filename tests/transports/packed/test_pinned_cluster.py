@@ -13,7 +13,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.interprocess.segments import FILE_NAME, Segment
+from dask_p2p.transports.buffers import FILE_NAME, Segment
 from tests.faults.support import (
     BOUND_S,
     addresses,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dask_p2p.transports.packed.reading import Pace
+from dask_p2p.transports.packed_reading import Pace
 
 
 def test_late_answers_are_asked_for_in_smaller_parts_until_they_are_early():

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import backend_named
-from dask_p2p.backends.host_queue import HostQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import SilentError, TransferError
-from dask_p2p.interprocess.messenger import Message
-from dask_p2p.transports.footprint import ByteBudget
-from dask_p2p.transports.packed import stream
-from dask_p2p.transports.packed import ucx as ucx_module
-from dask_p2p.transports.packed.stream import Outgoing
-from dask_p2p.transports.packed.ucx import UcxOptions, UcxTransport
+from dask_p2p.transports import streamed as stream
+from dask_p2p.transports import ucx as ucx_module
+from dask_p2p.transports.buffers import ByteBudget
+from dask_p2p.transports.streamed import Outgoing
+from dask_p2p.transports.ucx import UcxOptions, UcxTransport
+from dask_p2p.transports.ucx_messenger import Message
 from tests.support import BOUND_S, tune, with_section
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import FileError, InputError
+from dask_p2p.backends.base import check_plain
+from dask_p2p.errors import FileError, InputError, MissingPackageError, P2PError, needs
 from dask_p2p.ops.zarr_arrays import CONFIG, checksum, fast_compressor, zarr_format
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.iterate.output.folders import Folder, explained
-from dask_p2p.sections.iterate.output.named_axes import named_axes
 
 #: Shapes and dtypes of arrays by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
@@ -152,3 +156,240 @@ def difference(found: Any, wanted: Mapping[str, Any]) -> str:
         return "files of another program"
     names = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
     return ", ".join(f"{name} {found.get(name)} in place of {wanted.get(name)}" for name in names)
+
+
+class Folder:
+    """A folder by its path or URL.
+
+    Raises `MissingPackageError` if a package for the URL is not installed, and `InputError` for an
+    unknown URL.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        if "\0" in path:
+            raise InputError(f"expected a path without null characters, got {path!r}. Rename it.")
+        with needs("fsspec", "zarr"):
+            from fsspec.core import url_to_fs
+        try:
+            self._files, self._root = url_to_fs(path)
+        except ImportError as exc:
+            raise MissingPackageError(
+                f"expected a package that opens {path!r}, which is not installed: {exc}."
+            ) from exc
+        except ValueError as exc:
+            raise InputError(
+                f"expected a path, or a URL that fsspec opens, got {path!r}: {exc}. Give another "
+                f"one."
+            ) from exc
+
+    def __str__(self) -> str:
+        return self.path
+
+    def child(self, name: str) -> Folder:
+        """Return a folder, or a file, in this one."""
+        return Folder(f"{self.path.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+    @cached_property
+    def store(self) -> Any:
+        """The folder as Zarr takes it."""
+        if self._is_local:
+            return _local_store()(self._root)
+        from zarr.storage import FsspecStore
+
+        return FsspecStore.from_url(self.path)
+
+    @property
+    def _is_local(self) -> bool:
+        from fsspec.implementations.local import LocalFileSystem
+
+        return isinstance(self._files, LocalFileSystem)
+
+    def sync(self) -> None:
+        """Wait until all that this process has written to the store is on the disk."""
+        if self._is_local:
+            self.store.sync()
+
+    def exists(self) -> bool:
+        """Return whether there is such a folder or file."""
+        self._files.invalidate_cache()
+        return bool(self._files.exists(self._root))
+
+    def names(self) -> list[str]:
+        """Return the names of all files and folders in this one; none if it does not exist.
+
+        Raises `NotADirectoryError` for a file.
+        """
+        self._files.invalidate_cache()
+        if self._files.isfile(self._root):
+            raise NotADirectoryError(f"{self.path} is a file")
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return [each.rstrip("/").rpartition("/")[2] for each in found]
+
+    def make(self) -> None:
+        """Create the folder, unless it exists."""
+        self._files.makedirs(self._root, exist_ok=True)
+
+    def read(self) -> bytes:
+        """Return the contents of the file."""
+        found: bytes = self._files.cat_file(self._root)
+        return found
+
+    def write(self, contents: bytes) -> None:
+        """Create the file, with its contents on the disk; it is never there without them."""
+        if not self._is_local:
+            self._files.pipe_file(self._root, contents)
+            return
+        partial = f"{self._root}.partial"
+        with open(partial, "wb") as file:
+            file.write(contents)
+        _sync_path(partial)
+        os.replace(partial, self._root)
+        _sync_path(os.path.dirname(self._root))
+
+    def touch(self) -> None:
+        """Create an empty file of this name."""
+        self._files.touch(self._root)
+
+    def remove(self) -> None:
+        """Remove the folder or file, as far as possible."""
+        with suppress(OSError):
+            self._files.rm(self._root, recursive=True)
+
+
+@cache
+def _local_store() -> Any:
+    """Return a class of Zarr's stores in local folders that records the files it has written."""
+    from zarr.storage import LocalStore
+
+    class RecordingStore(LocalStore):  # type: ignore[misc]
+        """Each write of a file is atomic, and is on the disk after `sync`."""
+
+        def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
+            super().__init__(root, read_only=read_only)
+            self._written = set[Path]()
+
+        async def set(self, key: str, value: Any) -> None:
+            self._written.add(self.root / key)
+            await super().set(key, value)
+
+        def set_sync(self, key: str, value: Any) -> None:  # of newer versions of Zarr
+            self._written.add(self.root / key)
+            super().set_sync(key, value)
+
+        def sync(self) -> None:
+            """Wait until the files are on the disk."""
+            files, self._written = self._written, set()
+            for file in files:
+                _sync_path(file)
+            depth = len(self.root.parent.parts)
+            for folder in {parent for file in files for parent in file.parents}:
+                if len(folder.parts) >= depth:
+                    with suppress(OSError):  # some file systems have no such call for folders
+                        _sync_path(folder)
+
+    return RecordingStore
+
+
+def _sync_path(path: str | Path) -> None:
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def absolute(path: Any) -> str:
+    """Return an absolute path, or a URL unchanged; checks both like `Folder`."""
+    if not isinstance(path, (str, Path)):
+        raise InputError(
+            f"expected the path or URL of a folder that all workers can write, got {path!r}. Give "
+            f"a path of a shared file system."
+        )
+    found = str(path) if "://" in str(path) else os.path.abspath(path)
+    Folder(found)
+    return found
+
+
+@contextmanager
+def explained(folder: Folder) -> Iterator[None]:
+    """Name the store in errors of the file system, and of Zarr. Only for calls of these."""
+    try:
+        yield
+    except (P2PError, MemoryError):
+        raise
+    except Exception as exc:
+        cause = exc if isinstance(exc, OSError) else f"{type(exc).__name__}: {exc}"
+        raise FileError(
+            f"expected a folder that can be written at {folder}, got {cause}. Make room, or give "
+            f"another path."
+        ) from exc
+
+
+#: Name of the axis of frames.
+FRAME = "frame"
+#: Names of numbers that are coordinates of the frames.
+TIMES = "t", "time"
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Values along an axis of frames."""
+
+    values: Any
+    attributes: Mapping[str, Any]
+    dim: str
+
+
+def checked_dims(given: Any, ndim: int) -> tuple[str, ...]:
+    """Return the names of all axes but that of frames. Raises `InputError` for other names."""
+    dims = [f"dim_{axis}" for axis in range(ndim)] if given is None else given
+    is_valid = isinstance(dims, Sequence) and len({*dims}) == len(dims) == ndim
+    if not is_valid or not all(isinstance(name, str) and name != FRAME for name in dims):
+        raise InputError(
+            f"dims: expected {ndim} different names of axes, none of them {FRAME!r}, got "
+            f"{given!r}. Give a name for each axis of the fields."
+        )
+    return tuple(dims)
+
+
+def checked_coords(
+    given: Any,
+    axes: Mapping[str, int],  # lengths by name
+    names: Collection[str],  # of the fields
+) -> dict[str, Coordinate]:
+    """Return coordinates by the name of their axis. Raises `InputError` for other values."""
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"coords: expected a mapping of arrays by the names of axes, got "
+            f"{type(given).__name__}. Give {{'y': latitudes}}."
+        )
+    found, lengths = {}, {FRAME: None, **axes}
+    for name, values in dict(given).items():
+        check_plain(f"coords[{name!r}]", values)
+        array = np.asarray(values)
+        length = lengths.get(name, -1)
+        is_valid = array.ndim == 1 and array.dtype.kind in "biuf" and name not in names
+        if not is_valid or length not in (None, len(array)):
+            raise InputError(
+                f"coords: expected one-dimensional arrays of numbers, as long as the axes "
+                f"{[*lengths]}, got {name!r} with {array.dtype} of shape {array.shape}. Leave it "
+                f"out, or convert it."
+            )
+        found[name] = Coordinate(array, dict(getattr(values, "attrs", {})), name)
+    return found
+
+
+def named_axes(version: int, dims: Sequence[str]) -> dict[str, Any]:
+    """Return the keywords of a Zarr array whose axes have names, as xarray reads them."""
+    if version == 2:
+        return {"attributes": {"_ARRAY_DIMENSIONS": [*dims]}}
+    return {"dimension_names": [*dims]}

@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from dask_p2p.backends.base import check_plain
 from dask_p2p.backends.dlpack import LibraryFunction
-from dask_p2p.backends.plain import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import checked_shape
-from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_name
-from dask_p2p.sections.iterate.phase import Reader
+from dask_p2p.sections.iterate.fields import Scalars, check_name
+from dask_p2p.sections.iterate.functions import OUT, Binding, bound_by_name
+from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array, DTypeLike
 
 #: Name of the series with the numbers of the recorded steps.
@@ -215,3 +216,33 @@ class Series:
         self.combine()
         found = zip(self.values.values(), self.unset, strict=True)
         return [np.concatenate([own, unset[len(own) :]]) for own, unset in found]
+
+
+class NumberState:
+    """The numbers and series of one rank, as arrays of its device."""
+
+    def __init__(self, device: Host, scalars: Scalars, series: Series) -> None:
+        self._device, self._scalars, self._series = device, scalars, series
+        #: Arrays that `save` fills, and `load` reads.
+        scalars_and_series = [*self._scalars_on_host(), *series.unset]
+        self.arrays = [device.zeros(each.shape, each.dtype) for each in scalars_and_series]
+
+    def save(self) -> None:
+        """Copy all numbers into the arrays."""
+        self._series.combine()
+        numbers = [*self._scalars_on_host(), *self._series.values.values()]
+        for array, number in zip(self.arrays, numbers, strict=True):
+            self._device.copy_from_host(array[: len(number)], number)
+
+    def load(self, step: int) -> None:
+        """Copy the arrays, after a number of steps, into the numbers; none before the first."""
+        if not step:
+            return
+        found = [self._device.to_host(each) for each in self.arrays]
+        scalars = zip(self._scalars.values, found, strict=False)
+        self._scalars.update({name: array[0] for name, array in scalars})
+        series = zip(self._series.values, found[len(self._scalars.values) :], strict=True)
+        self._series.resume(dict(series), step)
+
+    def _scalars_on_host(self) -> list[Array]:
+        return [np.array([value]) for value in self._scalars.values.values()]

@@ -16,9 +16,13 @@ from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions.binding import OUT, Binding, bound_by_name
-from dask_p2p.sections.iterate.output.folders import absolute
-from dask_p2p.sections.iterate.output.named_axes import Coordinate, checked_coords, checked_dims
+from dask_p2p.sections.iterate.functions import OUT, Binding, bound_by_name
+from dask_p2p.sections.iterate.output.groups import (
+    Coordinate,
+    absolute,
+    checked_coords,
+    checked_dims,
+)
 
 _MOST_PARTS = 16  # chunks of a store for each block of an array
 

@@ -13,11 +13,10 @@ from dask_p2p import iterate
 from dask_p2p.errors import InputError, P2PWarning, SectionError
 from dask_p2p.sections.exchange.halo import HaloExchange
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate import overlap
-from dask_p2p.sections.iterate.capture import replays
-from dask_p2p.sections.iterate.capture.replays import Replays
+from dask_p2p.sections.iterate import capture as overlap
+from dask_p2p.sections.iterate import capture as replays
+from dask_p2p.sections.iterate.capture import Overlap, Replays
 from dask_p2p.sections.iterate.local_fields import LocalField
-from dask_p2p.sections.iterate.overlap import Overlap
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.capture.test_captured import CHUNKS, X
 from tests.sections.iterate.test_iterate import reference, star

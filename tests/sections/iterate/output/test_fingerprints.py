@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices, cut_box, split_box, whole_box
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.iterate.output import fingerprints
-from dask_p2p.sections.iterate.output.fingerprints import fingerprint
+from dask_p2p.sections.iterate.output import checkpoints as fingerprints
+from dask_p2p.sections.iterate.output.checkpoints import fingerprint
 
 DEVICE = Host()
 

@@ -8,10 +8,9 @@ import pytest
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate.functions.binding import bound_by_name
-from dask_p2p.sections.iterate.output.number_state import NumberState
-from dask_p2p.sections.iterate.output.series import Record, Series, SeriesSpec
-from dask_p2p.sections.iterate.scalars import Scalars, scalar_spec
+from dask_p2p.sections.iterate.fields import Scalars, scalar_spec
+from dask_p2p.sections.iterate.functions import bound_by_name
+from dask_p2p.sections.iterate.output.series import NumberState, Record, Series, SeriesSpec
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
 

@@ -13,7 +13,7 @@ from dask_p2p import Checkpoint, spmd
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.iterate.output import checkpoint_folder
+from dask_p2p.sections.iterate.output import checkpoints as checkpoint_folder
 from dask_p2p.sections.iterate.output.groups import is_seen_by_all
 from tests.sections.gangs import run_gang
 

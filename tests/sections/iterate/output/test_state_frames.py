@@ -14,8 +14,8 @@ from dask_p2p import Checkpoint, Save, spmd
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.iterate.output.files import StateFiles
 from dask_p2p.sections.iterate.output.frames import Frames
-from dask_p2p.sections.iterate.output.state_files import StateFiles
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
 

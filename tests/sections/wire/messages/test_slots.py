@@ -13,9 +13,8 @@ from dask_p2p import PerRank, Same, spmd
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import point_to_point
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.messages.format import HEADER, sent_message, small_value
-from dask_p2p.sections.wire.messages.mailbox import Receive
-from dask_p2p.sections.wire.messages.slots import HAS_ORDERED_STORES, MOST_BYTES, Slots
+from dask_p2p.sections.wire.frames import HEADER, sent_message, small_value
+from dask_p2p.sections.wire.mailbox import HAS_ORDERED_STORES, MOST_BYTES, Receive, Slots
 from tests.sections.support import nothing_is_left
 from tests.sections.wire.support import Gang, inline_header
 from tests.support import result_of

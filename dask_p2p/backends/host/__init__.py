@@ -1,1 +1,0 @@
-"""Host memory and the hardware of a process: pages, threads, pinned memory."""

@@ -1,1 +1,0 @@
-"""Pipelines that move parts of host arrays through a GPU."""

@@ -1,3 +1,0 @@
-"""``dask p2p rechunk``."""
-
-from dask_p2p.cli.transpose import rechunk as rechunk

@@ -1,1 +1,0 @@
-"""RPC, memory that processes share or read, and checks of received values."""

@@ -1,0 +1,318 @@
+"""Steps of an iteration as a CUDA graph, which is verified before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+
+from dask_p2p import tuning
+from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box, box_size
+from dask_p2p.replayable import is_replayable
+from dask_p2p.sections.checks import is_close
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.halo import HaloArray
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.gpu.lending import can_wait_for_peers, captured, own_gpu, share_gpus
+from dask_p2p.sections.iterate.local_fields import LocalField
+from dask_p2p.sections.iterate.step import Call
+from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.sections.iterate.iteration import Iteration
+
+
+class Captured:
+    """Steps that are replayed as a CUDA graph, without calls of their function.
+
+    A graph misses all work that the function does outside its stream, and every change of a value
+    other than its arguments. So `rehearse` runs the graph once on the current fields, and restores
+    them. The function then does the same steps, and `difference` compares both results.
+
+    Parameters
+    ----------
+    device : Gpu
+        The GPU of the fields.
+    fields : sequence of HaloArray
+        The current fields, on which the steps operate.
+    steps : callable
+        Enqueues the steps. After them each field is in the memory where it was.
+
+    Raises
+    ------
+    InputError
+        If the steps cannot be captured.
+    """
+
+    def __init__(self, device: Gpu, fields: Sequence[HaloArray], steps: Callable[[], None]) -> None:
+        self._device, self._fields = device, fields
+        self._replay = captured(device, steps)
+        # Before other ranks wait for this one: there may be no memory.
+        self._before = [field.data.copy() for field in fields]
+        self._tried = [field.inner.copy() for field in fields]
+
+    def rehearse(self) -> None:
+        """Run the graph once, keep its results, and restore the fields: a call of all ranks."""
+        for field, before in zip(self._fields, self._before, strict=True):
+            before[...] = field.data
+        self._replay()
+        for field, tried in zip(self._fields, self._tried, strict=True):
+            tried[...] = field.inner
+        for field, before in zip(self._fields, self._before, strict=True):
+            field.data[...] = before
+        self._before = []
+
+    def __call__(self) -> None:
+        """Enqueue the steps once more."""
+        self._replay()
+
+    def difference(self) -> str:
+        """Return a text if the function's results of the same steps differ; "" if they do not."""
+        fields, tried = self._fields, self._tried
+        self._fields = self._tried = []
+        for field, found in zip(fields, tried, strict=True):
+            same = self._count(found.view(np.uint8) == field.inner.copy().view(np.uint8))
+            if same < found.nbytes:
+                return f"{found.nbytes - same} of {found.nbytes} bytes"
+        return ""
+
+    def _count(self, array: Array) -> int:
+        return int(self._device.module.count_nonzero(array))
+
+
+AUTO = "auto"  # value of `capture`
+
+
+class Replays:
+    """The captured steps of one rank.
+
+    With ``capture=True`` the user promises that the function does the same in each step. With
+    "auto" the code of the function has to show it, and steps that cannot be captured go on one by
+    one.
+    """
+
+    def __init__(self, of: Iteration, ctx: Context) -> None:
+        self._of, self._ctx = of, ctx
+        self._is_promised = of.capture is True
+
+    def is_worthwhile(self, step: int) -> bool:
+        """Return whether the steps after this one may be captured. The same on all ranks."""
+        if self._of.capture != AUTO:
+            return self._is_promised
+        is_long = self._of.steps - step >= tuning.current.capture_steps
+        return is_long and isinstance(self._ctx.device, Gpu) and self._is_replayable
+
+    def captured(
+        self,
+        calls: Collection[Call],
+        levels: Sequence[HaloArray],  # of all fields
+        steps: Callable[[], None],  # enqueues a cycle of steps
+        restore: Callable[[], None],  # restores the fields after an incomplete cycle
+    ) -> Captured | None:
+        """Return a graph that replays a cycle of steps; None if a rank cannot capture it.
+
+        Raises `InputError` if ``capture=True``, and the steps cannot be captured.
+        """
+        device = self._ctx.device
+        if not self._all(self._can_begin(calls, levels)) or not isinstance(device, Gpu):
+            return None
+        if not self._is_promised and self._share_gpus():
+            return None
+        made: Captured | None = None
+        exchanges = [each.exchange for each in calls if each.exchange is not None]
+        counts = [each.count for each in exchanges]
+        try:
+            made = Captured(device, levels, steps)
+        except AttemptEndedError:
+            raise
+        except Exception:
+            if self._is_promised:
+                raise
+            restore()
+            for exchange, count in zip(exchanges, counts, strict=True):
+                exchange.count = count
+        if not self._is_promised and not self._all(made is not None):
+            return None
+        assert made is not None
+        made.rehearse()
+        return made
+
+    def is_right(self, graph: Captured) -> bool:
+        """Return whether the graph and the functions have made the same values on all ranks.
+
+        Raises `InputError` if ``capture=True``, and they differ.
+        """
+        difference = graph.difference()
+        if difference and self._is_promised:
+            raise InputError(
+                f"capture: expected a function that does the same in each step, all of it on "
+                f"the current stream, got one whose captured steps differ from its own in "
+                f"{difference}. Leave out capture=True, or remove step counters, random numbers "
+                f"and other streams from the function."
+            )
+        return self._is_promised or self._all(not difference)
+
+    def _can_begin(self, calls: Collection[Call], levels: Sequence[HaloArray]) -> bool:
+        """Return whether this rank can capture steps; with "auto" also whether they are short."""
+        can = [call.exchange.can_put() for call in calls if call.exchange is not None]
+        is_possible = isinstance(self._ctx.device, Gpu) and can_wait_for_peers()
+        if not is_possible or not all(can):
+            return False
+        if self._is_promised:
+            return True
+        has_functions = any(level.layout.ends is not None for level in levels)
+        size_bytes = sum(int(level.data.nbytes) for level in levels)
+        return not has_functions and size_bytes < tuning.current.captured_bytes
+
+    @cached_property
+    def _is_replayable(self) -> bool:
+        """True if the code of the iteration shows that all steps do the same."""
+        of = self._of
+        if of.overlap is True or of.scalars or not of.has_constant_arguments:
+            return False
+        return all(not each.binding.reads_at and is_replayable(each.function) for each in of.phases)
+
+    def _share_gpus(self) -> bool:
+        found = self._ctx.allgather(np.frombuffer(own_gpu(), np.uint8))
+        return share_gpus([each.tobytes() for each in found])
+
+    def _all(self, own: bool) -> bool:
+        return bool(self._ctx.allreduce(np.array(own), "min"))
+
+
+# Functions that compute parts of a local block as they compute the whole block.
+#
+# With overlap, a function is called for the interior while its halos are in flight, and then for
+# parts of the boundary. A function that keeps a state, or reads sizes or sums of its block, would
+# return other values than for the whole block. So before calls overlap, one call compares the
+# results of both.
+
+#: Computes a box of the next local blocks by a call.
+Apply: TypeAlias = Callable[[Call, Box], Any]
+
+
+class Parts:
+    """Comparisons of one rank's results for parts of a local block with those for the whole."""
+
+    def __init__(
+        self,
+        of: Iteration,
+        device: Host,
+        fields: Mapping[str, LocalField],
+        whole: Box,  # the whole local block
+    ) -> None:
+        self._of, self._device, self._fields, self.whole = of, device, fields, whole
+        self._plain: dict[int, bool] = {}  # by id of the phase
+
+    def compare(
+        self, call: Call, apply: Apply, parts: Sequence[Box]
+    ) -> Literal["same", "close", "other"]:
+        """Compute parts of the block, whose whole results are there, and compare both.
+
+        "same": all bits are equal; "close": values differ by rounding errors. The results for the
+        whole block are there afterwards.
+        """
+        before = self._sums(call)
+        for box in parts:
+            apply(call, box)
+        if self._sums(call) == before:
+            return "same"
+        found = self._results(call)
+        apply(call, self.whole)
+        return "close" if self._are_close(call, found) else "other"
+
+    def is_plain(self, call: Call) -> bool:
+        """Return whether the code of a function shows that it depends on its arguments alone."""
+        phase = call.phase
+        if id(phase) not in self._plain:  # to find out takes as long as a step
+            is_plain = self._of.has_constant_arguments and is_replayable(phase.function)
+            self._plain[id(phase)] = is_plain
+        return self._plain[id(phase)]
+
+    def _results(self, call: Call) -> list[Array]:
+        """Return copies of the results of a call."""
+        return [self._fields[name].spare.inner.copy() for name in call.changed]
+
+    def _sums(self, call: Call) -> list[int]:
+        data = (self._fields[name].spare.data for name in call.changed)
+        return [self._device.checksum(each) for each in data]
+
+    def _are_close(self, call: Call, others: Sequence[Array]) -> bool:
+        """Return whether the results of a call differ from others by rounding errors only."""
+        module = self._device.module
+        own = (self._fields[name].spare.inner for name in call.changed)
+        return all(is_close(module, *pair) for pair in zip(others, own, strict=True))
+
+
+class Overlap:
+    """The calls of one rank that overlap.
+
+    With ``overlap=True`` the user promises that the function computes parts of a block alike. With
+    "auto" its code has to show that another call changes nothing, and results have the same bits.
+    """
+
+    def __init__(self, of: Iteration, parts: Parts) -> None:
+        self._of, self._parts = of, parts
+        self._is_promised = of.overlap is True
+        self._found: dict[int, bool] = {}  # by id of the phase: whether parts are computed alike
+
+    def is_wanted(self, call: Call) -> bool:
+        """Return whether a call overlaps, as far as its function is known."""
+        if not self._of.overlap or not _has_parts(call):
+            return False
+        if self._is_promised:
+            return True
+        if self._of.capture is True or not call.is_worth_hiding:
+            return False
+        found = self._found.get(id(call.phase))
+        return self._parts.is_plain(call) if found is None else found
+
+    def is_due(self, call: Call) -> bool:
+        """Return whether a call may overlap in a graph, and has yet to be compared."""
+        if not self._of.overlap or id(call.phase) in self._found or not _has_parts(call):
+            return False
+        return call.is_worth_hiding_in_graph and self._parts.is_plain(call)
+
+    def is_checked(self, call: Call) -> bool:
+        """Return whether a function is known to compute parts alike."""
+        return self._found.get(id(call.phase), False)
+
+    def put(self, call: Call, apply: Apply) -> None:
+        """Enqueue a call and its exchange in a graph, concurrently if they may overlap."""
+        exchange, whole = call.exchange, self._parts.whole
+        if exchange is None:
+            apply(call, whole)
+        elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
+            exchange.put(call.halo_arrays)
+            apply(call, whole)
+        else:
+            interior, *boundary_parts = exchange.boxes
+            exchange.put(call.halo_arrays, partial(apply, call, interior))
+            for box in boundary_parts:
+                apply(call, box)
+
+    def check(self, call: Call, apply: Apply) -> None:
+        """Compare the results for the whole block, which are there, with those for its parts.
+
+        Raises `InputError` if they differ, with ``overlap=True``.
+        """
+        assert call.exchange is not None, "calls without halos do not overlap"
+        parts = [*filter(box_size, call.exchange.boxes)]
+        found = self._parts.compare(call, apply, parts)
+        if self._is_promised and found == "other":
+            raise InputError(
+                "overlap=True: expected a function that computes parts of a block as it computes "
+                "the whole block, got one with other values for parts. Leave out overlap=True, or "
+                "remove counters, random numbers and sums over the block."
+            )
+        self._found[id(call.phase)] = found == "same" or self._is_promised
+
+
+def _has_parts(call: Call) -> bool:
+    """Return whether a part of the boundary needs halos of other ranks."""
+    return call.exchange is not None and any(map(box_size, call.exchange.boxes[1:]))

@@ -1,1 +1,0 @@
-"""Steps that a GPU replays as one graph, without the host."""

@@ -1,0 +1,372 @@
+"""The functions of `iterate`: calls them, and checks the values that they return.
+
+Arrays in host memory refuse writes of functions that should only read them. On a GPU, and in
+another library's arrays over the same memory, checksums before and after the first call find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dask_p2p.backends.base import check_plain
+from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import Box
+from dask_p2p.sections.api.outputs import shape_of
+from dask_p2p.sections.exchange.device import Host
+from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
+from dask_p2p.sections.iterate.functions import OUT, UNNAMED, VALUES, Binding
+from dask_p2p.sections.iterate.local_fields import LocalField
+from dask_p2p.types import Array, DType
+
+Outs = Mapping[str, Array]  # by name of a field: memory for its next values
+
+
+class Returned(NamedTuple):
+    """The values that a function has returned."""
+
+    blocks: Mapping[str, Any] = MappingProxyType({})  # new local blocks by name of the field
+    numbers: tuple[Any, ...] = ()  # for `until`
+    scalars: Mapping[str, Any] = MappingProxyType({})  # new values of numbers by name
+
+
+NOTHING = Returned()
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One function of a step."""
+
+    function: Callable[..., Any]
+    binding: Binding
+    fields: tuple[str, ...]  # names of the fields that it may change
+    has_until: bool = False  # whether the function also returns numbers
+    scalars: tuple[str, ...] = ()  # names of the numbers that it may change
+
+    @cached_property
+    def fills_out(self) -> bool:
+        """True if the function fills a parameter named `out`."""
+        return self.binding.fills_out
+
+    @cached_property
+    def is_named(self) -> bool:
+        """True if fields have names: the function returns them in a mapping."""
+        return self.fields != (UNNAMED,)
+
+    def bound(self, values: Mapping[str, Any], outs: Outs) -> Callable[[], Any]:
+        """Return the function with its arguments; the memory to fill is one of them."""
+        if not self.fills_out:
+            return self.binding.bound(self.function, values)
+        out = SimpleNamespace(**outs) if self.is_named else outs[UNNAMED]
+        return self.binding.bound(self.function, {**values, VALUES[OUT]: out})
+
+    def call(self, values: Mapping[str, Any], outs: Outs) -> Any:
+        """Call the function; return the value that it returns.
+
+        Raises `InputError` if the function writes into its fields or constants.
+        """
+        with explained_writes():
+            return self.bound(values, outs)()
+
+    def fill(
+        self,
+        device: Host,
+        values: Mapping[str, Any],
+        outs: Outs,
+        parts: Mapping[str, HaloPart],  # by name: the newest level of the field
+    ) -> Returned:
+        """Call the function, and put new blocks into `outs`; return all that it returns."""
+        if self.fills_out:
+            return self.filled(self.call(values, outs), outs)
+        returned = self.returned(self.call(values, {}))
+        for name, new in returned.blocks.items():
+            replace_block(device, outs[name], new, parts[name])
+        return returned
+
+    def returned(self, value: Any) -> Returned:
+        """Return the new blocks and numbers of a function without a parameter `out`.
+
+        Raises `BlockMismatchError` for other values than blocks of its fields and numbers.
+        """
+        if not self.is_named:
+            new, *numbers = value if isinstance(value, tuple) and value else (value,)
+            _check_numbers(numbers, self.has_until)
+            return Returned({UNNAMED: new}, tuple(numbers))
+        if len(self.fields) == 1 and _ndim(value) and not isinstance(value, (list, tuple)):
+            return Returned({self.fields[0]: value})
+        names = (*self.fields, *self.scalars)
+        if not isinstance(value, Mapping) or not value or not {*value} <= {*names}:
+            found = list(value) if isinstance(value, Mapping) else type(value).__name__
+            raise BlockMismatchError(
+                f"expected a mapping of new blocks from the function, with some of the fields "
+                f"{list(names)}, got {found}. Return {{{names[0]!r}: ...}}."
+            )
+        blocks = {name: value[name] for name in value if name in self.fields}
+        return Returned(blocks, (), {name: value[name] for name in value if name in self.scalars})
+
+    def filled(self, value: Any, outs: Outs) -> Returned:
+        """Return the numbers that a function which has filled `outs` returned.
+
+        The first value may be the memory itself, or None.
+        """
+        if value is None:
+            return NOTHING
+        values = value if isinstance(value, tuple) else (value,)
+        if not self.is_named:
+            if values and (values[0] is None or _is_same_memory(values[0], outs[UNNAMED])):
+                values = values[1:]
+            _check_numbers(values, self.has_until)
+            return Returned({}, values)
+        if isinstance(value, Mapping) and {*value} <= {*self.scalars}:
+            return Returned({}, (), dict(value))
+        if values not in ((None,), ()) and not isinstance(values[0], SimpleNamespace):
+            found = list(value) if isinstance(value, Mapping) else type(values[0]).__name__
+            name = (*self.fields, *self.scalars)[0]
+            raise BlockMismatchError(
+                f"expected a function that fills its parameter out, out.{name}[...] = "
+                f"..., and returns None or fields that are numbers, {list(self.scalars)}, got "
+                f"{found}. Return nothing else, or leave out the parameter out."
+            )
+        return NOTHING
+
+
+def _is_same_memory(value: Any, out: Array) -> bool:
+    if value is out:
+        return True
+    names = ("__cuda_array_interface__", "__array_interface__")
+    for name in names:
+        own, other = getattr(out, name, None), getattr(value, name, None)
+        if own is not None and other is not None:
+            return bool(own["data"] == other["data"] and value.shape == out.shape)
+    return False
+
+
+def _check_numbers(values: Sequence[Any], has_until: bool) -> None:
+    """Raise `BlockMismatchError` for returned values that `until` cannot use."""
+    for value in values:
+        if _ndim(value):
+            shape = getattr(value, "shape", (len(value),))
+            raise BlockMismatchError(
+                f"expected one new array from the function, and numbers for until=, got another "
+                f"array of shape {shape}. Give coupled fields by name, iterate(func, {{'u': u, "
+                f"'v': v}}, ...), and return {{'u': ..., 'v': ...}}."
+            )
+        if value is not None and not _is_number(value):
+            raise BlockMismatchError(
+                f"expected numbers for until= from the function, got {type(value).__name__}. "
+                f"Return plain numbers, float(...)."
+            )
+    if values and not has_until:
+        raise BlockMismatchError(
+            f"expected only the new array from the function, got {len(values)} more "
+            f"{'value' if len(values) == 1 else 'values'}. Give a function of them as until=, or "
+            f"do not return them."
+        )
+
+
+def _ndim(value: Any) -> int:
+    return int(getattr(value, "ndim", isinstance(value, (list, tuple))))
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (bool, int, float, complex)):
+        return True
+    return getattr(getattr(value, "dtype", None), "kind", "") in set("biufc")
+
+
+def replace_block(
+    device: Host,
+    out: Array,  # memory for the new local block, or a part of it
+    new: Any,  # the returned array
+    part: HaloPart,  # part of the newest field that was passed to the function
+) -> None:
+    """Copy a returned array, with or without halo, into `out`."""
+    shape, seen = shape_of("the value of the function", new, type(out)), part.data
+    if shape == seen.shape:
+        new = new[part.inner]
+    elif shape != out.shape:
+        raise BlockMismatchError(
+            f"expected an array of shape {out.shape}, or {seen.shape} with halo, from the "
+            f"function, got {shape}. Return such an array, or fill a parameter named out."
+        )
+    check_kept(new, out.dtype, "return")
+    device.assign(out, new)
+
+
+def check_kept(value: Any, dtype: DType, verb: str) -> None:
+    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype.
+
+    Raises `UnsupportedArrayError` if they are more than their elements.
+    """
+    check_plain("the value of the function", value)
+    if not is_kept(value, dtype):
+        raise BlockMismatchError(
+            f"expected an array from the function that can be converted to {dtype} without loss, "
+            f"got {np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype "
+            f"of the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
+        )
+
+
+def is_kept(value: Any, dtype: DType) -> bool:
+    """Return whether values keep their kind of number when they are converted to a dtype.
+
+    Signed integers may be converted to unsigned ones if no value changes. A Python number only has
+    to keep its value: 0 has any dtype.
+    """
+    kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
+    if np.can_cast(kind, dtype, "same_kind"):
+        return True
+    is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
+    if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
+        with np.errstate(all="ignore"):
+            given = np.asarray(value) if is_plain else value
+            return bool((given.astype(dtype) == given).all())
+    return False
+
+
+@contextmanager
+def explained_writes() -> Iterator[None]:
+    """Explain errors of writes into read-only fields and constants, with the remedy."""
+    try:
+        yield
+    except (TypeError, ValueError) as exc:
+        text = str(exc)
+        if "read-only" not in text and "readonly" not in text:
+            raise
+        raise InputError(
+            f"expected a function that only reads its fields and constants, got one that writes "
+            f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
+            f"Declare arrays read-only where a compiled function declares types."
+        ) from exc
+
+
+def written_fields() -> InputError:
+    """Return the error for a function that has written into its fields."""
+    return InputError(
+        "expected a function that only reads its fields and constants, got one that writes "
+        "into them. Write into a copy, u = u.copy(), or into the parameter out."
+    )
+
+
+def can_refuse(device: Host, function: Callable[..., Any]) -> bool:
+    """Return whether the arrays that a function receives refuse writes."""
+    return device.has_read_only and not isinstance(function, LibraryFunction)
+
+
+def arrays_in(values: Iterable[Any], kind: Any) -> Iterator[Any]:
+    """Yield the arrays among values, and among the time levels of fields."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, tuple):
+            yield from arrays_in(value, kind)
+
+
+class Reader:
+    """A function of fields that is called after steps: it must not change them.
+
+    Parameters
+    ----------
+    device : Host
+        Device of the fields.
+    function : callable
+        The user's function.
+    """
+
+    def __init__(self, device: Host, function: Callable[..., Any]) -> None:
+        self._device, self._is_checked = device, can_refuse(device, function)
+
+    def __call__(self, bound: partial[Any]) -> Any:
+        """Call the function with its arguments; return its value.
+
+        Raises `InputError` if the function writes into its fields or constants.
+        """
+        arrays: list[Any] = []
+        if not self._is_checked:
+            arguments = (*bound.args, *bound.keywords.values())
+            arrays += arrays_in(arguments, self._device.module.ndarray)
+        before = [self._device.checksum(array) for array in arrays]
+        with explained_writes():
+            value = bound()
+        if before != [self._device.checksum(array) for array in arrays]:
+            raise written_fields()
+        self._is_checked = True
+        return value
+
+
+@dataclass(frozen=True)
+class CallArrays:
+    """Arrays of one call of a function, for a box of the local block."""
+
+    values: dict[str, Any]  # arguments of the user's function
+    function: Callable[[], Any]  # the user's function with them
+    outs: dict[str, Array]  # memory for new blocks, by field
+    parts: dict[str, HaloPart]  # of the newest level of each changed field
+    reads_scalars: bool  # whether an argument is a number, which changes from step to step
+
+
+class Call:
+    """A phase at one position in the cycle."""
+
+    def __init__(
+        self,
+        phase: Phase,
+        changed: list[str],  # names of the fields that it changes
+        reads: frozenset[str],  # names of the fields whose halos are updated before
+        halo_arrays: list[HaloArray],  # of these fields
+        exchange: HaloExchange | None,  # updates them
+        device: Host,  # of the fields
+    ) -> None:
+        self.phase, self.changed, self.reads = phase, changed, reads
+        self.halo_arrays, self.exchange, self._device = halo_arrays, exchange, device
+        self.arrays: dict[Box, CallArrays] = {}
+
+    def arrays_for(
+        self,
+        box: Box,
+        values: dict[str, Any],  # arguments of the function
+        fields: Mapping[str, LocalField],
+        scalars: Collection[str],  # names of the numbers
+    ) -> CallArrays:
+        """Return the arrays for a box of the local block."""
+        parts = {name: fields[name].parts(box)[0] for name in self.changed}
+        outs = {name: fields[name].spare.inner[part.where] for name, part in parts.items()}
+        reads_scalars = not self.phase.binding.names.isdisjoint(scalars)
+        return CallArrays(values, self.phase.bound(values, outs), outs, parts, reads_scalars)
+
+    def apply(self, box: Box, scalars: Mapping[str, Any]) -> Returned:
+        """Fill a box of the next local blocks; return the other values of the function."""
+        phase, arrays = self.phase, self.arrays[box]
+        function = arrays.function
+        if arrays.reads_scalars:
+            function = phase.bound({**arrays.values, **scalars}, arrays.outs)
+        with explained_writes():
+            value = function()
+        if phase.fills_out:
+            return phase.filled(value, arrays.outs)
+        returned = phase.returned(value)
+        if returned.blocks.keys() != arrays.outs.keys():
+            raise BlockMismatchError(
+                f"expected new blocks of the same fields in each step, {self.changed}, got "
+                f"{[*returned.blocks]}. Return the same names each time."
+            )
+        for name, new in returned.blocks.items():
+            replace_block(self._device, arrays.outs[name], new, arrays.parts[name])
+        return returned._replace(blocks={})  # perhaps views of fields
+
+    @property
+    def is_worth_hiding(self) -> bool:
+        """True if the interior should be computed while halos are in flight."""
+        return self.exchange is not None and self.exchange.is_worth_hiding
+
+    @property
+    def is_worth_hiding_in_graph(self) -> bool:
+        """The same for captured steps."""
+        return self.exchange is not None and self.exchange.is_worth_hiding_in_graph

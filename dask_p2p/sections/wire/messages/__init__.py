@@ -1,1 +1,0 @@
-"""Messages between two ranks: their format, those in transit, and waits in a circle."""

@@ -1,0 +1,357 @@
+"""Streams between ranks of one process: bytes in memory, without sockets.
+
+A stream has the methods of sockets that connections use. The kernel wakes a thread that polls a
+socket. Here each rank has a bell: its thread polls the bell, and the streams of its peers ring it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any
+
+from dask_p2p.errors import SectionError
+
+_PIPE_BYTES = 1 << 20  # limit of unread bytes: a writer of more waits
+
+
+class Bell:
+    """Wakes the thread of one rank, from any other thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_open = True
+        try:
+            self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as exc:
+            check_files(exc)
+            raise
+
+    def fileno(self) -> int:
+        """Return the file descriptor that the thread polls."""
+        return self._number
+
+    def ring(self) -> None:
+        """Wake the thread, or keep it from going to sleep."""
+        with self._lock:  # after closing, the number may be that of another file
+            if self._is_open:
+                os.eventfd_write(self._number, 1)
+
+    def hush(self) -> None:
+        """Clear all rings so far."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._number)
+
+    def close(self) -> None:
+        """Close the bell: later rings do nothing."""
+        with self._lock:
+            self._is_open = False
+            os.close(self._number)
+
+
+class _Pipe:
+    """Bytes in flight from one rank to another."""
+
+    def __init__(self, writer: Bell, reader: Bell) -> None:
+        self._writer, self._reader = writer, reader
+        self._lock = threading.Lock()
+        self._parts = deque[memoryview]()
+        self.size_bytes = 0
+        self.is_closed = False
+
+    @property
+    def has_room(self) -> bool:
+        return self.size_bytes < _PIPE_BYTES
+
+    def write(self, buffers: Iterable[Any]) -> int:
+        """Take bytes while there is room; return their number."""
+        with self._lock:
+            if self.is_closed:
+                raise BrokenPipeError("the peer's end is closed")
+            if not self.has_room:
+                raise BlockingIOError
+            before = self.size_bytes
+            for buffer in buffers:
+                if part := bytes(buffer[: _PIPE_BYTES - self.size_bytes]):
+                    self._parts.append(memoryview(part))
+                    self.size_bytes += len(part)
+            taken = self.size_bytes - before
+        self._reader.ring()
+        return taken
+
+    def read(self, into: memoryview) -> int:
+        """Copy unread bytes into `into`; return their number, 0 at the end of the stream."""
+        with self._lock:
+            had_room, count = self.has_room, 0
+            while self._parts and count < len(into):
+                part = self._parts.popleft()
+                size = min(len(part), len(into) - count)
+                into[count : count + size] = part[:size]
+                if size < len(part):
+                    self._parts.appendleft(part[size:])
+                count += size
+            self.size_bytes -= count
+            if not count and not self.is_closed:
+                raise BlockingIOError
+        if not had_room:
+            self._writer.ring()
+        return count
+
+    def close(self) -> None:
+        with self._lock:
+            self.is_closed = True
+
+
+class Stream:
+    """One end of a stream. Its methods raise the errors of non-blocking sockets."""
+
+    def __init__(self, incoming: _Pipe, outgoing: _Pipe, peer: Bell) -> None:
+        self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
+
+    def sendmsg(self, buffers: Iterable[Any]) -> int:
+        """Send bytes while there is room; return their number."""
+        return self._outgoing.write(buffers)
+
+    def send(self, data: Any) -> int:
+        """Send bytes while there is room; return their number."""
+        return self._outgoing.write((data,))
+
+    def recv_into(self, into: Any) -> int:
+        """Receive bytes that have arrived; return their number."""
+        return self._incoming.read(memoryview(into))
+
+    def is_ready(self, events: int) -> bool:
+        """Return whether one of these events of `select.poll` is ready."""
+        reads = self._incoming.size_bytes > 0 or self._incoming.is_closed
+        writes = self._outgoing.has_room or self._outgoing.is_closed
+        return bool((reads and events & select.POLLIN) or (writes and events & select.POLLOUT))
+
+    def close(self) -> None:
+        """Close this end. The peer can still read all bytes that were sent."""
+        self._incoming.close()
+        self._outgoing.close()
+        self._peer.ring()
+
+
+def pair(one: Bell, other: Bell) -> tuple[Stream, Stream]:
+    """Return both ends of a stream between two ranks, in the order of their bells."""
+    there, back = _Pipe(one, other), _Pipe(other, one)
+    return Stream(back, there, other), Stream(there, back, one)
+
+
+# Unidentified connections: those that have not sent their attempt tokens yet.
+#
+# Any process of the host or of the network can connect. A Unix socket of another user is closed
+# immediately, a silent connection after some seconds. At most `MOST_STRANGERS` are open. Then the
+# kernel queues further ones, and silent ones are closed earlier.
+
+# Time that a connection without TLS may be silent: usually, and while others are queued. Ranks send
+# their tokens immediately.
+_SILENT_S = 5.0, 0.0
+# Time that a TLS connection may be silent while others are queued.
+_TLS_AMONG_MOST_S = 1.0
+_ROUND = 256  # most connections accepted in one call
+_CREDENTIALS = struct.Struct("3i")  # Linux' struct ucred: process, user, group
+# Errors of `accept` caused by the peer or the network: see accept(2). Errors of this process would
+# come again at each retry.
+_OF_PEERS = {
+    errno.ECONNABORTED,
+    errno.EHOSTDOWN,
+    errno.EHOSTUNREACH,
+    errno.EINTR,
+    errno.ENETDOWN,
+    errno.ENETUNREACH,
+    errno.ENONET,
+    errno.ENOPROTOOPT,
+    errno.EOPNOTSUPP,
+    errno.EPERM,  # a rule of the firewall
+    errno.EPROTO,
+    errno.ETIMEDOUT,
+}
+
+
+@dataclass
+class _Stranger:
+    """One unidentified connection."""
+
+    made: socket.socket
+    silent_s: tuple[float, float]  # time it may be silent: usually, and while others are queued
+    read_s: float = inf  # time of the last read; inf: none yet
+    received: bytearray = field(default_factory=bytearray)  # bytes received
+
+    def read(self, wanted: int) -> bool:
+        """Read without blocking. Return True when `wanted` bytes are here, False if it failed.
+
+        Raises `BlockingIOError` while bytes are missing.
+        """
+        self.read_s = time.monotonic()
+        try:
+            while len(self.received) < wanted:
+                part = bytearray(wanted - len(self.received))
+                count = self.made.recv_into(part)
+                if not count:
+                    return False
+                self.received += part[:count]
+        except BlockingIOError:
+            raise
+        except OSError:  # for example, a certificate of another cluster
+            return False
+        return True
+
+
+class Strangers:
+    """The unidentified connections at one listener of a rank."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        prepared: Callable[[socket.socket], socket.socket],  # sets up a connection, or `OSError`
+        tls_s: float,  # time that a TLS connection may be silent
+    ) -> None:
+        self._listener, self._prepared, self._tls_s = listener, prepared, tls_s
+        self._all: list[_Stranger] = []
+
+    @property
+    def numbers(self) -> list[int]:
+        """File descriptors to poll, for `accepted`."""
+        found = [each.made.fileno() for each in self._all]
+        return found if self._is_full else [*found, self._listener.fileno()]
+
+    @property
+    def patience_s(self) -> float:
+        """Longest time to poll before `accepted` must be called again, in seconds."""
+        return max(0.0, min(map(self._until_s, self._all), default=inf) - time.monotonic())
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._all) >= MOST_STRANGERS
+
+    def _until_s(self, stranger: _Stranger) -> float:
+        return stranger.read_s + stranger.silent_s[self._is_full]
+
+    def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
+        """Return connections that have sent `wanted` bytes, with these; close silent ones.
+
+        `ready` are the descriptors of `numbers` that are readable. Raises `SectionError` if this
+        process cannot open any more connections.
+        """
+        if self._listener.fileno() in ready:
+            self._accept()
+        return self._read(ready, wanted)
+
+    def _accept(self) -> None:
+        for _ in range(_ROUND):
+            if self._is_full:
+                return
+            try:
+                made, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as exc:
+                if exc.errno in _OF_PEERS:
+                    continue
+                check_files(exc)
+                raise SectionError(f"a rank cannot accept connections: {exc}") from exc
+            if not is_of_this_user(made):
+                made.close()
+                continue
+            with suppress(OSError):  # already closed by the peer
+                made = self._prepared(made)
+                is_plain = type(made) is socket.socket
+                silent_s = _SILENT_S if is_plain else (self._tls_s, _TLS_AMONG_MOST_S)
+                self._all.append(_Stranger(made, silent_s))
+
+    def _read(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
+        found, left, now_s = [], [], time.monotonic()
+        for each in self._all:
+            is_new = each.read_s == inf
+            is_silent = not is_new and each.made.fileno() not in ready
+            try:
+                is_known = not is_silent and each.read(wanted)
+            except BlockingIOError:
+                is_silent, is_known = True, False
+            if is_known:
+                found.append((bytes(each.received), each.made))
+            elif is_silent and now_s < self._until_s(each):
+                left.append(each)
+            else:
+                each.made.close()
+        self._all = left
+        return found
+
+    def close(self) -> None:
+        """Close the listener, and all unidentified connections."""
+        self._listener.close()
+        for each in self._all:
+            each.made.close()
+
+
+def is_of_this_user(made: socket.socket) -> bool:
+    """Return whether the peer process belongs to this user; True for TCP."""
+    if made.family != socket.AF_UNIX:
+        return True
+    received = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(received)[1] == os.geteuid())
+
+
+# Open files: each connection to a rank in another process is one open file.
+#
+# Linux allows 1,024 by default, far below its own bounds. A process may raise this soft limit
+# itself, up to the hard limit.
+
+#: Limit of unidentified connections at one listener of a rank.
+MOST_STRANGERS = 32
+_SPARE = 256  # for all other files that a process opens while ranks run
+_TOO_MANY = {errno.EMFILE, errno.ENFILE}
+_REMEDY = (
+    "Raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a "
+    "container), or give the section fewer ranks, ranks=."
+)
+_raising = threading.Lock()
+
+
+def reserve_files(ranks: int, others: int) -> None:
+    """Raise the limit of open files for the connections of this process's ranks to others.
+
+    Raises
+    ------
+    SectionError
+        If the hard limit is too low for these connections and the files that are open already.
+    """
+    with _raising:
+        soft, hard = (_file_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+        needed = len(os.listdir("/proc/self/fd")) + ranks * others
+        if needed > hard:
+            raise SectionError(
+                f"expected room for {needed} open files in a worker's process, where {ranks} of "
+                f"{ranks + others} ranks run, got a hard limit of {hard}. {_REMEDY}"
+            )
+        wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * ranks)
+        if soft < wanted:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), most))
+
+
+def check_files(exc: OSError) -> None:
+    """Raise `SectionError` if a system error means that too many files are open here."""
+    if exc.errno in _TOO_MANY:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise SectionError(
+            f"expected room for one more open file in a worker's process, got a limit of {soft}: "
+            f"{exc}. Close files that the function opens. {_REMEDY}"
+        ) from exc
+
+
+def _file_limit(limit: int) -> float:
+    return inf if limit == resource.RLIM_INFINITY else limit

@@ -1,1 +1,0 @@
-"""Transports whose reader reads the holder's memory itself, on one host."""

@@ -1,1 +1,0 @@
-"""Transports whose holder packs regions. They differ in the memory that receives the bytes."""

@@ -1,0 +1,255 @@
+"""The reader's side of packed transports: batches of regions, in several concurrent calls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from dask_p2p.backends.checks import dtype_text, in_dtype, mismatch
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.geometry import Box, Layout, box_shape, box_size, round_up
+from dask_p2p.transports.base import Reading, Region, Request
+from dask_p2p.transports.rpc import ask, check_reply
+from dask_p2p.types import Array
+
+if TYPE_CHECKING:
+    from dask_p2p.transports.packed import PackedTransport
+
+
+_T = TypeVar("_T")
+
+_MOST_PARTS = 256  # parts in one reply: each may be a frame of its own
+_ALIGNMENT_BYTES = 128  # a GPU's unit of memory access
+# The holder's share of the reader's deadline. It fails earlier, and so can report the reason.
+_HOLDERS_SHARE = 3 / 4
+# Replies count as late after the first share of the deadline, as early before the second.
+_LATE, _EARLY = 1 / 4, 1 / 16
+_SMALLEST_BYTES = 2**16  # smaller replies would not be faster
+_UNLIMITED_BYTES = 2**62
+
+
+class Pace:
+    """The size of requests to one holder.
+
+    Many readers may share a slow network, whose speed is not known in advance. Late or missing
+    replies shrink the next requests, and early ones grow them.
+    """
+
+    def __init__(self) -> None:
+        self.most_bytes = _UNLIMITED_BYTES  # upper bound of one reply
+
+    def update(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
+        """Record the time of a reply, or of the wait for a reply that did not come."""
+        share = took_s / limit_s
+        if share > _LATE:
+            least_bytes = min(self.most_bytes, max(asked_bytes, _SMALLEST_BYTES))
+            self.most_bytes = max(_SMALLEST_BYTES, least_bytes // 4)
+        elif share < _EARLY:
+            self.most_bytes = min(_UNLIMITED_BYTES, max(self.most_bytes, 2 * asked_bytes))
+
+
+class Landing:
+    """The memory that receives the regions of one batch. Made in the task's thread: may block."""
+
+    def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
+        self.transport = transport
+        self.about = reading.requests[parts[0].request]
+        self.parts = parts
+
+    def where(self, first: int) -> Any:
+        """Prepare for the regions from this one on. Return the description for the holder.
+
+        May block: call it from a thread.
+        """
+        return None
+
+    async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
+        """Wait for the regions of these replies, and return them."""
+        return [answer.get("data") if isinstance(answer, dict) else None for answer in answers]
+
+    def abandon(self) -> None:
+        """Give the memory up after a failed call: the holder may still write to this memory."""
+
+
+class MemoryLanding(Landing):
+    """A buffer that holds the regions one after another."""
+
+    def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
+        super().__init__(transport, reading, parts)
+        self.layout = reading.layout(parts)
+        self.memory = self.room(reading, self.layout.size_bytes)
+
+    @abstractmethod
+    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+        """Return memory for all regions. Raises `TransferError` if there is none."""
+
+    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+        """Wait for the regions of these replies, and return the memory."""
+        return self.memory
+
+    async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
+        memory = await self.arrived(answers, deadline_s)
+        return [self.region(memory, first + number) for number in range(len(answers))]
+
+    def region(self, memory: Array, number: int) -> Array:
+        """Return the region with this number, in this memory."""
+        region: Array = self.layout.view(memory, number, self.about.dtype)
+        return region
+
+
+class PackedReading(Reading):
+    """The reading of packed regions, with several requests at a time."""
+
+    def __init__(
+        self,
+        transport: PackedTransport,
+        requests: Sequence[Request],
+        options: Options,
+        pace: Pace,
+    ) -> None:
+        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
+        self._transport = transport
+        self._pace = pace
+        self.worker = transport.worker
+        self._answers_ahead = self.ahead
+        self._last: deque[int] = deque(maxlen=self.ahead)  # numbers of parts in the last requests
+        self.timeout_s = options.request_timeout_s
+        self.calls: set[Future[Any]] = set()  # calls without a reply so far
+        all_items = sum(box_size(box) for request in requests for box in request.boxes)
+        self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
+        self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
+
+    def layout(self, parts: Sequence[Region]) -> Layout:
+        """Return the layout of parts in one buffer."""
+        return layout_of([part.box for part in parts], self.requests[0].dtype.itemsize)
+
+    def __iter__(self) -> Iterator[Region]:
+        for parts in self._batches():
+            yield from self._asked(parts)
+
+    def _asked(self, parts: Sequence[Region]) -> Iterator[Region]:
+        """Request a batch, and yield its regions."""
+        try:
+            call = self._call(parts)
+        except TransferError as exc:
+            yield from (part.failed(exc) for part in parts)
+            return
+        self._last.append(len(parts))
+        self.ahead = sum(self._last)
+        for number, part in enumerate(parts):
+            yield part.on_its_way(partial(answered, call, number), call.done)
+
+    def _batches(self) -> Iterator[list[Region]]:
+        """Group small parts into batches, up to the size of a large part."""
+        batch: list[Region] = []
+        batch_bytes = 0
+        for part in self.parts():
+            nbytes = box_size(part.box) * self.requests[0].dtype.itemsize
+            is_full = batch_bytes + nbytes > self.part_bytes or len(batch) == _MOST_PARTS
+            if batch and is_full:
+                yield batch
+                batch, batch_bytes = [], 0
+            batch.append(part)
+            batch_bytes += round_up(nbytes, _ALIGNMENT_BYTES)
+        if batch:
+            yield batch
+
+    def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
+        """Start the request for a batch, and return its future."""
+        landing = self._transport.landing(self._transport, self, parts)
+        return self._begun(self.bring(parts, landing, landing.where(0)))
+
+    def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Start a call on the event loop. `close` cancels it."""
+        call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
+        self.calls.add(call)
+        call.add_done_callback(self.calls.discard)
+        return call
+
+    def close(self) -> None:
+        for call in list(self.calls):
+            call.cancel()
+        self._transport.opened.discard(self)
+
+    async def bring(self, parts: Sequence[Region], landing: Landing, where: Any) -> list[Any]:
+        """Return the region for each part, or the error in its place."""
+        regions: list[Any] = []
+        try:
+            while left := parts[(first := len(regions)) :]:
+                if first:  # the holder had no memory for the remaining parts
+                    where = await self.worker.offload(landing.where, first)
+                deadline_s = time.monotonic() + self.timeout_s
+                answers = await self._ask(left, where)
+                came = await landing.regions(answers, first, deadline_s)
+                for part, answer, region in zip(left, answers, came, strict=False):
+                    regions.append(await self._checked(part, answer, region))
+        except BaseException:
+            landing.abandon()
+            raise
+        return regions
+
+    async def _ask(self, parts: Sequence[Region], where: Any, messages: int = 1) -> Sequence[Any]:
+        """Request parts that arrive in this number of messages. Return the replies for them."""
+        first = self.requests[parts[0].request]
+        # The request names each block once, and refers to it by its number.
+        numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
+        others = len(numbers) - 1
+        about = f"block {first.key!r}" + (f" and {others} others" if others else "")
+        limit_s = self.timeout_s * messages  # the timeout applies to each message
+        asking = ask(
+            self.worker, first.holder, self._transport.op, limit_s, about,
+            blocks=[(self.requests[n].key, self.requests[n].shape) for n in numbers],
+            parts=[(numbers[part.request], part.box) for part in parts],
+            dtype=dtype_text(first.dtype), item_bytes=first.dtype.itemsize, where=where,
+            wait_s=self.timeout_s * _HOLDERS_SHARE,
+        )  # fmt: skip
+        begun_s = time.monotonic()
+        try:
+            reply = check_reply(await asking, first.holder, first)
+        finally:
+            self._pace.update(self.layout(parts).size_bytes, time.monotonic() - begun_s, limit_s)
+        answers: Any = reply.get("parts")
+        if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
+            message = f"{first.holder} sent no reply for any part: {reply}"
+            raise TransferError(f"{message:.500}")
+        result: Sequence[Any] = answers
+        return result
+
+    async def _checked(self, part: Region, answer: Any, came: Any) -> Any:
+        """Return a region in the declared dtype, or the error in its place."""
+        request, box = self.requests[part.request], part.box
+        try:
+            check_reply(answer, request.holder, request)
+            shape = getattr(came, "shape", type(came).__name__)
+            if shape != box_shape(box):
+                sent = f"{shape} instead of {box_shape(box)} of {request}"
+                raise TransferError(f"{request.holder} sent {sent}")
+            region = came
+            if came.dtype != request.dtype:
+                region = await self.worker.offload(in_dtype, came, request.dtype)
+            if region is None:
+                raise mismatch(request, request.dtype, came.dtype)
+        except (TransferError, BlockMismatchError) as exc:
+            return exc
+        return region
+
+
+def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: Any) -> Any:
+    """Return the region of one of a call's parts."""
+    answers = call.result(timeout_s)
+    region, answers[number] = answers[number], None  # the caller owns the array from now on
+    if isinstance(region, Exception):
+        raise region
+    return region
+
+
+def layout_of(boxes: Sequence[Box], item_bytes: int) -> Layout:
+    """Return the layout of regions in one buffer. Both sides compute the same."""
+    return Layout(map(box_shape, boxes), item_bytes, _ALIGNMENT_BYTES)

@@ -1,0 +1,415 @@
+"""Memory of other processes of this host, read by the kernel's cross-memory attach.
+
+``process_vm_readv`` copies from another process's memory in one system call. This is half of the
+work of sockets or shared memory, since it needs neither packing nor sending. The kernel lets a
+process read the processes that it may trace, see ptrace(2): those of the same user, unless a
+security module restricts this. `allow_readers` lifts the restriction of one such module.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import logging
+import os
+import select
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from secrets import token_bytes
+from typing import Any, NamedTuple, TypeAlias
+from uuid import uuid4
+
+import numpy as np
+
+from dask_p2p import tuning
+from dask_p2p.backends.host import kernel_and_namespace
+from dask_p2p.errors import Obstacle
+from dask_p2p.geometry import gapless_from
+from dask_p2p.types import Array, DType
+
+TOKEN_BYTES = 16
+_PROOF = struct.Struct(f"<QQ{TOKEN_BYTES}s")  # process, its token's address, the token
+PROOF_BYTES = _PROOF.size
+_LET_READ = (
+    "Let workers trace each other: docker run --cap-add=SYS_PTRACE, or no security module that "
+    "forbids it"
+)
+_PR_SET_PTRACER = 0x59616D61  # "Yama", from linux/prctl.h
+_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
+
+
+class RemoteArray(NamedTuple):
+    """An array in the memory of another process."""
+
+    pid: int
+    address: int  # address of the first element
+    shape: tuple[int, ...]  # no extent is 0
+    strides: tuple[int, ...]
+    dtype: DType
+
+    def read(self, into: Array | None, memory_of: Callable[[int], Array]) -> Any:
+        """Copy the array, if possible directly `into` another one. Return the copy.
+
+        `memory_of` returns a buffer of a size, if one is needed. Raises the errors of `read`, and
+        `OverflowError` for an address outside of any memory.
+        """
+        runs = runs_of(self.address, self.shape, self.strides, self.dtype.itemsize)
+        if into is not None and read_into(self.pid, runs, into):
+            return into
+        memory = memory_of(len(runs.addresses) * runs.run_bytes)
+        return np.broadcast_to(read(self.pid, runs, self.dtype, memory), self.shape)
+
+
+class ByteRuns(NamedTuple):
+    """A strided region as equal runs of bytes, in memory order."""
+
+    addresses: np.ndarray[Any, Any]  # uint64 addresses of the runs
+    run_bytes: int
+    shape: tuple[int, ...]  # shape of the region with its axes in memory order
+    axes: tuple[int, ...]  # the region's axis d is axis axes[d] of `shape`
+    backwards: tuple[bool, ...]  # by axis of the region: true if its stride is negative
+
+
+def runs_of(
+    address: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> ByteRuns:
+    """Return the runs of a region, given the address of its first element; no extent is 0.
+
+    >>> runs_of(1000, (2, 3), (80, 8), 8)
+    ByteRuns(addresses=array([1000, 1080], dtype=uint64), run_bytes=24, shape=(2, 3), axes=(0, 1), \
+backwards=(False, False))
+    """
+    backwards = tuple(s < 0 and n > 1 for s, n in zip(strides, shape, strict=True))
+    address += sum(s * (n - 1) for s, n in zip(strides, shape, strict=True) if s < 0)
+    extents, steps, order, outer, run_bytes = _in_memory(shape, strides, itemsize)
+    addresses = np.array([address], np.uint64)
+    for axis in outer:
+        along = np.arange(extents[axis], dtype=np.uint64) * np.uint64(steps[axis])
+        addresses = (addresses[:, np.newaxis] + along).reshape(-1)
+    axes = tuple(order.index(axis) for axis in range(len(shape)))
+    return ByteRuns(addresses, run_bytes, tuple(extents[axis] for axis in order), axes, backwards)
+
+
+def run_bytes_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the length of a region's runs, without computing their addresses."""
+    return _in_memory(shape, strides, itemsize)[-1]
+
+
+def _in_memory(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int
+) -> tuple[list[int], list[int], list[int], list[int], int]:
+    """Return a region's extents, steps, axes in memory order, axes around a run, and run bytes."""
+    steps = [abs(stride) for stride in strides]
+    # Repeated elements are read once.
+    extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
+    order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
+    lie = [extents[axis] for axis in order]
+    run = gapless_from(lie, [steps[axis] for axis in order], itemsize)
+    return extents, steps, order, order[:run], itemsize * prod(lie[run:])
+
+
+def read(
+    pid: int, runs: ByteRuns, dtype: DType, memory: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Copy a region of another process into `memory`; return it as an array in the region's axes.
+
+    `memory` is a 1-D array of bytes, at least of the region's size. `OSError` if the kernel
+    refuses: ``ESRCH`` if the process has ended, ``EPERM`` if it may not be read, ``EFAULT`` if it
+    has no such memory.
+    """
+    if runs.run_bytes:
+        _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(memory.ctypes.data, runs))
+    array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
+    turned: list[Any] = [slice(None, None, -1 if back else 1) for back in runs.backwards]
+    return array[(*turned, ...)]  # an array also without axes
+
+
+def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
+    """Copy a region of another process directly into `array`, if both have the same memory order.
+
+    Return true if it was copied. It is not copied if runs are short. `array` is any view with the
+    region's shape and dtype.
+    """
+    local = runs_of(array.ctypes.data, array.shape, array.strides, array.itemsize)
+    if (local.shape, local.axes) != (runs.shape, runs.axes) or any(
+        local.backwards + runs.backwards
+    ):
+        return False
+    here, run_bytes_here = local[:2]
+    there, run_bytes_there = runs[:2]
+    if len(here) == 1:
+        here, run_bytes_here = _contiguous(int(here[0]), runs)
+    elif len(there) == 1:
+        there, run_bytes_there = _cut(int(there[0]), local)
+    shortest, longest = sorted((run_bytes_here, run_bytes_there))
+    least_bytes, ratio = tuning.current.process_run_bytes, tuning.current.runs_per_call
+    if not least_bytes <= shortest <= longest <= ratio * shortest:
+        return False
+    _read_runs(pid, there, run_bytes_there, here, run_bytes_here)
+    return True
+
+
+def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
+    """Return contiguous memory for all runs as runs of its own, one for each system call."""
+    run_bytes = tuning.current.runs_per_call * runs.run_bytes
+    end = address + len(runs.addresses) * runs.run_bytes
+    return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
+
+
+def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
+    """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
+    count = len(local.addresses)
+    most = min(count, tuning.current.runs_per_call)
+    at_once = next(n for n in range(most, 0, -1) if count % n == 0)
+    run_bytes = at_once * local.run_bytes
+    end = address + count * local.run_bytes
+    return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
+
+
+def _read_runs(
+    pid: int,
+    there: np.ndarray[Any, Any],
+    run_bytes: int,
+    here: np.ndarray[Any, Any],
+    local_run_bytes: int,
+) -> None:
+    """Copy runs of another process to local runs. One length divides the other."""
+    remote, local = _iovecs(there, run_bytes), _iovecs(here, local_run_bytes)
+    longest = max(run_bytes, local_run_bytes)
+    step_bytes = tuning.current.runs_per_call * min(run_bytes, local_run_bytes) // longest * longest
+    steps = step_bytes // run_bytes, step_bytes // local_run_bytes
+    for number in range(-(-len(remote) // steps[0])):
+        src, dst = (
+            iovecs[number * step :][:step]
+            for iovecs, step in zip((remote, local), steps, strict=True)
+        )
+        # The copy ends with the remote runs; the last local run may be longer.
+        done = _libc().process_vm_readv(
+            pid, dst.ctypes.data, len(dst), src.ctypes.data, len(src), 0
+        )
+        if done != len(src) * run_bytes:
+            # A short copy: the rest is not mapped there.
+            error = ctypes.get_errno() if done < 0 else errno.EFAULT
+            raise OSError(error, os.strerror(error))
+
+
+def _iovecs(addresses: np.ndarray[Any, Any], run_bytes: int) -> np.ndarray[Any, Any]:
+    """Return runs as the kernel's ``struct iovec``: address, bytes."""
+    iovecs = np.empty((len(addresses), 2), np.uint64)
+    iovecs[:, 0] = addresses
+    iovecs[:, 1] = run_bytes
+    return iovecs
+
+
+@cache
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    pointer, count = ctypes.c_void_p, ctypes.c_ulong
+    libc.process_vm_readv.argtypes = [ctypes.c_int, pointer, count, pointer, count, count]
+    return libc
+
+
+@cache
+def is_supported() -> bool:
+    """Return true if this system has cross-memory attach, as Linux does."""
+    return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "process_vm_readv")
+
+
+def own_token() -> tuple[int, bytes]:
+    """Let other processes read this one. Return the address and the value of its token."""
+    allow_readers()
+    token = _own_token()
+    return token.ctypes.data, token.tobytes()
+
+
+@cache
+def _own_token() -> np.ndarray[Any, Any]:
+    """Return random bytes; a reader that finds them at their address reads the right process."""
+    return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
+
+
+def own_proof() -> bytes:
+    """Let other processes read this one. Return the proof for `readable_pid`."""
+    return _PROOF.pack(os.getpid(), *own_token())
+
+
+def readable_pid(proof: bytes) -> int:
+    """Return the process of a proof if this one can read its memory, else 0."""
+    pid, *token = _PROOF.unpack(proof)
+    return int(pid) if pid and obstacle(pid, *token) is None else 0
+
+
+def obstacle(pid: int, address: int, token: bytes) -> Obstacle | None:
+    """Return the obstacle to reading the process that has this token, or None."""
+    try:
+        is_right = holds(pid, address, token)
+    except (OSError, OverflowError) as exc:
+        return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
+    return None if is_right else Obstacle("other-process", "its memory is another process'")
+
+
+def holds(pid: int, address: int, token: bytes) -> bool:
+    """Return true if a process has this token at an address. Raises the errors of `read`."""
+    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
+    return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
+
+
+def allow_readers() -> None:
+    """Let all processes of this user read this one's memory, if Yama allows only its parents.
+
+    They may then also trace it. Without Yama the call has no effect.
+    """
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
+
+
+logger = logging.getLogger(__name__)
+
+#: Called with the name of a process that has ended.
+OnEnd: TypeAlias = Callable[[str], object]
+
+
+@cache
+def own_name() -> str:
+    """Return a unique name of this process, for all time."""
+    return f"{os.getpid()}-{uuid4().hex}"
+
+
+class Processes:
+    """Other processes, watched by one thread until they end.
+
+    The kernel reports the end of a process after it has closed the process's sockets and freed its
+    GPU memory, except memory that others have mapped.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._poll: select.epoll | None = None  # made for the first process
+        self._names: dict[int, str] = {}  # by file descriptor
+        # By name of a watched process: functions, and true if a function comes last.
+        self._calls: dict[str, dict[OnEnd, bool]] = {}
+        self._ended = set[str]()  # names; few processes of a host end
+
+    def watch(self, name: str, pid: int, on_end: OnEnd | None = None, last: bool = False) -> None:
+        """Watch a process, if the kernel allows it, and call a function once after its end.
+
+        Another thread calls the functions of one process, one after another. A function that waits
+        for the GPU comes `last`, in a thread of its own, because the GPU may wait until another
+        function has returned.
+        """
+        with self._lock:
+            if name not in self._ended and name not in self._calls:
+                self._begin(name, pid)
+            if on_end is not None and name in self._calls:
+                self._calls[name][on_end] = last
+            elif on_end is not None and name in self._ended:
+                _call(name, [on_end])
+
+    def forget(self, name: str, on_end: OnEnd) -> None:
+        """Cancel a function of `watch`."""
+        with self._lock:
+            self._calls.get(name, {}).pop(on_end, None)
+
+    def has_ended(self, name: str) -> bool:
+        """Return true if a watched process has ended."""
+        return name in self._ended
+
+    def _begin(self, name: str, pid: int) -> None:
+        try:
+            number = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self._ended.add(name)
+            return
+        except OSError as exc:  # an old container forbids the call
+            logger.debug("process %s cannot be watched: %s", name, exc)
+            return
+        if self._poll is None:
+            self._poll = select.epoll()
+            thread = threading.Thread(target=self._run, name="dask-p2p-processes", daemon=True)
+            thread.start()
+        self._names[number], self._calls[name] = name, {}
+        self._poll.register(number, select.EPOLLIN)
+
+    def _run(self) -> None:
+        assert self._poll is not None
+        while True:
+            for number, _ in self._poll.poll():
+                self._end(number)
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            name = self._names.pop(number)
+            self._ended.add(name)
+            calls = self._calls.pop(name)
+            os.close(number)  # also ends the watch
+        first, last = (
+            [on_end for on_end in calls if calls[on_end] == is_last] for is_last in (0, 1)
+        )
+        _call(name, first, last)
+
+
+def _call(name: str, first: Sequence[OnEnd], last: Sequence[OnEnd] = ()) -> None:
+    def call() -> None:
+        for on_end in first:
+            try:
+                on_end(name)
+            except Exception:
+                logger.exception("the end of process %s could not be handled", name)
+        for on_end in last:
+            _call(name, [on_end])
+
+    threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
+
+
+#: All other processes whose memory this one may map.
+PROCESSES = Processes()
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """The process of a worker, as far as it decides if others can read its memory."""
+
+    boot_id: str
+    pid_namespace: str
+    user: int
+    pid: int
+    process: str  # unique name of the process
+    folder: str  # folder of its published descriptors, if any
+    memory_proof: str  # token that proves access to the process's memory
+    refusal: str | None = None  # reason why it has no folder
+
+    @classmethod
+    def own(cls, memory_proof: str, folder: str = "", refusal: str | None = None) -> Peer:
+        """Describe this process."""
+        own = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
+        return cls(*own, folder, memory_proof, refusal)
+
+
+def separation(local: Peer, remote: Peer) -> Obstacle | None:
+    """Return the obstacle to two processes' reading each other's memory, or None."""
+    if local.boot_id != remote.boot_id:
+        return Obstacle("other-host", "they run on different hosts")
+    if local.pid_namespace != remote.pid_namespace:
+        return Obstacle(
+            "other-namespace",
+            "they run in different PID namespaces",
+            "Run all workers of a host in one PID namespace (docker run --pid=host)",
+        )
+    if local.user != remote.user:
+        return Obstacle(
+            "other-user", "they belong to different users", "Run all workers of a host as one user"
+        )
+    if local.pid == remote.pid:
+        return Obstacle("same-process", "they share a process")
+    return None if remote.refusal is None else no_directory(remote.refusal)
+
+
+def no_directory(text: str) -> Obstacle:
+    """Return the obstacle of a worker that cannot publish descriptors."""
+    remedy = "Set the worker's --local-directory to a local disk with free space"
+    return Obstacle("no-directory", text, remedy)
