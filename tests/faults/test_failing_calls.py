@@ -23,13 +23,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::dask_p2p.errors.P2PWarning")
 SHAPE = (24, 16)
 #: What the package calls: its module, the name there, and the function.
 IN_PLACE = [
-    ("transports.in_place.leases", "os", "open"),
-    ("transports.in_place.leases", "os", "pread"),
-    ("transports.in_place.leases", "os", "pwrite"),
-    ("transports.in_place.leases", "fcntl", "fcntl"),
-    ("interprocess.peer", "os", "getuid"),
-    ("interprocess.process_memory", "process_memory", "read"),
-    ("interprocess.buffers", "Buffers", "take"),
+    ("transports.leases", "os", "open"),
+    ("transports.leases", "os", "pread"),
+    ("transports.leases", "os", "pwrite"),
+    ("transports.leases", "fcntl", "fcntl"),
+    ("transports.process_memory", "os", "getuid"),
+    ("transports.process_memory", "process_memory", "read"),
+    ("transports.buffers", "Buffers", "take"),
 ]
 BY_ALL = [
     ("plugins.context", "DaskWorkerContext", "call"),
