@@ -265,7 +265,7 @@ def _part_of(box: Box, lengths: Sequence[int]) -> Box:
     shape = [
         max(1, n * 10 // 21) if n else size for size, n in zip(box_shape(box), lengths, strict=True)
     ]
-    while prod(shape) > _MOST_PART:
+    while any(lengths) and prod(shape) > _MOST_PART:
         axis = max((axis for axis, n in enumerate(lengths) if n), key=shape.__getitem__)
         if shape[axis] <= _LEAST_PART:
             break

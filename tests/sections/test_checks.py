@@ -351,3 +351,17 @@ def test_one_more_call_comes_before_that_for_the_whole_block(recwarn, tmp_path):
 def test_functions_without_a_pickle_run_without_a_word(recwarn):
     np.testing.assert_array_equal(in_ranks(Opened().step), X)
     assert not warnings_of(recwarn)
+
+
+def test_blocks_that_no_cut_divides_are_not_compared(recwarn):
+    """Large blocks of one rank, and blocks of one row."""
+    x = da.ones((2, 2**17), chunks=(1, -1))
+    assert (iterate(lambda u: u + 1, x, 0, 3).compute() == 4).all()
+    assert (iterate(lambda u: u + 1, x.rechunk(-1), 0, 3, ranks=1).compute() == 4).all()
+    assert not warnings_of(recwarn)
+
+
+def test_means_of_large_blocks_are_named():
+    x = da.random.default_rng(0).random((1024, 1024), chunks=(512, -1))
+    with pytest.warns(P2PWarning, match="number of ranks"):
+        iterate(lambda u: u - u.mean(), x, 0, 2).compute()
