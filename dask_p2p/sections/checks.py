@@ -11,12 +11,12 @@ function keeps shows nothing. Neither do random numbers that differ in each call
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from pathlib import PurePath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -38,6 +38,8 @@ _MOST_PART = 2**16  # elements of a part of a block, so that its arrays take lit
 _LEAST_PART = 16  # elements of a part along an axis that is shortened
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 _MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
+#: Folders of installed packages.
+_INSTALLED = ("site-packages", "dist-packages")
 #: Modules that are not the user's, wherever they lie.
 _LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed", "__main__"}
 _REGISTRY = Lock()  # cloudpickle has one registry in a process
@@ -105,7 +107,9 @@ def _modules_by_value() -> Iterator[None]:
     with _REGISTRY:
         registered = cloudpickle.list_registry_pickle_by_value()
         modules = [
-            m for name, m in [*sys.modules.items()] if name not in registered and _is_of_user(m)
+            module
+            for name, module in [*sys.modules.items()]
+            if "." not in name and name not in registered and _is_of_user(name, module)
         ]
         for module in modules:
             cloudpickle.register_pickle_by_value(module)
@@ -116,13 +120,12 @@ def _modules_by_value() -> Iterator[None]:
                 cloudpickle.unregister_pickle_by_value(module)
 
 
-def _is_of_user(module: Any) -> bool:
-    """Return whether a module is neither installed nor part of a module."""
-    name = getattr(module, "__name__", "")
-    if "." in name or name in _LIBRARIES or sys.modules.get(name) is not module:
+def _is_of_user(name: str, module: Any) -> bool:
+    """Return whether a module is no part of Python and not installed."""
+    if name in _LIBRARIES or getattr(module, "__name__", "") != name:
         return False
     path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return bool(path) and not {"site-packages", "dist-packages"} & {*PurePath(path).parts}
+    return bool(path) and not {*_INSTALLED} & {*path.split(os.sep)}
 
 
 def is_close(module: Any, array: Array, expected: Array) -> bool:
