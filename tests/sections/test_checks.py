@@ -18,7 +18,7 @@ from dask_p2p.errors import P2PWarning
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
 X = np.random.default_rng(0).normal(size=(24, 5))
-COUNT = 0
+CALLS = []
 
 
 @pytest.fixture(autouse=True)
@@ -293,9 +293,8 @@ class Opened:
 
 
 def counting(u):
-    global COUNT
-    COUNT += 1
-    return u[1:-1] + COUNT
+    CALLS.append(1)  # by one rank at a time, unlike an addition
+    return u[1:-1] + len(CALLS)
 
 
 @pytest.mark.parametrize(
@@ -310,21 +309,21 @@ def test_right_functions_are_compared_without_a_word(recwarn, function):
 
 
 class Classwide:
-    steps = 0
+    calls = []
 
     def step(self, u):
-        type(self).steps += 1
-        return u[1:-1] + self.steps
+        self.calls.append(1)
+        return u[1:-1] + len(self.calls)
 
 
 def test_copies_leave_global_variables_and_classes_as_they_are():
     """Both ranks are threads of this process, which share them."""
-    global COUNT
-    COUNT = Classwide.steps = 0
+    CALLS.clear()
+    Classwide.calls.clear()
     in_ranks(counting, 5)
     in_ranks(Classwide().step, 5)
-    assert COUNT == 2 * 5
-    assert Classwide.steps == 2 * 5
+    assert len(CALLS) == 2 * 5
+    assert len(Classwide.calls) == 2 * 5
 
 
 def test_one_more_call_comes_before_that_for_the_whole_block(recwarn, tmp_path):
