@@ -7,6 +7,7 @@ from collections import namedtuple
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
+from typing import ClassVar
 
 import dask.array as da
 import numpy as np
@@ -309,7 +310,7 @@ def test_right_functions_are_compared_without_a_word(recwarn, function):
 
 
 class Classwide:
-    calls = []
+    calls: ClassVar[list] = []
 
     def step(self, u):
         self.calls.append(1)

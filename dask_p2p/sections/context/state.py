@@ -11,7 +11,6 @@ import json
 import logging
 import re
 import sys
-from ast import literal_eval
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,7 +26,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.exchange.values import BYTE_KINDS, sequence_like
+from dask_p2p.sections.exchange.values import BYTE_KINDS, parse_literal, sequence_like
 from dask_p2p.sections.gang.checkpoints import (
     CHANGED,
     EMPTY,
@@ -181,7 +180,7 @@ def _length_of(saved: memoryview) -> int:
 def _text_of(saved: memoryview) -> Any:
     """Return the names outside of the state of a checkpoint, and its header."""
     text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + _length_of(saved)])
-    return literal_eval(text.decode())
+    return parse_literal(text.decode())
 
 
 def _header(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:

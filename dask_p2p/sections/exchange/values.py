@@ -13,6 +13,7 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
+from threading import Lock
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -44,7 +45,8 @@ _BYTE = np.dtype(np.uint8)
 #: Classes of arrays that are their elements alone. The class of any other array goes with it.
 _ARRAYS = np.ndarray, np.memmap
 
-# A description is the text of nested tuples, which `literal_eval` reads.
+_PARSER = Lock()  # CPython 3.11 raises SystemError if threads parse at the same time
+# A description is the text of nested tuples, which `parse_literal` reads.
 # - ("array", dtype, shape, is in Fortran's order, is on the GPU)
 # - ("number", dtype) is a scalar of NumPy, ("float", dtype) a number of Python.
 # - ("tuple", descriptions), ("dict", keys, descriptions)
@@ -294,9 +296,15 @@ def _text(spec: tuple[Any, ...]) -> bytes:
     return repr(spec).encode()
 
 
+def parse_literal(text: str) -> Any:
+    """Return the value of a Python literal, as `ast.literal_eval`, from any thread."""
+    with _PARSER:
+        return literal_eval(text)
+
+
 @lru_cache(1024)
 def _spec(description: bytes) -> Any:
-    return _with_dtypes(literal_eval(description.decode()))
+    return _with_dtypes(parse_literal(description.decode()))
 
 
 @lru_cache(1024)
@@ -314,7 +322,7 @@ def _with_dtypes(spec: Any) -> Any:
         return (kind, rest[0], [_with_dtypes(each) for each in rest[1]])
     if kind == "object":
         return spec
-    descr = literal_eval(rest[0]) if rest[0].startswith("[") else rest[0]
+    descr = parse_literal(rest[0]) if rest[0].startswith("[") else rest[0]
     return (kind, descr_to_dtype(descr), *rest[1:])
 
 
