@@ -25,32 +25,11 @@ from dask_p2p.tools.dropin import Installation
 from dask_p2p.tools.progress import RankReport
 from dask_p2p.tools.report import HostPair, Link, Problem, Report, Status
 
+# fmt: off
 __all__ = [
-    "At",
-    "Communicator",
-    "CompiledFunction",
-    "Context",
-    "Grid",
-    "HaloArray",
-    "HaloPart",
-    "Handle",
-    "HostPair",
-    "Installation",
-    "Link",
-    "LocalPoints",
-    "MemoryEstimate",
-    "PartsEstimate",
-    "Pending",
-    "Problem",
-    "RankReport",
-    "Report",
-    "ResidentGang",
-    "Run",
-    "RunTable",
-    "SectionEstimate",
-    "State",
-    "Status",
-    "TaskRecord",
-    "Transfer",
+    "At", "Communicator", "CompiledFunction", "Context", "Grid", "HaloArray", "HaloPart",
+    "Handle", "HostPair", "Installation", "Link", "LocalPoints", "MemoryEstimate",
+    "PartsEstimate", "Pending", "Problem", "RankReport", "Report", "ResidentGang", "Run",
+    "RunTable", "SectionEstimate", "State", "Status", "TaskRecord", "Transfer",
     "TransformEstimate",
 ]

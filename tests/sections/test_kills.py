@@ -347,3 +347,29 @@ def test_coupled_fields_resume_from_a_checkpoint(client, tmp_path):
     resumed = [int(path.name.partition("-")[2]) for path in tmp_path.glob("resumed-*")]
     assert min(resumed) == 8
     nothing_is_left(client)
+
+
+def counting_steps(folder):
+    """Return a function that counts its steps outside of its fields."""
+    steps = []
+
+    def step(u, at):
+        steps.append(at.step)
+        if at.rank == 1 and at.step == 10:
+            die_once(folder / "killed")
+        return (u[:-2] + u[2:]) / 2 + len(steps)
+
+    return step
+
+
+def test_functions_that_keep_values_start_again(client, tmp_path):
+    """A checkpoint would not have the values."""
+    x = da.from_array(X, chunks=(2, 12))
+    y = iterate(counting_steps(tmp_path), x, {0: 1}, 16, ranks=3, checkpoint_every=4)
+    wanted = X
+    for number in range(1, 17):
+        wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2 + number
+    assert np.array_equal(result_of(client, client.compute(y)), wanted)
+    assert (tmp_path / "killed").exists()
+    del y
+    nothing_is_left(client)

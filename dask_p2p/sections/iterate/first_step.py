@@ -6,6 +6,7 @@ elements unset, writes into its fields, loses fractions, or reads corners that a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +18,7 @@ from dask.utils import funcname
 from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box
-from dask_p2p.sections.checks import Comparison, PositionWatch, watched
+from dask_p2p.sections.checks import Comparison, FunctionCopies, PositionWatch, watched
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart
@@ -36,6 +37,8 @@ from dask_p2p.sections.iterate.step import (
 )
 from dask_p2p.types import Array, DType
 
+logger = logging.getLogger(__name__)
+
 _MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
 _SEED = 0xA5A5A5A5  # of the zeros and ones that mark an unset corner
 _CORNER = 64  # elements along each axis
@@ -44,6 +47,11 @@ _STRICT_KINDS = "biuf"
 _LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
 #: Arguments of a function by name, for a box of the local block.
 Values: TypeAlias = Callable[[Binding, Box], Mapping[str, Any]]
+_STATE = (
+    "iterate saves no checkpoints in memory: expected functions that depend on their arguments "
+    "alone, got one that keeps values from step to step. Give such a value as a field, "
+    "{'u': u, 't': 0.0}, and return it."
+)
 _REMEDY = (
     "Means, norms and sums over its argument are those of one local block: compute them of the "
     "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads more "
@@ -238,6 +246,26 @@ class StepComparisons:
             for phase in iteration.phases
         }
         self.are_due = any(map(bool, self._comparisons.values()))
+        self._ctx, self._functions, self._is_named = ctx, iteration.functions, False
+        has_states = iteration.period is not None and ctx.size > 1
+        first, second = (self._copies() if has_states else None for _ in range(2))
+        #: With their first values; None without checkpoints, or if pickles differ each time.
+        self._before = first if first and first == second else None
+
+    def _copies(self) -> FunctionCopies:
+        return FunctionCopies(self._functions, self._local.keywords)
+
+    def keep_values(self) -> bool:
+        """Return whether functions of any rank have changed. A collective call of all ranks.
+
+        Checkpoints have no such values, so ranks would resume with the first ones.
+        """
+        is_changed = self._before is not None and self._before != self._copies()
+        keep_values = bool(self._ctx.allreduce(is_changed, "any"))
+        if keep_values and not self._is_named and self._ctx.rank == 0:
+            logger.warning(_STATE)
+        self._is_named = keep_values
+        return keep_values
 
     def step(self, call: Call, values: Values, apply: Callable[[], Returned]) -> Returned:
         """Make a call of a step for the whole local block, and compare it."""

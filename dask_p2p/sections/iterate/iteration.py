@@ -13,7 +13,7 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.replayable import is_constant
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
-from dask_p2p.sections.exchange.boundaries import planned
+from dask_p2p.sections.exchange.boundaries import functions_of, planned
 from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
@@ -72,6 +72,17 @@ class Iteration:
             values[f"the depth of {field.name}"] = field.depths
         described = Descriptions(values.values())
         return {name: described(value) for name, value in values.items()}
+
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """All functions of the user."""
+        return [
+            *(phase.function for phase in self.phases),
+            *(spec.record.function for spec in self.series),
+            *(field.function for frames in self.stores.frames for field in frames.computed),
+            *(end for spec in self.fields for end in functions_of(spec.boundary)),
+            *([] if self.until is None else [self.until]),
+        ]
 
     @property
     def fixed_arguments(self) -> list[Any]:

@@ -96,7 +96,8 @@ class RankLoop:
             self._stores.write(step, self._current, is_last=is_over)
             if is_over:
                 break
-            if step < of.steps and ctx.is_due(period, step):
+            is_due = step < of.steps and ctx.is_due(period, step)
+            if is_due and not self._comparisons.keep_values():
                 self._stores.flush()  # a run that resumes here must find all frames
                 self._numbers.save()
                 ctx.checkpoint(step, *self._state)
