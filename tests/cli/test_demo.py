@@ -48,7 +48,7 @@ def test_demo(demo, client):
     assert [wrong_of(result.stdout, way) for way in ("dask_p2p", "dask tasks", "dask p2p")] == [
         "0"
     ] * 3
-    for head in ("first", "median", "GB/s", "wrong", "faster by"):
+    for head in ("first", "median", "GB/s", "wrong", "times as long"):
         assert f"{head}: " in text or f"{head}, " in text, "the table's head is explained"
     assert text.rpartition(". ")[2].startswith("Next: https://github.com/dask-p2p")
     moved = re.search(r"Moved (.+), least possible (.+); pairs of workers by transport: cma", text)

@@ -49,7 +49,7 @@ NOT_RUN = {
     "docs/how-to/files.md": 1,
     "docs/how-to/gpu-cluster.md": 2,
     "docs/how-to/solvers.md": 1,
-    "docs/how-to/xarray.md": 1,
+    "docs/how-to/xarray.md": 2,
 }
 
 
