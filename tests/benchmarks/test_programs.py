@@ -43,7 +43,7 @@ PROGRAMS = {
     ),
     "fused_graphs": ("--workers 2 --blocks 2 --kib 1 --repeats 2", {}),
     "messages": ("--bytes 8 --bytes 32768 --rounds 1 --repeats 2 --ranks 3", {}),
-    "sections": ("--side 32 --repeats 1", {"sections.counts": lambda side: (9, 2)}),
+    "sections": ("--side 32 --repeats 1", {"sections.counts": lambda side: (60, 12)}),
     "sections_gpu": (
         "--cpu --size 12 --steps 400 --side 51 --cube 8 --shape 8 6 4 --repeats 1",
         {},
