@@ -14,14 +14,15 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from math import prod
-from threading import Lock
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import cloudpickle
 import numpy as np
+from cloudpickle.cloudpickle import _dynamic_class_reduce, dynamic_subimport
 from distributed import warn
 
 from dask_p2p.errors import P2PWarning
@@ -42,7 +43,6 @@ _MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies
 _INSTALLED = ("site-packages", "dist-packages")
 #: Modules that are not the user's, wherever they lie.
 _LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed", "__main__"}
-_REGISTRY = Lock()  # cloudpickle has one registry in a process
 
 
 class PositionWatch(NamedTuple):
@@ -63,17 +63,17 @@ Compute: TypeAlias = Callable[[tuple[Any, ...], Box, PositionWatch], Any]
 class FunctionCopies:
     """Returns copies of some values in their present state; None if they have no pickle.
 
-    Functions and classes of the user's modules are copied with their global variables.
+    Functions, classes and modules of the user are copied with their global variables.
     """
 
     def __init__(self, *values: Any) -> None:
         self._buffers: list[Any] = []
         self._pickled: bytes | None = None
         buffers: list[pickle.PickleBuffer] = []
-        with suppress(Exception), _modules_by_value():
-            pickled = cloudpickle.dumps(values, buffer_callback=buffers.append)
+        with suppress(Exception), io.BytesIO() as file:
+            _Pickler(file, buffer_callback=buffers.append).dump(values)
             self._buffers = [_lent(buffer.raw()) for buffer in buffers]
-            self._pickled = pickled
+            self._pickled = file.getvalue()
 
     def __bool__(self) -> bool:
         return self._pickled is not None
@@ -94,6 +94,24 @@ def _lent(memory: memoryview) -> Any:
     return bytes(memory) if memory.nbytes <= _MOST_COPIED_BYTES else memory.toreadonly()
 
 
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions, classes and modules of the user by value.
+
+    `cloudpickle.register_pickle_by_value` would change the pickles of all threads.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType):
+            if _is_of_user(obj.__name__):
+                state = {k: v for k, v in vars(obj).items() if k != "__builtins__"}
+                return dynamic_subimport, (obj.__name__, state)
+        elif isinstance(obj, FunctionType) and _is_of_user(obj.__module__):
+            return self._dynamic_function_reduce(obj)
+        elif isinstance(obj, type) and _is_of_user(obj.__module__):
+            return _dynamic_class_reduce(obj)
+        return super().reducer_override(obj)
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes new classes: cloudpickle would change those of this process."""
 
@@ -104,27 +122,10 @@ class _Unpickler(pickle.Unpickler):
         return value
 
 
-@contextmanager
-def _modules_by_value() -> Iterator[None]:
-    """Pickle the functions and classes of the user's modules by value."""
-    with _REGISTRY:
-        registered = cloudpickle.list_registry_pickle_by_value()
-        modules = [
-            module
-            for name, module in [*sys.modules.items()]
-            if "." not in name and name not in registered and _is_of_user(name, module)
-        ]
-        for module in modules:
-            cloudpickle.register_pickle_by_value(module)
-        try:
-            yield
-        finally:
-            for module in modules:
-                cloudpickle.unregister_pickle_by_value(module)
-
-
-def _is_of_user(name: str, module: Any) -> bool:
-    """Return whether a module is no part of Python and not installed."""
+def _is_of_user(module_name: str | None) -> bool:
+    """Return whether a module lies in a package that is no part of Python and not installed."""
+    name = (module_name or "").partition(".")[0]
+    module = sys.modules.get(name)
     if name in _LIBRARIES or getattr(module, "__name__", "") != name:
         return False
     path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")

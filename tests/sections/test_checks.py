@@ -9,6 +9,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar
 
+import cloudpickle
 import dask.array as da
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import scipy.stats
 
 from dask_p2p import iterate
 from dask_p2p.errors import P2PWarning
+from dask_p2p.sections.checks import FunctionCopies
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
 X = np.random.default_rng(0).normal(size=(24, 5))
@@ -325,6 +327,24 @@ def test_copies_leave_global_variables_and_classes_as_they_are():
     in_ranks(Classwide().step, 5)
     assert len(CALLS) == 2 * 5
     assert len(Classwide.calls) == 2 * 5
+
+
+class Probe:
+    """Pickles a function of this module while it is pickled itself."""
+
+    pickles: ClassVar[list] = []
+
+    def __reduce__(self):
+        self.pickles.append(cloudpickle.dumps(counting))
+        return int, ()
+
+
+def test_other_pickles_of_the_process_have_functions_by_name():
+    """As when a client in this process sends a task while a rank begins."""
+    expected = cloudpickle.dumps(counting)
+    Probe.pickles.clear()
+    assert FunctionCopies(counting, Probe())
+    assert Probe.pickles == [expected]
 
 
 def test_one_more_call_comes_before_that_for_the_whole_block(recwarn, tmp_path):

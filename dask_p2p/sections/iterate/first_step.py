@@ -248,9 +248,8 @@ class StepComparisons:
         self.are_due = any(map(bool, self._comparisons.values()))
         self._ctx, self._functions, self._is_named = ctx, iteration.functions, False
         has_states = iteration.period is not None and ctx.size > 1
-        first, second = (self._copies() if has_states else None for _ in range(2))
-        #: With their first values; None without checkpoints, or if pickles differ each time.
-        self._before = first if first and first == second else None
+        #: With their first values; None without checkpoints.
+        self._before = self._copies() if has_states else None
 
     def _copies(self) -> FunctionCopies:
         return FunctionCopies(self._functions, self._local.keywords)
@@ -260,7 +259,9 @@ class StepComparisons:
 
         Checkpoints have no such values, so ranks would resume with the first ones.
         """
-        is_changed = self._before is not None and self._before != self._copies()
+        now = self._copies() if self._before else None
+        # Pickles that differ each time tell nothing.
+        is_changed = now != self._before and now == self._copies()
         keep_values = bool(self._ctx.allreduce(is_changed, "any"))
         if keep_values and not self._is_named and self._ctx.rank == 0:
             logger.warning(_STATE)
