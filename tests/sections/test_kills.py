@@ -349,23 +349,25 @@ def test_coupled_fields_resume_from_a_checkpoint(client, tmp_path):
     nothing_is_left(client)
 
 
-def counting_steps(folder):
-    """Return a function that counts its steps outside of its fields."""
-    steps = []
+def counting_steps(folder, array_bytes):
+    """Return a function that counts its steps in an array of its own."""
+    count = np.zeros(array_bytes // 8)
 
     def step(u, at):
-        steps.append(at.step)
+        count[0] += 1
         if at.rank == 1 and at.step == 10:
             die_once(folder / "killed")
-        return (u[:-2] + u[2:]) / 2 + len(steps)
+        return (u[:-2] + u[2:]) / 2 + count[0]
 
     return step
 
 
-def test_functions_that_keep_values_start_again(client, tmp_path):
+@pytest.mark.filterwarnings("ignore:Sending large graph")
+@pytest.mark.parametrize("array_bytes", [8, pytest.param(2**26 + 8, marks=pytest.mark.slow)])
+def test_functions_that_keep_values_start_again(client, tmp_path, array_bytes):
     """A checkpoint would not have the values."""
     x = da.from_array(X, chunks=(2, 12))
-    y = iterate(counting_steps(tmp_path), x, {0: 1}, 16, ranks=3, checkpoint_every=4)
+    y = iterate(counting_steps(tmp_path, array_bytes), x, {0: 1}, 16, ranks=3, checkpoint_every=4)
     wanted = X
     for number in range(1, 17):
         wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2 + number

@@ -248,20 +248,20 @@ class StepComparisons:
         self.are_due = any(map(bool, self._comparisons.values()))
         self._ctx, self._functions, self._is_named = ctx, iteration.functions, False
         has_states = iteration.period is not None and ctx.size > 1
-        #: With their first values; None without checkpoints.
-        self._before = self._copies() if has_states else None
+        #: Digest of the functions before their first call; empty without checkpoints.
+        self._digest = self._present_digest() if has_states else b""
 
-    def _copies(self) -> FunctionCopies:
-        return FunctionCopies(self._functions, self._local.keywords)
+    def _present_digest(self) -> bytes:
+        return FunctionCopies(self._functions, self._local.keywords).digest()
 
     def keep_values(self) -> bool:
         """Return whether functions of any rank have changed. A collective call of all ranks.
 
         Checkpoints have no such values, so ranks would resume with the first ones.
         """
-        now = self._copies() if self._before else None
-        # Pickles that differ each time tell nothing.
-        is_changed = now != self._before and now == self._copies()
+        digest = self._present_digest() if self._digest else b""
+        # Some functions have another pickle each time: those show no change.
+        is_changed = digest != self._digest and digest == self._present_digest()
         keep_values = bool(self._ctx.allreduce(is_changed, "any"))
         if keep_values and not self._is_named and self._ctx.rank == 0:
             logger.warning(_STATE)
