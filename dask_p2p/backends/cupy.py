@@ -52,7 +52,7 @@ class CupyBackend(Backend):
         return _cupy().empty(tuple(shape), dtype)
 
     def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        _kernels("permute").permute_into(dst, src, axes)
+        _kernels().permute_into(dst, src, axes)
 
     def queue(self, *, leave_bandwidth: bool = False) -> DeviceQueue:
         _cupy()  # raises an error with the remedy
@@ -124,8 +124,7 @@ class CupyBackend(Backend):
             return measured_host_link(warn)
 
     def warm_up(self) -> None:
-        users = map(_kernels, ("permute", "regions", "device_checksum"))
-        _kernels("source").load_all([source for each in users for source in each.SOURCES])
+        _kernels().load_all()
 
     def device_of(self, block: Array) -> Any:
         return block.device
@@ -136,7 +135,7 @@ class CupyBackend(Backend):
         # On the null stream it would wait for tasks' work.
         with array.device, private_stream("checksums"):
             data = _cupy().ascontiguousarray(array).reshape(-1).view(np.uint8)
-            total: int = _kernels("device_checksum").mixed_sum(data)
+            total: int = _kernels().mixed_sum(data)
             return total
 
 
@@ -152,15 +151,15 @@ def _cupy() -> Any:
 
 
 @cache
-def _kernels(name: str) -> Any:
-    """Return a module of `kernels` that imports CuPy."""
+def _kernels() -> Any:
+    """Return the module of kernels, which imports CuPy."""
     _cupy()
-    return import_module(f"dask_p2p.backends.kernels.{name}")
+    return import_module("dask_p2p.backends.kernels.cuda")
 
 
 def region_batch() -> Any:
     """Return an object that enqueues copies of many small regions together: a `RegionBatch`."""
-    return _kernels("regions").RegionBatch()
+    return _kernels().RegionBatch()
 
 
 @cache  # a driver call that each task would repeat

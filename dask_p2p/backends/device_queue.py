@@ -152,7 +152,7 @@ class DeviceQueue:
     ) -> None:
         import cupy
 
-        from dask_p2p.backends.kernels import permute as kernels
+        from dask_p2p.backends.kernels import cuda as kernels
 
         self._cupy = cupy
         self._kernels = kernels

@@ -48,7 +48,7 @@ def compiled(folder, source, harness):
 
 
 def permute(dst, src, axes, *, backwards=False, max_grid=MAX_GRID):
-    """Do what kernels.permute.permute_into does; return the names of the kernels used."""
+    """Do what kernels.cuda.permute_into does; return the names of the kernels used."""
     view = src.transpose(axes)
     assert dst.shape == view.shape
     launches = plan_launches(

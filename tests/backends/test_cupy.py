@@ -8,7 +8,7 @@ import pytest
 cupy = pytest.importorskip("cupy")
 
 from dask_p2p.backends import backend_for, backend_named  # noqa: E402
-from dask_p2p.backends.kernels import permute as kernels  # noqa: E402
+from dask_p2p.backends.kernels import cuda as kernels  # noqa: E402
 from dask_p2p.backends.kernels.launch import VECTOR_TILE, WORD_SIZES_BYTES  # noqa: E402
 from dask_p2p.errors import BlockMismatchError  # noqa: E402
 

@@ -732,7 +732,7 @@ def _cupy(recorder):
 
 
 def kernels(recorder):
-    """Stands for `dask_p2p.backends.kernels.permute`."""
+    """Stands for `dask_p2p.backends.kernels.cuda`."""
 
     def permute_into(dst, src, axes, *, stream=None, low_occupancy=False):
         stream = stream or recorder.current[-1]
@@ -768,7 +768,7 @@ def emulated(monkeypatch):
         begin_copy(to, of)()
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
-    monkeypatch.setattr(dask_p2p.backends.kernels, "permute", kernels(recorder), raising=False)
+    monkeypatch.setattr(dask_p2p.backends.kernels, "cuda", kernels(recorder), raising=False)
     for where, name, value in (
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", KeptSlots()),

@@ -1,4 +1,4 @@
-// The checksum of device_checksum.py: a sum modulo 2**64 of words, each mixed with its position.
+// The checksum of cuda.py: a sum modulo 2**64 of words, each mixed with its position.
 //
 // The threads of the grid take words in turn, and each thread adds its sum to the total. The file
 // includes no headers, so that NVRTC, nvcc and (for tests) a C++ compiler accept it.

@@ -46,7 +46,7 @@ def module(monkeypatch, compiled):
 
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3), Device=nullcontext)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module, cuda=cuda))
-    spec = util.spec_from_file_location("source", f"{folder.__path__[0]}/source.py")
+    spec = util.spec_from_file_location("cuda", f"{folder.__path__[0]}/cuda.py")
     made = util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made

@@ -1,0 +1,332 @@
+"""Kernels of CUDA: permuted copies, copies of many small regions, and checksums.
+
+Import this module only if CuPy is installed; `dask_p2p.backends.cupy` does so.
+
+Launches get addresses, not arrays, so CuPy does not check them. The source of a copy may therefore
+also be another GPU's memory that is mapped into this process (`cupy.ndarray` over an
+`UnownedMemory`). The modules `launch` and `copies` plan the launches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from importlib import resources
+from math import prod
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+import cupy
+import numpy as np
+
+from dask_p2p.backends.base import transposed
+from dask_p2p.backends.device import MEMCPY_DEFAULT
+from dask_p2p.backends.host import KeptResults
+from dask_p2p.backends.kernels.copies import (
+    MAX_REGIONS,
+    THREADS,
+    grid_of,
+    moved,
+    packed_batch,
+    packed_regions,
+    region_layout,
+)
+from dask_p2p.backends.kernels.launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
+from dask_p2p.errors import BlockMismatchError
+from dask_p2p.geometry import box_shape, box_slices
+from dask_p2p.plans import Fill, Piece
+from dask_p2p.types import Array
+
+_T = TypeVar("_T")
+
+# Unused shared memory that a block reserves for low occupancy. With it two blocks of any kernel fit
+# on a multiprocessor (of an A100, H100 or H200; one on smaller GPUs), without it four or more.
+# Measured between four H200s: 328 GB/s a GPU with two blocks, 313 with four, 319 with one.
+LOW_OCCUPANCY_BYTES = 60 * 1024
+# Least bytes of a region that has a launch of its own, which takes the host 40 us. A region with
+# permuted axes needs it for tiles, and one in order for the full bandwidth of the memory.
+_LARGE_BYTES, _LARGE_BYTES_IN_ORDER = 2**22, 2**24
+_ALIGNMENT = 15
+_MOST_LAUNCHES = 256  # that are kept, for the same copies of the same arrays
+
+
+class CudaSource(Generic[_T]):
+    """The kernels of a CUDA source file, loaded once on each device.
+
+    Parameters
+    ----------
+    file
+        Name of the file.
+    load
+        Returns the kernels, from the compiled `cupy.RawModule` on the current device.
+    options
+        Options of the compiler, in addition to the C++ standard.
+    """
+
+    def __init__(self, file: str, load: Callable[[Any], _T], *options: str) -> None:
+        self._file, self._load, self._options = file, load, ("--std=c++17", *options)
+        self._loaded: dict[int, _T] = {}  # by device
+        self._loading = threading.Lock()
+
+    def on(self, device_id: int) -> _T:
+        """Return the kernels on the current device, `device_id`."""
+        found = self._loaded.get(device_id)
+        if found is None:
+            with self._loading:  # other threads wait for the compilation
+                found = self._loaded.get(device_id)
+                if found is None:
+                    found = self._loaded[device_id] = self._load(self._compiled())
+        return found
+
+    def _compiled(self) -> Any:
+        """Compile for the current device; CuPy keeps the binary on disk."""
+        source = resources.files("dask_p2p.backends.kernels").joinpath(self._file)
+        return cupy.RawModule(code=source.read_text("utf-8"), options=self._options)
+
+
+def permute_into(
+    dst: Array,
+    src: Array,
+    axes: Sequence[int],
+    *,
+    stream: Any | None = None,
+    low_occupancy: bool = False,
+) -> None:
+    """Do ``dst[...] = src.transpose(axes)`` on the device of `dst`.
+
+    See `dask_p2p.backends.base.Backend`. The call returns when the work is queued; keep both arrays
+    until its end.
+
+    Parameters
+    ----------
+    dst, src, axes
+        As for `Backend.permute_into`.
+    stream
+        A `cupy.cuda.Stream` of the device of `dst`; default: the device's current stream.
+    low_occupancy
+        Run fewer thread blocks on a multiprocessor. A kernel at full speed takes all bandwidth of
+        the device's memory, and nearly stops copy engines that use this memory.
+    """
+    view = transposed(dst, src, axes)
+    launches = plan_launches(
+        dst.data.ptr, view.data.ptr, dst.shape, dst.dtype.itemsize, dst.strides, view.strides
+    )
+    if not launches:
+        return
+    device_id = dst.data.device_id
+    is_current = cupy.cuda.runtime.getDevice() == device_id
+    with nullcontext() if is_current else cupy.cuda.Device(device_id):
+        on_stream = cupy.cuda.get_current_stream() if stream is None else stream
+        for launch in launches:
+            if launch.entry == "memcpy":
+                cupy.cuda.runtime.memcpyAsync(
+                    launch.dst, launch.src, launch.i.extent, MEMCPY_DEFAULT, on_stream.ptr
+                )
+                continue
+            loaded = _KERNELS[launch.word_bytes].on(device_id)[launch.entry]
+            unused_bytes = loaded.unused_bytes if low_occupancy else 0
+            # The stream is an argument, because making it current takes as long as a launch.
+            loaded.function(
+                (launch.grid,), launch.threads, (launch.pack(),), unused_bytes, stream=on_stream
+            )
+
+
+class _Loaded(NamedTuple):
+    """A kernel on a device."""
+
+    function: Any  # cupy.cuda.Function
+    unused_bytes: int  # shared memory to reserve for low occupancy
+
+
+def _loaded(word_bytes: int, module: Any) -> dict[str, _Loaded]:
+    """Return the kernels for a word size by name."""
+    names = [name for name in ENTRIES if name.endswith(f"_{word_bytes}")]
+    return {name: _with_low_occupancy(module.get_function(name)) for name in names}
+
+
+def _with_low_occupancy(kernel: Any) -> _Loaded:
+    """Allow a kernel to reserve the shared memory for low occupancy."""
+    device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
+    unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))
+    kernel.max_dynamic_shared_size_bytes = unused_bytes
+    return _Loaded(kernel.kernel, unused_bytes)
+
+
+#: By word size: each is compiled for itself.
+_KERNELS = {
+    size: CudaSource("transpose.cu", partial(_loaded, size), f"-DONLY_WORD_BYTES={size}")
+    for size in WORD_SIZES_BYTES
+}
+
+
+class _PlannedCopies(NamedTuple):
+    """The copies of some pieces of an array, relative to the addresses of the two arrays."""
+
+    packed: Any  # by piece the words of the struct `Region`: `packed_regions`
+    words: int  # of the largest piece
+    large: Sequence[Piece]  # those that are worth launches of their own
+
+
+class _PendingCopies(NamedTuple):
+    """Copies that are to be enqueued."""
+
+    copies: _PlannedCopies
+    into: int  # addresses of the two arrays
+    of: int
+    arrays: tuple[Array, Array]  # which keep their memory
+
+
+class _RegionLaunch(NamedTuple):
+    grid: tuple[int, int]
+    batch: Any  # the kernel's argument
+
+
+#: Launches, and their copies: so that no others get the identities of these.
+_KeptLaunches: TypeAlias = tuple[Sequence[_PlannedCopies], Sequence[_RegionLaunch]]
+
+
+_REGIONS = CudaSource("regions.cu", lambda module: module.get_function("copy_regions").kernel)
+
+
+class RegionBatch:
+    """Copies of regions that are enqueued together, on the current stream.
+
+    The arrays must not change before `flush`.
+    """
+
+    def __init__(self) -> None:
+        self._pending: list[_PendingCopies] = []
+        self._copies = KeptResults[_PlannedCopies]()  # a plan takes longer than its launch
+        self._launches = KeptResults[_KeptLaunches](_MOST_LAUNCHES)  # by copies and addresses
+        self._fills = KeptResults[list[tuple[Array, Sequence[Piece]]]]()
+
+    def copy_pieces(
+        self, dst: Array, src: Array, pieces: Sequence[Piece], axes: Sequence[int]
+    ) -> Sequence[Piece]:
+        """Add copies of pieces of an array; return large pieces, which are left to the caller."""
+        if dst.dtype != src.dtype:
+            raise BlockMismatchError(f"expected arrays of one dtype, got {src.dtype}, {dst.dtype}")
+        into, of, item_bytes = dst.data.ptr, src.data.ptr, dst.dtype.itemsize
+        layout = dst.strides, src.strides, tuple(axes), item_bytes, (into | of) & _ALIGNMENT
+        copies = self._copies.of(pieces, layout, lambda: _copies(pieces, *layout))
+        if len(copies.packed):
+            self._pending.append(_PendingCopies(copies, into, of, (dst, src)))
+        return copies.large
+
+    def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
+        """Add constants in regions of an array."""
+        by_item = self._fills.of(fills, dst.dtype.str, lambda: [*_by_item(fills, dst.dtype)])
+        for item, pieces in by_item:
+            everywhere = cupy.broadcast_to(item, dst.shape)
+            for _, _, box in self.copy_pieces(dst, everywhere, pieces, range(dst.ndim)):
+                permute_into(dst[box_slices(box)], everywhere[box_slices(box)], range(dst.ndim))
+
+    def flush(self) -> None:
+        """Enqueue all copies."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        key = tuple([(id(copies), into, of) for copies, into, of, _ in pending])
+        _, launches = self._launches.of(_REGIONS, key, lambda: _launches(pending))
+        copy = _REGIONS.on(cupy.cuda.runtime.getDevice())
+        stream = cupy.cuda.get_current_stream()
+        for grid, batch in launches:
+            copy(grid, (THREADS,), (batch,), 0, stream=stream)
+
+
+def _launches(pending: Sequence[_PendingCopies]) -> _KeptLaunches:
+    regions = np.concatenate([moved(copies.packed, into, of) for copies, into, of, _ in pending])
+    words = max(copies.words for copies, *_ in pending)
+    parts = [regions[n : n + MAX_REGIONS] for n in range(0, len(regions), MAX_REGIONS)]
+    launches = [_RegionLaunch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
+    return [each.copies for each in pending], launches
+
+
+def _copies(
+    pieces: Sequence[Piece],
+    dst_strides: tuple[int, ...],
+    src_strides: tuple[int, ...],
+    axes: tuple[int, ...],
+    item_bytes: int,
+    alignment: int,
+) -> _PlannedCopies:
+    strides = tuple(src_strides[axis] for axis in axes)
+    found, large, most = [], [], 0
+    is_in_order = axes == tuple(range(len(axes)))
+    large_bytes = _LARGE_BYTES_IN_ORDER if is_in_order else _LARGE_BYTES
+    for piece in pieces:
+        _, src, dst = piece
+        of, into = (
+            sum(low * stride for (low, _), stride in zip(box, each, strict=True))
+            for box, each in ((src, src_strides), (dst, dst_strides))
+        )
+        shape = box_shape(dst)
+        if 0 in shape:
+            continue
+        aligned = (alignment | of | into) & _ALIGNMENT
+        layout = None
+        if prod(shape) * item_bytes < large_bytes:
+            layout = region_layout(shape, item_bytes, strides, dst_strides, aligned)
+        if layout is None:
+            large.append(piece)
+        else:
+            found.append(layout.at(into, of))
+            most = max(most, layout.words)
+    return _PlannedCopies(packed_regions(found), most, large)
+
+
+def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:
+    """Yield the values of fills, as items on the GPU, and the regions of each as pieces."""
+    groups: dict[bytes, list[Piece]] = {}
+    for box, value in fills:
+        item = np.full((), value, dtype).tobytes()
+        groups.setdefault(item, []).append(Piece(0, box, box))
+    for item, pieces in groups.items():
+        yield cupy.asarray(np.frombuffer(item, dtype).reshape(())), pieces
+
+
+# A checksum is a sum modulo 2**64 over words of 8 bytes, the last one padded with zeros. Each word
+# is first mixed with its position (by the finaliser of splitmix64). This map is one to one for each
+# position, so the checksum finds every change within one word. One in 2**64 of all other changes
+# passes. A sum of words times odd weights would be one to one as well, but two flipped signs
+# anywhere would cancel each other.
+_CHECKSUM_THREADS = 256
+_MOST_CHECKSUM_BLOCKS = 512  # enough to use the memory's bandwidth; each thread adds to one total
+_WORD_BYTES = 8
+
+_CHECKSUMS = CudaSource("checksums.cu", lambda module: module.get_function("add_mixed").kernel)
+
+
+def mixed_sum(data: Array) -> int:
+    """Return the checksum of contiguous bytes on the current stream, and wait for it."""
+    if data.data.ptr % _WORD_BYTES:
+        data = data.copy()
+    total = cupy.zeros((), np.uint64)
+    blocks = min(_MOST_CHECKSUM_BLOCKS, -(-data.size // (_CHECKSUM_THREADS * _WORD_BYTES)))
+    add = _CHECKSUMS.on(cupy.cuda.runtime.getDevice())
+    arguments = (data.data.ptr, np.uint64(data.size), total.data.ptr)
+    add((blocks,), (_CHECKSUM_THREADS,), arguments, 0, stream=cupy.cuda.get_current_stream())
+    return int(total.get())
+
+
+SOURCES = (*_KERNELS.values(), _REGIONS, _CHECKSUMS)
+
+
+def load_all(sources: Iterable[CudaSource[Any]] = SOURCES) -> None:
+    """Load sources on the current device before their first use. Do not call it on an event loop.
+
+    The first call on a machine compiles them, about 0.8 s each. Threads compile them concurrently,
+    so all together take little longer.
+    """
+    device_id = cupy.cuda.runtime.getDevice()
+
+    def load(source: CudaSource[Any]) -> None:
+        with cupy.cuda.Device(device_id):
+            source.on(device_id)
+
+    with ThreadPoolExecutor(thread_name_prefix="dask-p2p-compile") as pool:
+        for loading in [pool.submit(load, source) for source in sources]:
+            loading.result()
