@@ -32,7 +32,7 @@ light = sorted(sys.modules)
 import distributed
 by_distributed = sorted(sys.modules)
 dask_p2p.transpose, dask_p2p.register, dask_p2p.local_cluster
-import dask_p2p.tools.files, dask_p2p.tools.check, dask_p2p.plugins.worker, dask_p2p.preload
+import dask_p2p.cli.files, dask_p2p.tools.check, dask_p2p.plugins.worker, dask_p2p.preload
 import dask_p2p.ops.rechunk
 assert callable(dask_p2p.transpose) and callable(dask_p2p.register), "a module took its name"
 print(json.dumps({

@@ -28,8 +28,13 @@ from dask_p2p.tools.dropin import install
 with needs("xarray", "xarray"):
     import xarray as xr
 
-from dask_p2p.xarray.by_name import by_dimension, iterated, named_in_errors
-from dask_p2p.xarray.regular import regular, with_chunks_of_shards
+from dask_p2p.xarray.by_name import (
+    by_dimension,
+    iterated,
+    named_in_errors,
+    regular,
+    with_chunks_of_shards,
+)
 from dask_p2p.xarray.spectra import of_dataset, spectrum, undone
 from dask_p2p.xarray.variables import (
     as_dask,

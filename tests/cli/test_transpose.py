@@ -140,7 +140,7 @@ def test_an_unforeseen_exception_is_one_line_too(dask, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("dask_p2p.tools.files.written", fail)
+    monkeypatch.setattr("dask_p2p.cli.files.written", fail)
     one_line(dask("in.npy", "out.npy"), "cannot write out.npy: two lines")
     assert os.listdir() == ["in.npy"]
 
@@ -159,7 +159,7 @@ def test_help_loads_no_command():
     code = (
         "import sys; from click.testing import CliRunner; from dask_p2p.cli import p2p;"
         "r = CliRunner().invoke(p2p, ['--help']); assert r.exit_code == 0; print(r.output);"
-        "heavy = {'zarr', 'dask_p2p.tools.files', 'dask_p2p.cli.files'};"
+        "heavy = {'zarr', 'dask_p2p.cli.files', 'dask_p2p.cli.files'};"
         "print('loaded', heavy & set(sys.modules))"
     )
     output = output_of("-c", code)

@@ -290,7 +290,7 @@ def test_gangs_change_the_states_of_tasks():
 
 
 def test_a_worker_takes_the_event_of_a_thread_that_leaves():
-    """See dask_p2p/plugins/gangs/threads.py."""
+    """See dask_p2p/plugins/dask_internals.py."""
     names = {field.name for field in fields(SecedeEvent)}
     assert {"key", "compute_duration", "stimulus_id"} <= names
     assert callable(Worker.handle_stimulus)

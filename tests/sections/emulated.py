@@ -18,8 +18,9 @@ from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections import checks
 from dask_p2p.sections.exchange import device as host_device
-from dask_p2p.sections.gpu import halo_windows, lending, windows
-from dask_p2p.sections.gpu import lending as graphs
+from dask_p2p.sections.gpu import device as graphs
+from dask_p2p.sections.gpu import device as lending
+from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
@@ -65,8 +66,8 @@ def emulated_gpu(monkeypatch):
     for where, name, value in (
         (halo_windows, "begin_in_order", noted),
         *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
-        (dask_p2p.backends.kernels, "permute", kernels(recorder)),
-        (cupy_backend, "_kernels", lambda name: kernels(recorder)),
+        (dask_p2p.backends.kernels, "cuda", kernels(recorder)),
+        (cupy_backend, "_kernels", lambda: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),

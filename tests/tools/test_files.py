@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p.cli import files
 from dask_p2p.errors import FileError
-from dask_p2p.tools import files
 from tests.support import persisted, tune
 
 zarr = pytest.importorskip("zarr", minversion="3.1")

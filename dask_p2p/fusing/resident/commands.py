@@ -30,7 +30,7 @@ from distributed.utils_comm import gather_from_workers
 from dask_p2p import tuning
 from dask_p2p.errors import SectionError
 from dask_p2p.geometry import Index
-from dask_p2p.plugins.gangs.threads import Units
+from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import Key
 

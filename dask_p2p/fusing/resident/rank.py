@@ -41,10 +41,9 @@ from dask_p2p.fusing.resident.replayed_calls import HandleTable, ReplayedCalls
 from dask_p2p.fusing.running.gang import ProgramContext, Runner, output_of, unpacked
 from dask_p2p.fusing.running.messages import FailedValue
 from dask_p2p.fusing.running.program import ReadyProgram, ReadyStep
-from dask_p2p.plugins.gangs.threads import Units
+from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.plugins.worker import part_on
-from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.lending import HOST_ARRAYS
+from dask_p2p.sections.exchange.device import HOST_ARRAYS, Host
 from dask_p2p.sections.gang.rank import shown_to_users
 from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.wire.connection import AttemptEndedError

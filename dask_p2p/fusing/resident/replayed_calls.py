@@ -29,11 +29,10 @@ from dask_p2p.fusing.running.gang import ProgramContext, Runner, exchanging, on_
 from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, quick_form, text_of
 from dask_p2p.fusing.running.program import ReadyProgram, parts_of
 from dask_p2p.replayable import is_constant, is_replayable
-from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.lending import HostLending, SourcePieces
+from dask_p2p.sections.exchange.device import HOST, Host, HostLending, SourcePieces
 from dask_p2p.sections.gang.worker import Progress
-from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.lending import (
+from dask_p2p.sections.gpu.device import (
+    Gpu,
     GraphLending,
     can_wait_for_peers,
     captured,

@@ -16,7 +16,7 @@ from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import BlockPlan, Piece
-from dask_p2p.sections.exchange.lending import HOST_ARRAYS, Lending, SourcePieces
+from dask_p2p.sections.exchange.device import HOST_ARRAYS, Lending, SourcePieces
 from dask_p2p.types import Array, DType, Key
 
 #: The plan of a block, and its pieces by source, always in the same order.

@@ -35,8 +35,7 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
-from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.lending import HostLending, Lending
+from dask_p2p.sections.exchange.device import HOST, Host, HostLending, Lending
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.rank import gang_tasks

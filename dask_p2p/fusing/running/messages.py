@@ -30,7 +30,7 @@ from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
 from dask_p2p.geometry import box_shape, round_up, whole_box
 from dask_p2p.plans import Piece
-from dask_p2p.sections.exchange.lending import Lending, SourcePieces
+from dask_p2p.sections.exchange.device import Lending, SourcePieces
 from dask_p2p.sections.gang.rank import pickled_error
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key

@@ -2,25 +2,267 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from bokeh import models
+from bokeh.layouts import column, row
+from bokeh.palettes import Viridis256
+from bokeh.plotting import figure
 from bokeh.server.tornado import BokehTornado
+from bokeh.transform import factor_cmap, linear_cmap
 from distributed.dashboard.components.scheduler import env
 from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
 from tornado.ioloop import IOLoop
 
-from dask_p2p.monitoring.page.feed import Feed, picture
-from dask_p2p.monitoring.page.plots import (
-    LinksPlot,
-    Page,
-    RunsTable,
-    StagesPlot,
-    StepsPlot,
-    WaitingPlot,
-)
+from dask_p2p.monitoring.page.charts import PARTS, Columns
+from dask_p2p.monitoring.page.feed import TABLE, Feed, Picture, picture
+
+# The plots and the table are bokeh models. The colours suit light and dark pages. All other
+# styles come from bokeh's theme and the page.
+
+_PALETTE = Viridis256[48:]  # without the darkest colours, invisible on a dark page
+_FAINT = "#80808040"
+_FELL_BACK = "#e8553d"
+_PARTS = (_FAINT, "#e69f00", "#3d8fd1", "#1fa37a")  # distinct also for colour-blind readers
+_MOST_LABELLED = 16  # most workers for labels of cells, and for outlines of bars
+_LINK_TIPS = {
+    "reader": "@reader",
+    "holder": "@holder",
+    "GB/s": "@gbs{0.00} by @transport, @share{0%} of the best",
+    "bytes": "@text",
+    "waited": "@waited_s{0.000} s",
+    "tasks": "@tasks",
+    "fell back": "@fallback",
+}
+_STAGE_TIPS = {
+    "": "@part",
+    "of": "@name, block @block",
+    "on": "@worker",
+    "from": "@holder by @transport",
+    "bytes": "@nbytes{0.00 ib}",
+    "seconds": "@seconds{0.0000}",
+    "failed": "@error",
+}
+_PROGRESS = """
+<progress value="<%= value %>" style="width: 50%; accent-color:
+<%= {failed: '#e8553d', cancelled: '#808080'}[state] || '#3d8fd1' %>"></progress>
+<%= state == 'running' ? Math.floor(100 * value) + '%' : state %>
+"""
+_TABLE_CSS = """
+.slick-header-column, .slick-row, .slick-row.odd, .slick-cell {
+  background: none !important; color: inherit !important; border-color: #80808040 !important;
+}
+"""
+_TABS_CSS = ".bk-tab { color: inherit; } .bk-tab.bk-active { color: #3d8fd1; background: none; }"
+# Pixels in the table of runs.
+_CHARACTER, _PADDING, _PROGRESS_WIDTH, _MOST_WIDTH = 6, 14, 100, 220
+_MOST_MEASURED = 20  # rows
+_NO_TEXTS = {"", "0", "-"}  # cells of a column that is not shown
+
+
+def _figure(name: str, tips: dict[str, str], **more: Any) -> Any:
+    """Return a bokeh figure with a row for each worker."""
+    more = {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"} | more
+    clear = {"background_fill_color": None, "border_fill_color": None}
+    root = figure(name=name, tooltips=[*tips.items()], **clear, **more)
+    root.yaxis.major_label_policy = models.NoOverlap()
+    root.ygrid.visible = False
+    return root
+
+
+class LinksPlot:
+    """A matrix of readers and holders."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-links")
+        axes = {"x_axis_label": "holder", "y_axis_label": "reader", "x_range": models.FactorRange()}
+        look = {"tools": "", "toolbar_location": None, "min_width": 380}
+        self.root = _figure("p2p-links-plot", _LINK_TIPS, **axes, **look)
+        center = {"x": "holder", "y": "reader", "source": self._source}
+        colour = linear_cmap("share", _PALETTE, low=0, high=1, nan_color=_FAINT)
+        size = {"width": 0.92, "height": 0.92, "line_width": 2}
+        cells = self.root.rect(**center, **size, color=colour, line_color="outline")
+        ink = linear_cmap("share", ["#ffffff", "#000000"], low=0, high=0.9)
+        middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": "12px"}
+        self._labels = self.root.text(**center, text="label", text_color=ink, **middle)
+        bar = cells.construct_color_bar(
+            title="speed, relative to the fastest link of the same transport (numbers: GB/s)",
+            formatter=models.NumeralTickFormatter(format="0%"),
+        )
+        bar.update(background_fill_color=None, height=8, padding=4)
+        self.root.add_layout(bar, "above")
+        self.root.xaxis.update(major_label_orientation=0.6, major_label_policy=models.NoOverlap())
+        self.root.xgrid.visible = False
+
+    def draw(self, picture: Picture) -> None:
+        chart = picture.links
+        self.root.title.text = chart.title
+        self.root.x_range.factors = chart.workers
+        self.root.y_range.factors = chart.workers[::-1]
+        self._labels.visible = len(chart.workers) <= _MOST_LABELLED
+        looks: Columns = {
+            "label": ["" if gbs != gbs else f"{gbs:.3g}" for gbs in chart.columns["gbs"]],
+            "outline": [_FELL_BACK if why else None for why in chart.columns["fallback"]],
+        }
+        self._source.data = chart.columns | looks
+
+
+class StagesPlot:
+    """Bars over time, with a row for each worker."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-stages")
+        axis = {"x_axis_label": "seconds", "x_range": models.Range1d(0, 1), "min_width": 480}
+        tools = {"tools": "xpan,xwheel_zoom,xbox_zoom,reset", "active_scroll": "xwheel_zoom"}
+        self.root = _figure("p2p-stages-plot", _STAGE_TIPS, **axis, **tools)
+        look = {"fill_color": factor_cmap("part", _PARTS, PARTS), "line_color": "#ffffff"}
+        self._bars = self.root.quad(
+            source=self._source, legend_field="part", line_width=0.5, **look
+        )
+        self.root.toolbar.logo = None
+        legend = self.root.legend[0]
+        legend.update(orientation="horizontal", padding=2, margin=0)
+        legend.update(background_fill_color=None, border_line_color=None)
+        self.root.add_layout(legend, "above")
+
+    def draw(self, picture: Picture) -> None:
+        chart = picture.stages
+        self.root.title.text = chart.title
+        self.root.y_range.factors = chart.workers[::-1]
+        self._bars.glyph.line_alpha = 1.0 if len(chart.workers) <= _MOST_LABELLED else 0.0
+        if self._source.data != chart.columns:  # unchanged data keep the user's zoom
+            self.root.x_range.update(start=0, end=max(chart.columns["right"], default=1))
+            self._source.data = chart.columns
+
+
+class StepsPlot:
+    """The speed of a section over time."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-steps")
+        tips = {"steps/s": "@rate{0.000}", "step": "@step", "seconds": "@seconds{0.0}"}
+        axes = {"x_axis_label": "seconds", "y_axis_label": "steps a second", "min_width": 480}
+        more = {"tools": "", "toolbar_location": None}
+        more |= {name: models.Range1d(0, 1) for name in ("x_range", "y_range")}
+        self.root = _figure("p2p-steps-plot", tips, **axes, **more)
+        points = {"x": "seconds", "y": "rate", "source": self._source, "color": _PARTS[2]}
+        self.root.line(**points, line_width=2)
+        self.root.scatter(**points, size=4)
+
+    def draw(self, picture: Picture) -> None:
+        chart = picture.steps
+        self.root.title.text = chart.title
+        self.root.x_range.end = max(chart.columns["seconds"], default=1)
+        self.root.y_range.end = 1.05 * max(chart.columns["rate"], default=1) or 1
+        self._source.data = chart.columns
+
+
+class WaitingPlot:
+    """A bar for each rank of a section: the time that it waited for others."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-waiting")
+        tips = {"rank": "@rank", "on": "@worker", "waited": "@text", "step": "@step"}
+        axes = {"x_axis_label": "share of time", "x_range": (0, 1), "y_axis_label": "rank"}
+        look = {"tools": "", "toolbar_location": None, "min_width": 380}
+        self.root = _figure("p2p-waiting-plot", tips, **axes, **look)
+        self.root.xaxis.formatter = models.NumeralTickFormatter(format="0%")
+        of_rank = {"y": "rank", "source": self._source}
+        self.root.hbar(**of_rank, right="share", height=0.8, color=_PARTS[1])
+        label = {"x": "at", "text": "text", "text_baseline": "middle", "text_font_size": "12px"}
+        self._labels = self.root.text(**of_rank, **label, text_color="ink")
+
+    def draw(self, picture: Picture) -> None:
+        chart = picture.waiting
+        self.root.title.text = chart.title
+        self.root.y_range.factors = chart.workers[::-1]
+        self._labels.visible = len(chart.workers) <= _MOST_LABELLED
+        shares = chart.columns["share"]
+        looks: Columns = {  # labels are right of short bars, and inside long ones
+            "at": [0.01 + (share if share < 0.6 else 0) for share in shares],
+            "ink": ["#808080" if share < 0.6 else "#000000" for share in shares],
+        }
+        self._source.data = chart.columns | looks
+
+
+class RunsTable:
+    """The runs, newest first. Columns that apply to none of them are not shown."""
+
+    def __init__(self) -> None:
+        self._source = models.ColumnDataSource(name="p2p-runs")
+        escaped = models.HTMLTemplateFormatter(template="<%- value %>")
+        formatters = {"progress": models.HTMLTemplateFormatter(template=_PROGRESS)}
+        self._columns = [
+            models.TableColumn(
+                field=name,
+                title=name,
+                width=0,
+                formatter=formatters.get(name, escaped),
+            )
+            for name in TABLE
+        ]
+        unchanged = dict.fromkeys(("sortable", "reorderable", "selectable"), False)
+        self.root = models.DataTable(source=self._source, columns=self._columns)
+        self.root.update(name="p2p-runs-table", stylesheets=[_TABLE_CSS], **unchanged)
+        self.root.update(index_position=None, sizing_mode="stretch_both")
+
+    def draw(self, picture: Picture) -> None:
+        for each in self._columns:
+            width, is_shown = _width(each, picture.runs[each.field])
+            # Each change draws the whole table again, so no column becomes narrower.
+            if is_shown and (width > each.width or not each.visible):
+                each.width = width
+            if each.visible != is_shown:
+                each.visible = is_shown
+        self._source.data = picture.runs
+
+
+def _width(of: Any, values: Sequence[Any]) -> tuple[int, bool]:
+    """Return the width that a column of the table needs, and whether it has figures."""
+    if of.field == "progress":
+        return _PROGRESS_WIDTH, True
+    texts = [str(value) for value in values[:_MOST_MEASURED]]
+    width = _PADDING + _CHARACTER * max(map(len, [of.title, *texts]))
+    return min(width, _MOST_WIDTH), not texts or not {*texts} <= _NO_TEXTS
+
+
+class Page:
+    """The page with all plots: those of a section's steps are in a tab of their own."""
+
+    def __init__(self) -> None:
+        self._parts = links, stages, runs, waiting, steps = (
+            LinksPlot(),
+            StagesPlot(),
+            RunsTable(),
+            WaitingPlot(),
+            StepsPlot(),
+        )
+        self._section = ""  # name of the newest run, if it was a section with steps
+        tabs = [
+            models.TabPanel(
+                title=title, child=row(left.root, right.root, sizing_mode="stretch_both")
+            )
+            for title, left, right in (
+                ("Links and stages", links, stages),
+                ("Steps", waiting, steps),
+            )
+        ]
+        self._tabs = models.Tabs(tabs=tabs, name="p2p-tabs", stylesheets=[_TABS_CSS])
+        self._tabs.update(sizing_mode="stretch_both", min_height=380)
+        runs.root.update(height=220, sizing_mode="stretch_width")
+        self.root = column(self._tabs, runs.root, sizing_mode="stretch_both")
+
+    def draw(self, picture: Picture) -> None:
+        """Show a picture, and the other tab if a run of the other kind is the newest one now."""
+        for part in self._parts:
+            part.draw(picture)
+        if picture.section != self._section:
+            self._section = picture.section
+            self._tabs.active = int(bool(picture.section))
+
 
 _PAGE, _PLOT = "p2p", "individual-p2p-"
 _PLOTS = {

@@ -27,8 +27,8 @@ from dask_p2p.engine.task import (
 )
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.plugins.gangs.coordinator import COMMIT
-from dask_p2p.plugins.gangs.threads import Units
 from dask_p2p.sections.gang.worker import Watch
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
@@ -37,8 +37,8 @@ from dask_p2p.types import Key, Kind
 from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
+    from dask_p2p.plugins.dask_internals import PoolThread
     from dask_p2p.plugins.gangs.coordinator import Order
-    from dask_p2p.plugins.gangs.threads import PoolThread
     from dask_p2p.sections.gang.worker import RankAttempt
     from dask_p2p.transports.ucx import UcxTransport
     from dask_p2p.transports.ucx_messenger import Messenger
@@ -122,7 +122,7 @@ class _RankRun:
         """Do the work of `in_gang` on a worker."""
         from distributed.utils import sync
 
-        from dask_p2p.plugins.gangs.threads import PoolThread
+        from dask_p2p.plugins.dask_internals import PoolThread
         from dask_p2p.plugins.worker import part_on
         from dask_p2p.sections.gang.worker import WorkerRanks
 

@@ -21,8 +21,7 @@ from dask_p2p.fusing.running.gang import ProgramContext
 from dask_p2p.fusing.running.messages import FailedValue
 from dask_p2p.fusing.running.program import ReadyProgram
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.lending import GraphLending
+from dask_p2p.sections.gpu.device import Gpu, GraphLending
 from dask_p2p.sections.gpu.windows import DeviceBarrier
 from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import emulated_gpu

@@ -11,7 +11,7 @@ from dask_p2p.fusing.running.assembling import Assembling, kept_plans, planned
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.halo import halo_plan
-from dask_p2p.sections.exchange.lending import HOST_ARRAYS, HostLending
+from dask_p2p.sections.exchange.device import HOST_ARRAYS, HostLending
 from tests.fusing.running.test_runner import large
 from tests.fusing.support import check_blocks, run_programs
 

@@ -15,7 +15,7 @@ from dask_p2p.fusing.running.assembling import Assembling
 from dask_p2p.fusing.running.gang import ProgramContext
 from dask_p2p.fusing.running.messages import Messages
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.lending import HostLending
+from dask_p2p.sections.exchange.device import HostLending
 from dask_p2p.sections.exchange.regions import Reads
 from tests.fusing.support import check_blocks, run_programs, smooth
 from tests.sections.gangs import run_gang

@@ -14,7 +14,7 @@ from distributed.threadpoolexecutor import ThreadPoolExecutor, threads_lock
 from distributed.worker import thread_state
 
 from dask_p2p import spmd
-from dask_p2p.plugins.gangs.threads import PoolThread
+from dask_p2p.plugins.dask_internals import PoolThread
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 

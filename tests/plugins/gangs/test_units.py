@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from distributed.core import Status
 
-from dask_p2p.plugins.gangs.threads import Units
+from dask_p2p.plugins.dask_internals import Units
 
 
 class Worker:

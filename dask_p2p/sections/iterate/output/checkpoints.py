@@ -30,11 +30,11 @@ import numpy as np
 
 from dask_p2p.errors import FileError, InputError, P2PWarning
 from dask_p2p.geometry import Box, box_slices, split_box
-from dask_p2p.ops.zarr_arrays import CONFIG
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.iterate.output.groups import (
+    CONFIG,
     Folder,
     another_run,
     difference,
