@@ -134,7 +134,6 @@ class Options:
     backoff_s: float = option("timeouts.backoff", duration_s)
     warn_after_s: float = option("sections.warn-after", duration_s)
     resident_idle_s: float = option("sections.resident-idle", duration_s)
-    resident_end_s: float = option("sections.resident-end", duration_s)
 
     @property
     def any_producer_stream(self) -> bool:

@@ -158,7 +158,6 @@ class Tuning:
     logged_commands: int = 100_000
     kept_commands: int = 10_000  # most commands between two checkpoints of a resident gang
     kept_s: float = 30.0  # most time between two of its checkpoints
-    suspend_pause_s: float = 1.0  # until an idle gang is suspended after commands in between
 
     # tools and cli.
     check_repeats: int = 5  # measurements of a transport by `check`

@@ -42,7 +42,6 @@ from dask_p2p.fusing.planning.sizes import (
 from dask_p2p.fusing.planning.tasks import check_arrays, kind_of, kinds_of, name_of
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
 from dask_p2p.fusing.resident.client_streams import ClientStreams, HandleMemory
-from dask_p2p.fusing.resident.commands import StoredHandles
 from dask_p2p.fusing.resident.rank import RunResident
 from dask_p2p.fusing.running.gang import PREFIX, FusedGang, rank_programs
 from dask_p2p.graph.redistribution import check_one_library, is_dask_array
@@ -250,7 +249,7 @@ class CompiledFunction:
             options.resident_idle_s,
             dask.get_annotations(),
         )
-        streams = ClientStreams(client, self.ranks, memory, options.resident_end_s)
+        streams = ClientStreams(client, self.ranks, memory)
         names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
         return ResidentGang(streams, submit, known, names)
 
@@ -261,16 +260,14 @@ class CompiledFunction:
         idle_s: float,
         annotations: Mapping[str, Any],
         token: str,
-        stored: StoredHandles | None,
     ) -> Any:
         """Submit a resident gang; return the future of its commit task."""
         own, name = self._gang, name_of_gang(PREFIX, token)
-        begin = None if stored is None else (stored.name, stored.number)
         ranks = []
         for each in own.ranks:
             body = each.body
             of_first = body.dtype, body.shape, body.kind
-            resident = RunResident(name, body.program, self._names, *of_first, idle_s, begin)
+            resident = RunResident(name, body.program, self._names, *of_first, idle_s)
             ranks.append(each._replace(body=resident))
         names, before = graph_as_optimised(arrays)
         tasks = MaterializedLayer(replace(own, ranks=ranks).tasks(name, names), annotations)

@@ -2,8 +2,7 @@
 
 When the ranks have begun, the client connects to the worker of each. A stream that ends, ends the
 attempt of all ranks. The client then waits for the ranks of the next attempt, and repeats the
-commands of the log. A gang that is idle for long ends; at the next command, another gang goes on
-with its handles.
+commands of the log.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from contextvars import copy_context
 from math import isnan, prod
 from typing import Any
 from uuid import uuid4
@@ -33,12 +31,10 @@ from dask_p2p.fusing.resident.commands import (
     DROP,
     END,
     KEEP,
-    STORE,
     CommandLog,
     CommandStream,
     Ranks,
     Sizes,
-    StoredHandles,
     receive,
     registered,
     workers_of,
@@ -55,9 +51,8 @@ _MOST_AHEAD = 64  # calls that have not run
 
 _DROP_S = 0.1  # time until dropped handles go to the ranks, without another call
 
-#: Submits a gang with a token, which goes on with stored handles, if there are some; returns the
-#: future of its commit task.
-Submit = Callable[[str, StoredHandles | None], Any]
+#: Submits a gang with a token; returns the future of its commit task.
+Submit = Callable[[str], Any]
 
 
 class ClientStreams:
@@ -68,21 +63,15 @@ class ClientStreams:
         client: Any,
         size: int,  # number of ranks
         memory: HandleMemory,
-        end_s: float,  # time without a command until the ranks end
     ) -> None:
-        self.client, self._memory, self._end_s = client, memory, end_s
+        self.client, self._memory = client, memory
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._streams: Sequence[CommandStream] = ()
         self._attempt: asyncio.Future[None] | None = None
-        self._submit: Submit
-        self._future: Any = None  # of the gang's commit task; None: the ranks have ended while idle
-        self._is_suspended = False  # whether the ranks end while idle, or have ended
-        self._stored: StoredHandles | None = None  # until the ranks have a later checkpoint
-        self._last_s = time.monotonic()  # of the last command
+        self._future: Any = None  # of the gang's commit task
         self._is_awake = self._drops_soon = False  # whether `_send` will run
         self._wanted = set[int]()  # requests whose answers a thread awaits
         self._answers: dict[int, Mapping[int, Any]] = {}  # by number of the request
-        self._asked: dict[int, asyncio.Future[Mapping[int, Any]]] = {}  # as awaited on the loop
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
@@ -97,21 +86,10 @@ class ClientStreams:
 
     def start(self, submit: Submit) -> None:
         """Begin to listen, and submit the gang."""
-        self._submit, self._context = submit, copy_context()  # with Dask's annotations
-        self._begin()
-
-    def _begin(self) -> None:
         token = uuid4().hex  # each gang has its own ranks
         receive(self.client, name_of_gang(PREFIX, token), self)
-        self._future = self._context.run(self._submit, token, self._stored)
-        self._is_suspended = False
+        self._future = submit(token)
         self._future.add_done_callback(self._record_end)
-
-    def _resume(self) -> None:
-        """Submit another gang in place of one that ends while it is idle."""
-        self._wait_until(lambda: self._future is None)
-        if self._is_suspended:  # no other thread has
-            self._begin()
 
     def call(self, arguments: Sequence[Any], first: int) -> None:
         """Send a call once few calls are ahead; now and then, also the command for a checkpoint.
@@ -136,9 +114,6 @@ class ClientStreams:
     def _add(self, kind: str, *arguments: Any) -> int:
         """Send a command; return its number."""
         self._check_runs()
-        if self._is_suspended:
-            self._resume()
-        self._last_s = time.monotonic()
         number = self.log.add(kind, *arguments)
         if not self._is_awake:
             self._is_awake = True
@@ -153,7 +128,6 @@ class ClientStreams:
             try:
                 self._wait_until(lambda: number in self._answers)
             finally:
-                self._last_s = time.monotonic()
                 self._wanted.discard(number)
                 answers = self._answers.pop(number, {})
         return [answers[rank] for rank in range(len(answers))]
@@ -182,9 +156,7 @@ class ClientStreams:
         Raises the error of the gang, if no call has raised it before.
         """
         with self._changed:
-            if self._is_suspended:
-                self._wait_until(lambda: self._future is None)
-            elif not self.is_over:
+            if not self.is_over:
                 self._add(END)
                 self._wait_until(lambda: self.is_over)
             if self._error is not None and not self._has_raised:
@@ -193,7 +165,7 @@ class ClientStreams:
     def close(self) -> None:
         """End the gang now, if it runs."""
         with self._changed:
-            self.is_over, self._stored = True, None
+            self.is_over = True
         if self._future is not None:
             self._future.release()
         if not self._loop.is_closed():
@@ -213,12 +185,6 @@ class ClientStreams:
 
     def _record_end(self, future: Any) -> None:
         """Record the end of the commit task."""
-        with self._changed:
-            if self._is_suspended:
-                self._future = None  # the scheduler forgets the gang
-                self.log.record_end()
-                self._changed.notify_all()
-                return
         error = future.exception() if future.status == "error" else None
         if error is None and future.status != "finished":
             error = SectionError(f"the resident gang is {future.status}. Begin another one.")
@@ -231,33 +197,6 @@ class ClientStreams:
             self._changed.notify_all()
 
     # --- on the event loop
-
-    @property
-    def idle_s(self) -> float:
-        """Time without a command."""
-        return 0.0 if self._wanted else time.monotonic() - self._last_s
-
-    async def ask(self, kind: str, *arguments: Any) -> tuple[int, list[Any]]:
-        """Send a request; return its number and the answers of all ranks, by rank."""
-        with self._changed:
-            number = self.log.add(kind, *arguments)
-        self._asked[number] = self._loop.create_future()
-        self._send()
-        try:
-            answers = await self._asked[number]
-        finally:
-            del self._asked[number]
-        return number, [answers[rank] for rank in range(len(answers))]
-
-    def suspend(self, stored: StoredHandles, last: int) -> bool:
-        """End the ranks, and return True, if a command is still the last one."""
-        with self._changed:
-            if self.log.last != last or self.is_over:
-                return False
-            self._is_suspended, self._stored = True, stored
-            self.log.add(END)
-        self._send()
-        return True
 
     def record_ranks(self, ranks: Ranks, resume: int) -> None:
         """Connect to the ranks of another attempt, which have the handles of a checkpoint."""
@@ -273,7 +212,6 @@ class ClientStreams:
         """Send commands to the ranks of one attempt, and receive answers, until one is lost."""
         streams: list[CommandStream] = []
         reading: list[asyncio.Future[None]] = []
-        idle: list[asyncio.Future[None]] = []
         try:
             await self._connect(ranks, streams)
             with self._changed:
@@ -281,19 +219,16 @@ class ClientStreams:
                 if self.attempt:
                     self._keeping.restart()
                 self.attempt, self.ranks, self._streams = self.attempt + 1, ranks, streams
-                if len(workers_of(ranks)) < 2:  # its loss would take the stored handles, too
-                    self._stored = None
             self._send()
             reading += [
                 asyncio.ensure_future(self._read(rank, each)) for rank, each in enumerate(streams)
             ]
-            idle += [asyncio.ensure_future(suspend_when_idle(self, self._end_s))]
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
         except SectionError as exc:  # the handles are lost
             self._end(exc)
             self._future.release()
         finally:
-            for task in (*reading, *idle):
+            for task in reading:
                 task.cancel()
             for stream in streams:
                 stream.close()
@@ -334,10 +269,6 @@ class ClientStreams:
             return
         if number in self._wanted:
             self._answers[number] = answers
-        elif (asked := self._asked.get(number)) is not None and not asked.done():
-            asked.set_result(answers)
-        if self._stored is not None and self.log.kept > self._stored.number:
-            self._stored = None
 
     def _send_dropped(self) -> None:
         self._drops_soon = False
@@ -376,31 +307,6 @@ class KeepingRule:
         if is_due:
             self._last_s = time.monotonic()
         return is_due
-
-
-_PREFIX = "p2p-suspended"  # of the names of stored handles
-
-
-async def suspend_when_idle(streams: ClientStreams, end_s: float) -> None:
-    """Suspend a gang that has had no command for some time."""
-    while True:
-        while (left_s := end_s - streams.idle_s) > 0:
-            await asyncio.sleep(left_s)
-        if await _is_suspended(streams):
-            return
-        await asyncio.sleep(tuning.current.suspend_pause_s)
-
-
-async def _is_suspended(streams: ClientStreams) -> bool:
-    """Store the handles of a gang, and suspend it unless a command has come in between."""
-    name = f"{_PREFIX}-{uuid4().hex}"
-    number, answers = await streams.ask(KEEP)
-    sizes: Sequence[Sizes] = answers
-    with suppress(KeyError):  # a worker is lost
-        futures = await registered(streams.client, name, sizes, streams.ranks)
-        last, _ = await streams.ask(STORE, number, name)
-        return streams.suspend(StoredHandles(name, number, futures), last)
-    return False
 
 
 _MOST_MEMORY = 0.8  # part of a worker's memory limit: beyond it Dask pauses the worker

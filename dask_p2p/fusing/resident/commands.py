@@ -15,17 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import uuid4
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-import numpy as np
 from distributed import Future, Worker
 from distributed.core import Status
-from distributed.utils_comm import gather_from_workers
 
 from dask_p2p import tuning
 from dask_p2p.errors import SectionError
@@ -48,15 +45,13 @@ FETCH = "fetch"
 SIZES = "sizes"
 #: The number of a handle, and the name of an array that gets its blocks.
 PUBLISH = "publish"
-#: The ranks save their handles, and send the sizes of the states on their workers.
+#: The ranks save their handles.
 KEEP = "keep"
-#: The number of a checkpoint, and a name: the ranks add its states to the data of Dask.
-STORE = "store"
 #: The ranks return.
 END = "end"
 
 #: Kinds that each rank answers.
-REQUESTS = (FETCH, SIZES, PUBLISH, KEEP, STORE)
+REQUESTS = (FETCH, SIZES, PUBLISH, KEEP)
 
 #: Message of rank 0: the number of a call. This call and all before it are complete.
 DONE = "done"
@@ -134,10 +129,6 @@ class CommandLog:
             self._record_kept(number)
         return found
 
-    def record_end(self) -> None:
-        """Record that the ranks have returned: other ranks will do the commands after the end."""
-        self._drop(END)
-
     def restart(self, resume: int) -> None:
         """Begin another attempt, whose ranks have the handles of a checkpoint; 0: those at first.
 
@@ -148,7 +139,6 @@ class CommandLog:
                 "the workers that had the checkpoints of the resident gang are lost, so its "
                 "handles are lost, too. Begin again from arrays; run.array(handle) makes them."
             )
-        self._drop(STORE)  # the client requests it again
         self._record_kept(resume)
         self._answers.clear()
         self._unsent = deque(
@@ -156,10 +146,6 @@ class CommandLog:
             for number, command in self._commands.items()
             if number > resume or command[1] in REQUESTS  # without an answer
         )
-
-    def _drop(self, kind: str) -> None:
-        """Drop the commands of a kind."""
-        self._commands = {n: each for n, each in self._commands.items() if each[1] != kind}
 
     def _record_kept(self, number: int) -> None:
         """Record the newest complete checkpoint; drop older commands if there are very many."""
@@ -221,25 +207,8 @@ class CommandStream:
             self._comm.abort()  # wakes the reader, also after a message that cannot be sent
 
 
-# The handles of a suspended gang, which are data of Dask.
-#
-# So Dask spills them, and moves them from workers that retire. A checkpoint of the ranks becomes
-# these data, with its copies: the loss of one worker leaves a copy of each rank's handles. Dask
-# removes replicas of the same key, so that copies have keys of their own.
-
 #: Index and size in bytes of each block that a rank has.
 Sizes: TypeAlias = Sequence[tuple[Index, int]]
-
-_OWN, _COPY = 0, 1  # of a rank's state
-
-
-@dataclass(frozen=True)
-class StoredHandles:
-    """The stored handles of a gang, as its client has them. They go with the futures."""
-
-    name: str
-    number: int  # of the checkpoint
-    futures: Mapping[Key, Any]
 
 
 async def registered(client: Any, name: str, sizes: Sequence[Sizes], ranks: Ranks) -> Any:
@@ -258,31 +227,6 @@ async def registered(client: Any, name: str, sizes: Sequence[Sizes], ranks: Rank
     return futures
 
 
-def sizes_of(rank: int, states: Mapping[int, Any]) -> list[tuple[Index, int]]:
-    """Return the index and size of each state on the worker of a rank, its own and copies."""
-    return [(_index(rank, of), len(state)) for of, state in states.items()]
-
-
-def blocks_of(name: str, rank: int, states: Mapping[int, Any]) -> dict[Key, Any]:
-    """Return states as blocks of Dask, by key. They share the memory of the states."""
-    return {(name, *_index(rank, of)): np.frombuffer(each, "u1") for of, each in states.items()}
-
-
-async def stored_state(worker: Worker, name: str, rank: int) -> memoryview | None:
-    """Return the state of a rank, from any worker; None if all of its copies are lost."""
-    for which in (_OWN, _COPY):
-        key = (name, rank, which)
-        who_has = await worker.scheduler.who_has(keys=[key])
-        data, *_ = await gather_from_workers(who_has, rpc=worker.rpc)
-        if key in data:
-            return memoryview(data[key])
-    return None
-
-
-def _index(rank: int, of: int) -> Index:
-    return (of, _OWN if of == rank else _COPY)
-
-
 #: Address, token and memory limit of each rank.
 Ranks: TypeAlias = Sequence[tuple[str, str, int]]
 
@@ -295,8 +239,6 @@ _streams: WeakKeyDictionary[Any, _Streams] = WeakKeyDictionary()  # by client
 def receive(client: Any, gang: str, streams: ClientStreams) -> None:
     """Record the ranks of a gang in its streams when all of them have begun."""
     known = _streams.setdefault(client, WeakValueDictionary())
-    for name in [name for name, each in known.items() if each is streams]:
-        del known[name]  # the gang before
     known[gang] = streams
     # Once more for each gang: the client may have connected to another scheduler.
     client.subscribe_topic(TOPIC, partial(_pass_on, known))

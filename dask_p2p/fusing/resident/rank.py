@@ -29,13 +29,9 @@ from dask_p2p.fusing.resident.commands import (
     KEEP,
     PUBLISH,
     SIZES,
-    STORE,
     TOPIC,
     CommandQueue,
     CommandQueues,
-    blocks_of,
-    sizes_of,
-    stored_state,
 )
 from dask_p2p.fusing.resident.replayed_calls import HandleTable, ReplayedCalls
 from dask_p2p.fusing.running.gang import ProgramContext, Runner, output_of, unpacked
@@ -64,8 +60,6 @@ class RunResident:
     shape: tuple[float, ...] | None  # of the first result
     kind: Kind  # of the arrays
     idle_s: float  # time without a command until the rank lends its resources
-    # Name and number of the handles that a gang has stored, which this gang goes on with.
-    stored: tuple[str, int] | None
     is_resident: ClassVar[bool] = True  # the gang shares its workers
     context: ClassVar[Any] = ProgramContext
 
@@ -82,8 +76,6 @@ class RunResident:
         ):
             table = HandleTable(program, self.arguments, blocks, ctx.device)
             resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)
-            if state is None and self.stored is not None:
-                resume, state = stored_in(*self.stored, ctx, worker)
             if state is not None:
                 table.restore(state)
             announce(self.gang, ctx, queue, worker, resume)
@@ -91,15 +83,6 @@ class RunResident:
             calls = ReplayedCalls(ctx, ready, table, ResidentRunner(ctx, ready).call)
             ResidentRank(ctx, worker, queue, table, calls).serve()
         return [[] for _ in program.outputs]
-
-
-def stored_in(
-    name: str, number: int, ctx: ProgramContext, worker: Worker
-) -> tuple[int, memoryview | None]:
-    """Return the number of stored handles, and this rank's; 0 if some rank's are lost."""
-    found = sync(worker.loop, stored_state, worker, name, ctx.rank)
-    gathered = ctx.connections.gather(_BEGIN, bytes([found is not None]))
-    return (number, found) if all(map(any, gathered)) else (0, None)
 
 
 def announce(
@@ -184,7 +167,6 @@ class ResidentRank:
             FETCH: self._fetch,
             SIZES: self._sizes,
             PUBLISH: self._publish,
-            STORE: self._store,
         }
 
     def serve(self) -> None:
@@ -198,7 +180,7 @@ class ResidentRank:
             elif kind == KEEP:
                 if self._ctx.checkpoints is not None:
                     self._ctx.checkpoints.save(number, self._table.state())
-                self._queue.send((ANSWER, number, sizes_of(self._ctx.rank, self._states(number))))
+                self._queue.send((ANSWER, number, None))
             elif kind == END:
                 return
             else:
@@ -238,16 +220,6 @@ class ResidentRank:
         blocks = self._table.handles[handle].items()
         data = {(name, *index): _copied(self._ctx.device, block) for index, block in blocks}
         sync(self._worker.loop, self._update, data)
-
-    def _store(self, number: int, name: str) -> None:
-        data = blocks_of(name, self._ctx.rank, self._states(number))
-        sync(self._worker.loop, self._update, data)
-
-    def _states(self, number: int) -> Mapping[int, Any]:
-        """Return the states of a checkpoint on this worker, by rank."""
-        if self._ctx.checkpoints is not None:
-            return self._ctx.checkpoints.states(number)
-        return {0: np.concatenate(self._table.state())}  # the only rank, now
 
     async def _update(self, data: Mapping[Any, Any]) -> None:
         self._worker.update_data(data=data)

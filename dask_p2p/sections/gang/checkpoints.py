@@ -164,12 +164,6 @@ class Checkpoints:
         self._memories.reverse()
         self._last = step
 
-    def states(self, step: int) -> dict[int, memoryview]:
-        """Return the states of a step that this rank has saved, its own and copies, by rank."""
-        ranks = enumerate(self._replica_ranks)
-        here = [rank for rank, of in ranks if self._rank in (rank, of)]
-        return {rank: self._found(rank, step) for rank in here}
-
     def close(self) -> None:
         """Release the memory. `SavedStates` keeps the states that other ranks may still need."""
         self._memories.clear()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.commands import CALL, DROP, END, FETCH, KEEP, STORE, CommandLog
+from dask_p2p.fusing.resident.commands import CALL, DROP, FETCH, KEEP, CommandLog
 
 SIZE, MOST = 3, 12
 ranks = st.integers(0, SIZE - 1)
@@ -41,8 +41,6 @@ class Rank:
             self.messages.append(("answer", number, self.handles[arguments[0]]))
         elif kind == KEEP:
             saved[number] = dict(self.handles)
-            self.messages.append(("answer", number, None))
-        elif kind == STORE:
             self.messages.append(("answer", number, None))
 
 
@@ -128,30 +126,6 @@ class Residents(RuleBasedStateMachine):
         self.saved = [{resume: each[resume]} if resume else {} for each in self.saved]
         self.begin(resume)
         self.log.restart(resume)
-
-    def all_ranks_answer(self):
-        self.all_ranks_work()
-        for rank in range(SIZE):
-            self.messages_arrive(rank)
-
-    @rule(which=whiches, is_lost=st.booleans())
-    def the_gang_is_suspended(self, which, is_lost):
-        kept = self.log.add(KEEP)
-        self.all_ranks_answer()
-        assert self.log.kept == kept
-        store = self.log.add(STORE, kept, "name")
-        if is_lost:  # the client suspends the gang later
-            self.a_rank_is_lost()
-            assert store not in self.log._commands
-            return
-        self.all_ranks_answer()
-        assert self.log.last == store
-        self.log.add(END)
-        assert self.log.take_unsent() == [(store + 1, END)]
-        self.the_user_drops_a_handle(which)
-        self.log.record_end()
-        self.begin(kept)
-        self.log.restart(kept)
 
     @rule()
     def all_checkpoints_are_lost(self):
