@@ -216,24 +216,6 @@ def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
     nothing_is_left(client)
 
 
-def counting(ctx, x, path):
-    """Counts by NumPy's integers, and kills a worker once."""
-    for step in np.arange(ctx.restore(x), 8):
-        x += ctx.allreduce(1.0)
-        if step == 4:
-            ctx.checkpoint(step + 1, x)
-        if step == 6 and ctx.rank == 0:
-            die_once(path)
-    return x
-
-
-def test_ranks_go_on_whatever_integers_count_their_steps(client, tmp_path):
-    three_workers(client)
-    y = spmd(counting, da.zeros(12, chunks=3), ranks=3, path=tmp_path / "killed")
-    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, 24.0))
-    nothing_is_left(client)
-
-
 def copied_first(ctx, x, folder):
     """Saves an array that it does not work on, and kills a worker once."""
     y = x.copy()

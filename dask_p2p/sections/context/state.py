@@ -6,16 +6,8 @@ elements of all values. So values may change their shapes from step to step.
 
 from __future__ import annotations
 
-import dis
 import json
-import logging
-import re
-import sys
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from inspect import CO_OPTIMIZED
-from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,14 +19,7 @@ from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS, parse_literal, sequence_like
-from dask_p2p.sections.gang.checkpoints import (
-    CHANGED,
-    EMPTY,
-    OUTSIDE,
-    SAME,
-    check_state,
-    host_arrays,
-)
+from dask_p2p.sections.gang.checkpoints import host_arrays
 from dask_p2p.types import Array, DType
 
 _LENGTH_BYTES = 8  # of the header's length, in front of it
@@ -61,24 +46,13 @@ class State:
     ``s.u = s.u + 1`` and ``s.u += 1`` both change the state `s`.
     """
 
-    __slots__ = ("__dict__", "_device", "_names", "has_copies", "outside")
+    __slots__ = ("__dict__", "_device", "_names")
 
-    def __init__(self, device: Host, values: Mapping[str, Any], has_copies: bool = True) -> None:
-        self._device, self.has_copies = device, has_copies
-        self.outside: list[str] = []  # names of other values that a loop carries
+    def __init__(self, device: Host, values: Mapping[str, Any]) -> None:
+        self._device = device
         for name, value in values.items():
-            setattr(self, name, _copied(value, device) if has_copies else value)
+            setattr(self, name, _copied(value, device))
         self._names = [*self.leaves()]
-
-    @classmethod
-    def of_arrays(cls, device: Host, arrays: Sequence[Array], name: str) -> State:
-        """Return the state of a function that changes these arrays in place.
-
-        `name` becomes the name of each by `str.format`, with its number.
-        """
-        check_state(arrays, device)
-        named = {name.format(number): array for number, array in enumerate(arrays)}
-        return cls(device, named, has_copies=False)
 
     def __repr__(self) -> str:
         return f"<State of {', '.join(vars(self))}>"
@@ -106,7 +80,7 @@ class State:
     def arrays(self) -> list[Array]:
         """Return the header and the arrays of a checkpoint."""
         leaves = self.check().values()
-        text = repr((self.outside, _header(leaves))).encode()
+        text = repr(_header(leaves)).encode()
         size_bytes = round_up(_LENGTH_BYTES + len(text), _ALIGNMENT_BYTES)
         length = (size_bytes - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
         header = (length + text).ljust(size_bytes)
@@ -114,25 +88,10 @@ class State:
             of.array for of in leaves
         ]
 
-    def changes(self, saved: memoryview) -> bytes:
-        """Compare each value with a checkpoint: `SAME`, `CHANGED` or `EMPTY`.
-
-        One more byte, `OUTSIDE`, follows if the loop carried other values.
-        """
-        found = []
-        self.outside, _ = _text_of(saved)
-        for (spec, theirs), own in zip(self._read(saved), self.leaves().values(), strict=True):
-            is_same = (spec.kind, spec.dtype, spec.shape) == (
-                own.kind,
-                own.array.dtype,
-                own.array.shape,
-            )
-            if is_same and theirs.size:
-                mine = np.empty(spec.shape, spec.dtype)
-                self._device.copy_to_host(mine, own.array)
-                is_same = mine.tobytes() == theirs.tobytes()
-            found.append(CHANGED if not is_same else SAME if theirs.size else EMPTY)
-        return bytes([*found, OUTSIDE] if self.outside else found)
+    def checksums(self) -> dict[str, int]:
+        """Return the checksum of each value that has elements, by name."""
+        leaves = self.leaves().items()
+        return {name: self._device.checksum(leaf.array) for name, leaf in leaves if leaf.array.size}
 
     def load(self, saved: memoryview) -> None:
         """Take over the values of a checkpoint; arrays of the same shape are filled in place."""
@@ -149,38 +108,18 @@ class State:
         for name, value in vars(self).items():
             setattr(self, name, _loaded(value, new, self._device))
 
-    def name(self, number: int) -> str:
-        """Return the text of a value by its number."""
-        return [*self._names, ", ".join(self.outside)][number]
-
     def _read(self, saved: memoryview) -> list[tuple[_Saved, Array]]:
-        """Return the kind, dtype and shape of each value in a checkpoint, and its elements.
-
-        Raises `InputError` for arrays of a function that have other shapes or dtypes.
-        """
-        (_, found), own = _text_of(saved), [*self.leaves().values()]
-        if self.has_copies:
-            specs = [_Saved(kind, descr_to_dtype(descr), shape) for kind, descr, shape in found]
-        elif found == _header(own):
-            specs = [_Saved(kind, array.dtype, array.shape) for kind, array in own]
-        else:
-            raise InputError(
-                f"expected the arrays of the last checkpoint, {found}, got {_header(own)}. Give "
-                f"ctx.restore and ctx.checkpoint the same arrays."
-            )
-        header = (np.dtype(np.uint8), (_LENGTH_BYTES + _length_of(saved),))
-        arrays = host_arrays(saved, [header, *((of.dtype, of.shape) for of in specs)])
+        """Return the kind, dtype and shape of each value in a checkpoint, and its elements."""
+        text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + _length_of(saved)])
+        header = parse_literal(text.decode())
+        specs = [_Saved(kind, descr_to_dtype(descr), shape) for kind, descr, shape in header]
+        before = (np.dtype(np.uint8), (_LENGTH_BYTES + _length_of(saved),))
+        arrays = host_arrays(saved, [before, *((spec.dtype, spec.shape) for spec in specs)])
         return list(zip(specs, arrays[1:], strict=True))
 
 
 def _length_of(saved: memoryview) -> int:
     return int.from_bytes(saved[:_LENGTH_BYTES], "little")
-
-
-def _text_of(saved: memoryview) -> Any:
-    """Return the names outside of the state of a checkpoint, and its header."""
-    text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + _length_of(saved)])
-    return parse_literal(text.decode())
 
 
 def _header(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:
@@ -269,204 +208,3 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
         device.copy_from_host(value, array)
         return value
     return _on_device(array, device)
-
-
-# Variables of a function that refer to arrays of its state: names, attributes and items.
-#
-# After ``u = s.u`` a function may change `u` in place. But ``u = u + 1`` binds the name to a new
-# array, and the state `s` keeps the old one.
-
-_OWN = __name__.partition(".")[0]
-_CONTAINERS = dict, list, tuple, deque
-_MOST_ITEMS = 1000  # of a list or dict that is searched for arrays
-_HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
-
-
-class Reference(NamedTuple):
-    """A name in a function, or an attribute or item of its value."""
-
-    code: CodeType  # the function's
-    name: str
-    key: Any = None
-    text: str = ""  # source text of the reference
-
-    def value(self, names: dict[str, Any]) -> Any:
-        """Return the current value; None if there is none."""
-        value = names.get(self.name)
-        return value if self.text == self.name else _inside(value).get(self.key)
-
-
-class Bindings:
-    """Variables that refer to arrays of a state, in a frame and its callers.
-
-    Parameters
-    ----------
-    state : State
-        The state of a loop.
-    frame : FrameType
-        The frame that passed it to the loop.
-    """
-
-    def __init__(self, state: State, frame: FrameType | None) -> None:
-        self._state = state
-        self.code = None if frame is None else frame.f_code  # of the function with the loop
-        self._references: list[tuple[str, Array, list[Reference]]] = []  # by name in the state
-        found = [each for code, names in _frames(frame) for each in _references(code, names)]
-        for name, leaf in state.leaves().items():
-            references = [reference for reference, value in found if value is leaf.array]
-            if references and leaf.kind == "array":
-                self._references.append((name, leaf.array, references))
-
-    def check(self, frame: FrameType | None) -> None:
-        """Refuse a function that works on another array than the state has.
-
-        Parameters
-        ----------
-        frame : FrameType
-            The frame that continues the loop.
-
-        Raises
-        ------
-        InputError
-            If a variable was an array of the state, which still has it, and the variable now is
-            another array of that shape.
-        """
-        frames, leaves = dict(_frames(frame)), self._state.leaves()
-        for name, array, references in self._references:
-            if leaves[name].array is not array:
-                continue
-            now = [(each, each.value(frames.get(each.code, {}))) for each in references]
-            for reference, value in now:
-                is_other = value is not array and getattr(value, "shape", None) == array.shape
-                if is_other and not self._may_be_other(reference, value, array, now):
-                    raise InputError(self._problem(name, reference.text))
-
-    def _may_be_other(
-        self, reference: Reference, value: Any, array: Array, now: list[tuple[Reference, Any]]
-    ) -> bool:
-        """Return whether a function may go on with the array by another of its names."""
-        if self._state.has_copies:
-            return False
-        others = [of.array for of in self._state.leaves().values()]
-        is_swapped = reference.text == reference.name and any(value is other for other in others)
-        has_it = any(other is array for each, other in now if each.code is reference.code)
-        return has_it and not is_swapped
-
-    def _problem(self, name: str, text: str) -> str:
-        if not self._state.has_copies:
-            return (
-                f"save: expected the same arrays in all steps, but {text} is no longer the saved "
-                f"array. Change it in place, {text}[...] = ..., or use ctx.state."
-            )
-        return (
-            f"state: expected {text} to stay the array {name} of the state, as before the loop, "
-            f"but it is another array now. Change the state itself, "
-            f"s.{name.removesuffix('.inner')} = ..., or rename the variable."
-        )
-
-
-def _frames(frame: FrameType | None) -> Iterator[tuple[CodeType, dict[str, Any]]]:
-    """Yield the code and names of running functions, from a frame out to this package."""
-    seen = set[CodeType]()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] != _OWN:
-        if frame.f_code not in seen:  # the innermost call of a recursive function
-            seen.add(frame.f_code)
-            yield frame.f_code, names_in(frame)
-        frame = frame.f_back
-
-
-def names_in(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a running function by name."""
-    names = dict(frame.f_locals)
-    if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
-        frame.f_locals.clear()  # the copy would keep arrays that the function drops
-    return names
-
-
-def _references(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[Reference, Any]]:
-    for name, value in names.items():
-        yield Reference(code, name, text=name), value
-        has_items = issubclass(type(value), _CONTAINERS)
-        for key, inside in _inside(value).items():
-            text = f"{name}[{key!r}]" if has_items else f"{name}.{key}"
-            yield Reference(code, name, key, text), inside
-
-
-def _inside(value: Any) -> dict[Any, Any]:
-    """Return the items of a list, tuple or dict, or the attributes of an object."""
-    kind = type(value)  # `isinstance` would ask a proxy for its class
-    if issubclass(kind, _CONTAINERS):
-        if len(value) > _MOST_ITEMS:
-            return {}
-        return value if issubclass(kind, dict) else dict(enumerate(value))
-    if issubclass(kind, (type, ModuleType, FunctionType, State)):
-        return {}
-    with suppress(AttributeError):
-        found = object.__getattribute__(value, "__dict__")
-        return found if isinstance(found, dict) else {}
-    return {}
-
-
-# Variables that a loop of steps carries from step to step, next to its state.
-#
-# In ``for _ in ctx.steps(n, s): s.u = s.u + t; t += dt`` the number `t` is not in the state. Ranks
-# that resumed from a checkpoint would begin with the first `t` again.
-
-logger = logging.getLogger(__name__)
-
-#: Operations on local variables: one, or two in one.
-_LOCAL = re.compile(r"(LOAD|STORE)_(?:FAST|DEREF)")
-_HIDES = "LOAD_FAST_AND_CLEAR"  # hides a variable from a comprehension that has its name, too
-
-
-def carried_values(state: State, code: CodeType | None, frame: FrameType) -> list[str]:
-    """Return the names of numbers and arrays that a loop carries, and its state does not have.
-
-    `code` is that of the function with the loop. `frame` has requested the next step: it may be
-    that of a progress bar instead.
-    """
-    if not state.has_copies or frame.f_code is not code:
-        return []
-    names, own = names_in(frame), [leaf.array for leaf in state.leaves().values()]
-    found = [name for name in _read_first(frame) if _is_outside(names.get(name), own)]
-    if found:
-        logger.warning(
-            "The loop of ctx.steps carries %s from step to step, outside of its state. After the "
-            "loss of a worker its ranks begin at the start. A run that resumes from files has the "
-            "first values. Give them to ctx.state: s.%s.",
-            ", ".join(found),
-            found[0],
-        )
-    return found
-
-
-def _is_outside(value: Any, own: Sequence[Array]) -> bool:
-    """Return whether a value is a number, or an array outside of a state."""
-    if isinstance(value, (bool, int, float, complex, np.generic)):
-        return True
-    is_array = hasattr(value, "shape") and hasattr(value, "dtype")
-    return is_array and getattr(value, "base", None) is None and all(value is not a for a in own)
-
-
-def _read_first(frame: FrameType) -> list[str]:
-    """Return the names that the body of a loop reads before it sets them, in their order."""
-    first: dict[str, str] = {}
-    is_set = set[str]()
-    for verb, name in _accesses(frame):
-        first.setdefault(name, verb)
-        if verb == "STORE":
-            is_set.add(name)
-    return [name for name, verb in first.items() if verb == "LOAD" and name in is_set]
-
-
-def _accesses(frame: FrameType) -> Iterator[tuple[str, str]]:
-    """Yield the accesses to local variables in the body of a loop: verb and name."""
-    instructions = [*dis.get_instructions(frame.f_code)]
-    # Python 3.12 is in the cache behind the operation.
-    loop = [each for each in instructions if each.offset <= frame.f_lasti][-1]
-    if loop.opname != "FOR_ITER":
-        return
-    for each in instructions:
-        if loop.offset < each.offset < loop.argval and (verbs := _LOCAL.findall(each.opname)):
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            yield from zip(["HIDE"] if each.opname == _HIDES else verbs, names, strict=True)

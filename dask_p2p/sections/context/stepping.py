@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import count as numbers_from
 from operator import index
 from typing import Any, Protocol
 
-from dask_p2p.errors import AxesError, InputError
+import numpy as np
+from distributed import warn
+
+from dask_p2p.errors import AxesError, InputError, P2PWarning
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import as_integer
 from dask_p2p.plans.ranks import RankGrid, divided_alike
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.grids import Grid, LocalPoints
-from dask_p2p.sections.context.state import Bindings, State, carried_values
+from dask_p2p.sections.context.state import State
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
@@ -154,8 +157,17 @@ class Places(Communicator):
         return self._partitions.ranks(partition, shape).box(self.rank)
 
 
-# Number of steps at the start that end with a check of the state and of the function's variables.
-_CHECKED_STEPS = 3
+logger = logging.getLogger(__name__)
+
+_CHECKED_STEPS = 3  # at the start, that end with a check of the state's values
+_CONSTANT = (
+    "ctx.steps writes a state that had not changed after {} steps: {}. Change the state itself, "
+    "s.u = ..., so that frames and checkpoints have its values."
+)
+_UNCHANGED = (
+    "No state was saved after step %d: %s had not changed since the start. After the loss of a "
+    "worker ranks begin at the start. Change the state itself, s.u = ..., and give it no constants."
+)
 
 
 class StateStore(Protocol):
@@ -200,8 +212,7 @@ class Stepping(Places):
         super().__init__(rank, size, connections, device)
         self._checkpoints = checkpoints
         self.progress = Progress(logs=rank == 0 and is_logged())
-        self._saved_step = -1  # of the last checkpoint
-        self._restored: list[tuple[object, ...]] | None = None  # shapes and dtypes of `restore`
+        self._sums: dict[str, int] = {}  # first checksums of the state's values without a change
         self._has_steps = False  # whether `steps` was called
         self._stores: list[StateStore] = []  # of its state
 
@@ -235,7 +246,7 @@ class Stepping(Places):
         count: int | None,
         state: State | None = None,
         every: int | str | None = "30 s",
-        save: Any = (),
+        save: StateFolder | Sequence[StateFolder] = (),
         checkpoint: StateFolder | None = None,
     ) -> Iterator[int]:
         """Count steps, and save the function's state from time to time.
@@ -249,17 +260,16 @@ class Stepping(Places):
             Total number of steps; None if the function ends the loop.
         state : State, optional
             All values that a step needs from earlier steps, from `Context.state`. Before the first
-            step they become those of the checkpoint. Ranks resume at the start without a state, or
-            if a value of it has not changed on any rank since the start. So do ranks whose loop
-            carries other numbers or arrays in local variables, ``t += dt``.
+            step they become those of the checkpoint. Numbers and arrays in local variables,
+            ``t += dt``, do not: see `loop`. Ranks resume at the start without a state, or while a
+            value of it has not changed on any rank.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
-        save : Save, or sequence of Save or array, optional
+        save : Save or sequence of Save, optional
             Zarr groups for frames of arrays and numbers of the state, by absolute paths. A thread
             writes a frame while the next steps run, one frame at a time. The name of a value in a
-            list or dict has dots, ``fields.u``. Or arrays in the place of a state, which each step
-            changes in place, ``x[...] = ...``.
+            list or dict has dots, ``fields.u``.
         checkpoint : Checkpoint, optional
             Folder of checkpoints in files, by an absolute path: a `dask_p2p.Checkpoint`. A later
             run resumes from the newest one. Arrays of the local block's shape are parts of one
@@ -275,10 +285,8 @@ class Stepping(Places):
         ------
         InputError
             If `count` is not a number of steps, `every` is not an interval, `state` is no state, or
-            `save` is no sequence of writable arrays. Also in a second loop. In a step, if a
-            variable was an array of the state before the loop, and is another array now that the
-            state does not have. With `checkpoint` also without a state, for a folder of another
-            program, and for numbers that differ between ranks.
+            `save` has no frames. Also in a second loop. With `checkpoint` also without a state, for
+            a folder of another program, and for numbers that differ between ranks.
         FileError
             If the folder of `checkpoint` cannot be written, or some workers do not see it.
         MissingPackageError
@@ -287,10 +295,11 @@ class Stepping(Places):
             If the ranks made different calls.
         """
         last = _checked_count(count)
-        given = _listed(save)
-        stores = [each for each in given if hasattr(each, "of_state")]
-        saved = tuple(each for each in given if not hasattr(each, "of_state"))
-        state = self._checked_state(state, saved)
+        if state is not None and not isinstance(state, State):
+            raise InputError(
+                f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
+                f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
+            )
         if self._has_steps:
             raise InputError(
                 "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
@@ -298,56 +307,112 @@ class Stepping(Places):
             )
         self._has_steps = True
         every = checked_period(every)
-        stores = _checked_stores(stores, checkpoint, state)
+        stores = _checked_stores(save, checkpoint, state)
         if state is None or (every is None and not stores):
             return self._counted(last)
-        period, bindings = Period(every), Bindings(state, sys._getframe(1))
-        self._stores = [each.of_state(self, state, last) for each in stores]
-        return self._counted(last, state, period, bindings)
+        self._stores = [store.of_state(self, state, last) for store in stores]
+        return self._counted_with_state(last, state, Period(every))
 
-    def _checked_state(self, state: Any, saved: Sequence[Any]) -> State | None:
-        """Return the state of a loop, given as such or as arrays to save."""
-        if state is not None and not isinstance(state, State):
-            raise InputError(
-                f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
-                f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
-            )
-        if not saved:
-            return state
-        if state is not None:
-            raise InputError("expected a state or save, got both. Give ctx.state all arrays.")
-        return State.of_arrays(self.device, saved, "save[{}]")
-
-    def _counted(
+    def loop(
         self,
-        last: int | None,
-        state: State | None = None,
-        period: Period | None = None,
-        bindings: Bindings | None = None,
-    ) -> Iterator[int]:
+        step: Callable[[State], Any],
+        count: int,
+        *,
+        every: int | str | None = "30 s",
+        save: StateFolder | Sequence[StateFolder] = (),
+        checkpoint: StateFolder | None = None,
+        **values: Any,
+    ) -> State:
+        """Call a function of a state many times, and save the state from time to time.
+
+        The local variables of `step` end with it. So no value outlives a step but those of the
+        state, which are saved: ``ctx.loop(step, 100, u=u, t=0.0)``.
+
+        Parameters
+        ----------
+        step : callable
+            Changes its argument, the state: ``s.u = s.u + 1; s.t += dt``. Returns nothing.
+        count : int
+            Total number of steps.
+        every, save, checkpoint
+            As for `steps`.
+        **values
+            As for `state`.
+
+        Returns
+        -------
+        State
+            The state after the last step.
+
+        Raises
+        ------
+        InputError
+            If `step` returns a value. Also as for `state` and `steps`.
+        FileError, MissingPackageError, SectionError
+            As for `steps`.
+        """
+        state = self.state(**values)
+        for _ in self.steps(count, state, every, save, checkpoint):
+            value = step(state)
+            if value is not None:
+                raise InputError(
+                    f"step: expected a function that changes the state and returns nothing, got "
+                    f"one that returns {type(value).__name__}. Write s.u = ... in it."
+                )
+        return state
+
+    def _counted(self, last: int | None) -> Iterator[int]:
+        """Yield the numbers of steps, from the first one of this attempt."""
         self.progress.steps = last or 0
-        first = 0 if state is None else self._loaded(state)
-        for store in self._stores:  # the checkpoints before the frames
-            first = self.progress.step = self.progress.first = store.resumed(first, last)
+        first = self.progress.first
         for step in numbers_from(first) if last is None else range(first, last):
             yield step
             self.progress.advance(step + 1)
             self.device.keep_up(step + 1)
-            if state is None or period is None or bindings is None:
-                continue
-            if step == first:
-                state.outside = carried_values(state, bindings.code, sys._getframe(1))
-            is_due = step + 1 != last and self.is_due(period, step + 1)
-            due = [store for store in self._stores if store.is_due(step + 1)]
-            if is_due or due or step - first < _CHECKED_STEPS:
+
+    def _counted_with_state(self, last: int | None, state: State, period: Period) -> Iterator[int]:
+        self._sums = state.checksums()  # before a checkpoint replaces the values
+        step = self.restore_state(state.load)
+        for store in self._stores:  # the checkpoints before the frames
+            step = store.resumed(step, last)
+        self.progress.step = self.progress.first = first = step
+        has_warned = False
+        for step in self._counted(last):
+            yield step
+            done = step + 1
+            is_due = done != last and self.is_due(period, done)
+            stores = [store for store in reversed(self._stores) if store.is_due(done)]
+            if done - first <= _CHECKED_STEPS:
                 state.check()
-                bindings.check(sys._getframe(1))
-            for store in reversed(due):  # frames before checkpoints
-                store.write(step + 1, self.flush_stores)
-            if is_due and self._checkpoints is not None:
+            if not is_due and not stores:
+                continue
+            names, unchanged = state.check(), self._unchanged(state)
+            if len(unchanged) == len(names) and stores and self.rank == 0 and not has_warned:
+                warn(_CONSTANT.format(done, ", ".join(unchanged)), P2PWarning)
+                has_warned = True
+            for store in stores:  # frames before checkpoints
+                store.write(done, self.flush_stores)
+            if is_due and unchanged:
+                if self.rank == 0:
+                    logger.warning(_UNCHANGED, done, ", ".join(unchanged))
+            elif is_due:
                 self.flush_stores()  # a run that resumes here must find all frames
-                self._checkpoints.save(step + 1, state.arrays())
+                self.save_state(done, state.arrays())
         self.flush_stores()
+
+    def _unchanged(self, state: State) -> list[str]:
+        """Return the names of values that have not changed on any rank. A collective call.
+
+        A checkpoint with such a value might be wrong: ``u = u + 1`` binds the name `u` to another
+        array than the state has. Without one, ranks resume at the start, which always is right.
+        """
+        if self._sums:
+            sums = state.checksums()
+            changed = np.array([sums[name] != first for name, first in self._sums.items()])
+            changed = self.allreduce(changed.astype(np.int64), "max")
+            pairs = zip(self._sums.items(), changed, strict=True)
+            self._sums = {name: first for (name, first), is_changed in pairs if not is_changed}
+        return [*self._sums]
 
     def flush_stores(self) -> None:
         """Complete the frames of `steps`. A collective call of all ranks."""
@@ -359,18 +424,16 @@ class Stepping(Places):
         for store in self._stores:
             store.close()
 
-    def _loaded(self, state: State, may_stay: bool = False) -> int:
-        """Take over the state of the last checkpoint; return its step, or 0 without one.
+    def save_state(self, step: int, arrays: Sequence[Array]) -> None:
+        """Save copies of arrays on this worker and on another one. A collective call."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(step, arrays)
 
-        With `may_stay` the values need not have changed.
-        """
-        checkpoints = self._checkpoints
-        step, saved = (0, None) if checkpoints is None else checkpoints.found()
-        if saved is not None and checkpoints is not None:
-            if may_stay or checkpoints.is_in_use(step, state.changes(saved), state.name):
-                state.load(saved)
-            else:
-                step = 0
+    def restore_state(self, load: Callable[[memoryview], None]) -> int:
+        """Call `load` with the newest checkpoint; return its step, or 0 without one."""
+        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.found()
+        if saved is not None:
+            load(saved)
         self.progress.step = self.progress.first = step
         return step
 
@@ -381,70 +444,6 @@ class Stepping(Places):
     def has_ended(self, period: Period, step: int) -> bool:
         """Return whether a period has ended after a step: the same on all ranks."""
         return period.is_due(step, lambda values: self.allreduce(values, "max"))
-
-    def checkpoint(self, step: int, *arrays: Array) -> None:
-        """Save copies of arrays: the state to resume from after a step.
-
-        Parameters
-        ----------
-        step : int
-            Number of steps done: more than at the last checkpoint.
-        *arrays
-            The state, as the same number of arrays on all ranks. Copies are kept on this worker
-            and on another one.
-
-        Raises
-        ------
-        InputError
-            If `step` is not such a number, an array is read-only, or the arrays have other shapes
-            or dtypes than those given to `restore`.
-        SectionError
-            If the ranks made different calls.
-        """
-        number = as_integer(step, -1)
-        if number <= self._saved_step:
-            more = f", more than {self._saved_step} at the last checkpoint"
-            raise InputError(
-                f"step: expected the number of steps done"
-                f"{more if self._saved_step >= 0 else ''}, got {step!r}."
-            )
-        state = State.of_arrays(self.device, arrays, "array {}")
-        given = [(array.shape, array.dtype) for array in arrays]
-        if self._restored not in (None, given):
-            raise InputError(
-                f"expected arrays of the shapes and dtypes that ctx.restore filled, "
-                f"{self._restored}, got {given}. Give both the same arrays in the same order."
-            )
-        if self._checkpoints is not None:
-            self._checkpoints.save(number, state.arrays())
-        self._saved_step = number
-
-    def restore(self, *arrays: Array) -> int:
-        """Fill arrays with the last checkpoint of all ranks, if there is one.
-
-        Returns
-        -------
-        int
-            The number of steps at that checkpoint; 0 without one, and in a second call. Also 0,
-            and the arrays stay unchanged, if one of them had not changed since the start on any
-            rank: a constant, or an array that the function no longer uses.
-
-        Raises
-        ------
-        InputError
-            If a value is not a writable array.
-        SectionError
-            If the ranks made different calls.
-        """
-        return self.restore_state(arrays)
-
-    def restore_state(self, arrays: Sequence[Array], may_stay: bool = False) -> int:
-        """Fill arrays as `restore` does. With `may_stay` they need not have changed."""
-        state = State.of_arrays(self.device, arrays, "array {}")
-        self._restored = [(array.shape, array.dtype) for array in arrays]
-        step = self._loaded(state, may_stay)
-        self._saved_step = max(self._saved_step, step or -1)
-        return step
 
 
 def _checked_count(count: Any) -> int | None:
@@ -457,10 +456,15 @@ def _checked_count(count: Any) -> int | None:
         ) from None
 
 
-def _checked_stores(
-    stores: Sequence[StateFolder], checkpoint: Any, state: State | None
-) -> list[StateFolder]:
+def _checked_stores(save: Any, checkpoint: Any, state: State | None) -> list[StateFolder]:
     """Return the stores of a state: its checkpoints, and those of frames."""
+    stores = [*save] if isinstance(save, Sequence) else [save]
+    for store in stores:
+        if not hasattr(store, "of_state"):
+            raise InputError(
+                f"save: expected a dask_p2p.Save, or a sequence of these, got "
+                f"{type(store).__name__}. Give arrays to ctx.state, and the state to ctx.steps."
+            )
     if checkpoint is not None and (state is None or not hasattr(checkpoint, "of_state")):
         raise InputError(
             f"checkpoint: expected a dask_p2p.Checkpoint, and a state, got {checkpoint!r:.80} "
@@ -472,7 +476,3 @@ def _checked_stores(
     if len({str(each.path) for each in all_stores}) < len(all_stores):
         raise InputError("expected another path for each store, got one twice. Rename it.")
     return all_stores
-
-
-def _listed(save: Any) -> Sequence[Any]:
-    return tuple(save) if isinstance(save, Iterable) else (save,)

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import zip_longest
 from math import prod
 from operator import index
 from threading import Lock
@@ -21,7 +20,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends.base import check_plain
 from dask_p2p.config import duration_s
 from dask_p2p.errors import InputError, UnsuitableError
 from dask_p2p.geometry import Layout
@@ -201,30 +199,6 @@ class Checkpoints:
         own = self._found(self._rank, step) if holder == self._rank else found[holder]
         return step, memoryview(own)
 
-    def is_in_use(self, step: int, changed: bytes, name: Callable[[int], str]) -> bool:
-        """Return whether each value of a state has changed on some rank since the start.
-
-        A value that has not may be out of use: ``x = x + 1`` binds `x` to another array. Then the
-        states are dropped, and all ranks begin at the start, which is correct for a constant as
-        well. `changed` is of this rank, and `name` returns the name of a value.
-        """
-        gathered = self._connections.gather(f"state of step {step}, compared", changed)
-        rows = [*enumerate(zip_longest(*gathered, fillvalue=EMPTY))]
-        same = [number for number, found in rows if SAME in found and CHANGED not in found]
-        outside = [number for number, found in rows if OUTSIDE in found]
-        if same or outside:
-            cause = (
-                "%s of the state had not changed since the start. Change the state itself, s.u = "
-                "..., and give it no constants."
-                if same
-                else "the loop carries %s outside of its state. Give all such values to ctx.state."
-            )
-            names = ", ".join(map(name, same or outside))
-            logger.warning(f"Began at the start, not at step %d: {cause}", step, names)
-            self._states.saved.clear(self._states.gang)
-            self._last = 0
-        return not (same or outside)
-
     def _found(self, rank: int, step: int) -> memoryview:
         state = self._states.saved.get(self._states.gang, rank, step)
         if state is None:  # dropped since this rank joined
@@ -295,7 +269,6 @@ def checked_period(every: Any) -> int | str | None:
 # on another host, the rank sends the bytes.
 
 _IS_SEEN, _IS_SENT = b"\1", b"\0"
-SAME, CHANGED, EMPTY, OUTSIDE = range(4)
 
 
 class StateMemory:
@@ -344,28 +317,6 @@ class StateMemory:
         return {rank: nothing if rank in self._seen else to for rank, to in self.theirs.items()}
 
 
-def check_state(arrays: Sequence[Any], device: Host = HOST) -> None:
-    """Check that arrays can be saved and restored.
-
-    Raises `InputError` for a value that is not an array of the device, has Python objects, or is
-    read-only. Raises `UnsupportedArrayError` for a masked array.
-    """
-    for array in arrays:
-        check_plain("the state to save", array)
-        if not isinstance(array, device.module.ndarray):
-            found = type(array).__name__
-        elif array.dtype.hasobject:
-            found = "one of Python objects"
-        elif not getattr(array.flags, "writeable", True):  # CuPy arrays always are writable
-            found = "one that is read-only"
-        else:
-            continue
-        raise InputError(
-            f"expected {device.module.__name__} arrays as the state to save, all of them writable, "
-            f"got {found}. Give a list of arrays; put a number into an array of its own."
-        )
-
-
 def size_of(arrays: Sequence[Array]) -> int:
     """Return the size of the state of these arrays, in bytes."""
     return sum(array.nbytes for array in arrays)
@@ -376,6 +327,13 @@ def copied_into(state: memoryview, arrays: Sequence[Array], device: Host = HOST)
     host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
     for array, host_array in zip(arrays, host, strict=True):
         device.copy_to_host(host_array, array)
+
+
+def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
+    """Fill arrays of a device from a state, one after the other."""
+    host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
+    for array, host_array in zip(arrays, host, strict=True):
+        device.copy_from_host(array, host_array)
 
 
 def _view(array: Any) -> memoryview:

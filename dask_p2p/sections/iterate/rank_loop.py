@@ -13,7 +13,7 @@ from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.checkpoints import Period
+from dask_p2p.sections.gang.checkpoints import Period, copied_from
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
@@ -100,13 +100,13 @@ class RankLoop:
             if is_due and not self._comparisons.keep_values():
                 self._stores.flush()  # a run that resumes here must find all frames
                 self._numbers.save()
-                ctx.checkpoint(step, *self._state)
+                ctx.save_state(step, self._state)
         return self._results(step)
 
     def _resumed(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
         ctx = self._ctx
-        first = ctx.restore_state(self._state, may_stay=True)
+        first = ctx.restore_state(lambda saved: copied_from(saved, self._state, ctx.device))
         self._numbers.load(first)
         first = self._stores.resumed(first)
         ctx.progress.step = ctx.progress.first = first

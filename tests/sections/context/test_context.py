@@ -52,7 +52,6 @@ MASKED = np.ma.masked_array([1.0, 2.0], [False, True])
         ("value", lambda ctx: ctx.allreduce(MASKED)),
         ("value", lambda ctx: ctx.allreduce(np.ma.masked_all(2).max(), "max")),
         ("value", lambda ctx: ctx.broadcast(MASKED)),
-        ("the state to save", lambda ctx: ctx.checkpoint(1, MASKED)),
     ],
 )
 def test_masks_are_not_lost(alone, name, call):
@@ -72,7 +71,6 @@ class Quantity(np.ndarray):
     [
         lambda ctx, value: ctx.allreduce(value),
         lambda ctx, value: ctx.state(u=value),
-        lambda ctx, value: ctx.checkpoint(1, value),
     ],
 )
 def test_units_and_operators_are_not_lost(alone, call):
@@ -81,47 +79,11 @@ def test_units_and_operators_are_not_lost(alone, call):
     call(alone, np.ones(3).view(np.recarray))
 
 
-@pytest.mark.parametrize("step", ["a", 2.5, None, -1])
-def test_checkpoints_are_made_after_steps(alone, step):
-    with pytest.raises(InputError, match=f"step: expected the number of steps done.* got {step!r}"):
-        alone.checkpoint(step, np.zeros(3))
-
-
-def test_checkpoints_are_made_one_after_the_other(alone):
-    for step in (0, np.int64(3)):
-        alone.checkpoint(step, np.zeros(3))
-    with pytest.raises(InputError, match="more than 3 at the last checkpoint, got 3"):
-        alone.checkpoint(3, np.zeros(3))
-
-
 def test_there_is_one_loop_of_steps(alone):
     """The state of one loop would be brought back into the other."""
     assert list(alone.steps(3)) == [0, 1, 2]
     with pytest.raises(InputError, match=r"expected one loop of ctx\.steps, got a second one"):
         list(alone.steps(3))
-
-
-READ_ONLY = np.broadcast_to(0.0, 3)
-
-
-@pytest.mark.parametrize(
-    ("state", "found"),
-    [
-        ([np.zeros(3), 0.0], "float"),
-        (np.zeros(3), "float64"),  # an array instead of a list: its elements
-        ([np.array([None])], "one of Python objects"),
-        ([READ_ONLY], "one that is read-only"),
-    ],
-)
-def test_a_state_that_could_not_be_brought_back_is_refused_at_once(alone, state, found):
-    """Not when a worker was lost, or after half a minute, and by a rank alone too."""
-    message = f"expected numpy arrays as the state to save, .* got {found}. Give a list"
-    for call in (
-        lambda: alone.checkpoint(1, *state),
-        lambda: alone.restore(*state),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
 
 
 @pytest.mark.parametrize("count", ["a", 2.5])

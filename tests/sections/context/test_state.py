@@ -37,7 +37,6 @@ def test_values_come_back(alone, value):
     assert type(other.of) is type(value)
     assert np.array_equal(other.of, value)
     assert np.asarray(other.of).dtype == np.asarray(value).dtype
-    assert other.changes(memory) in (b"\0", b"\2")
 
 
 def test_arrays_of_the_same_shape_are_filled_in_place(alone):
@@ -47,7 +46,6 @@ def test_arrays_of_the_same_shape_are_filled_in_place(alone):
     u += 5
     inside[:] = 3
     s.n = 7
-    assert s.changes(memory) == b"\1\1\1"
     s.load(memory)
     assert s.u is u
     assert s.of[0] is inside

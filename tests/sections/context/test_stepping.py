@@ -5,58 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
+from dask_p2p import Checkpoint, Save
+from dask_p2p.errors import InputError, P2PWarning
 from tests.sections.context.resuming import first_step_again
-from tests.sections.gangs import run_gang
 
 STEPS = 12
-
-
-def a_local_name(ctx, x):
-    s = ctx.state(x=x)
-    u = s.x
-    for _ in ctx.steps(STEPS, s):
-        u = u + 1
-
-
-def swapped(ctx, x):
-    s = ctx.state(u=x, v=x)
-    u, v = s.u, s.v
-    for _ in ctx.steps(STEPS, s):
-        v += u
-        u, v = v, u
-
-
-def in_a_dict(ctx, x):
-    s = ctx.state(fields={"u": x})
-    fields = {"u": s.fields["u"]}
-    for _ in ctx.steps(STEPS, s):
-        fields["u"] = fields["u"] + 1
-
-
-def halo_array_anew(ctx, x):
-    p = ctx.with_halo(x)
-    for _ in ctx.steps(STEPS, ctx.state(p=p)):
-        p = ctx.with_halo(p.inner + 1)
-
-
-@pytest.mark.parametrize(
-    ("function", "name", "of"),
-    [
-        (a_local_name, "u", "x"),
-        (swapped, "u", "u"),
-        (in_a_dict, r"fields\['u'\]", r"fields\['u'\]"),
-        (halo_array_anew, r"p\.inner", "p"),
-    ],
-)
-def test_names_of_the_state_that_are_bound_again_are_refused(alone, function, name, of):
-    """Names are found wherever `test_saved_arrays` finds them."""
-    alone.is_due = lambda period, step: period._every == 5 and step % 5 == 0
-    message = rf"state: expected {name} to stay .* the state itself, s\.{of} = "
-    with pytest.raises(InputError, match=message):
-        function(alone, np.arange(3.0))
 
 
 def bound_again(ctx, x):
@@ -191,11 +144,14 @@ def never_saved(ctx, x):
     return u
 
 
-def by_checkpoints(ctx, x):
-    for step in range(ctx.restore(x), STEPS):
-        x = x + 1
-        ctx.checkpoint(step + 1, x)
-    return x
+def of_a_function(ctx, x):
+    def step(s):
+        s.x = s.x + 1
+        s.t += 0.5
+
+    s = ctx.loop(step, STEPS, every=1, x=x, t=0.0)
+    assert s.t == STEPS / 2
+    return s.x
 
 
 RIGHT = [
@@ -215,7 +171,7 @@ RIGHT = [
     without_end,
     not_saved,
     never_saved,
-    by_checkpoints,
+    of_a_function,
 ]
 
 
@@ -258,56 +214,14 @@ def test_ranks_that_begin_again_make_the_same(function):
     assert first in (None, 0 if function in AT_THE_START else 7)
 
 
-def attempts(size):
-    """Return a function that runs an attempt of ranks from a step; they keep their states."""
-    ranks, kept = RankGrid(((3,) * size,), (size,)), [SavedStates() for _ in range(size)]
-
-    def attempt(resume, function):
-        def checkpoints(rank, connections, device):
-            own = States(kept[rank], "x", resume, range(size), lambda: None)
-            return Checkpoints(rank, [*"ab"[:size]], connections, own, device)
-
-        return run_gang(ranks, function, checkpoints=checkpoints)
-
-    return attempt
+@pytest.mark.parametrize("option", ["save", "checkpoint"])
+def test_files_of_a_state_that_does_not_change_are_named(alone, tmp_path, option):
+    store = {"save": Save, "checkpoint": Checkpoint}[option](tmp_path / "store", every=4)
+    steps = alone.steps(STEPS, alone.state(u=np.zeros(3), n=0), **{option: store})
+    with pytest.warns(P2PWarning, match="had not changed after 4 steps: u, n. Change the state"):
+        assert len([*steps]) == STEPS
 
 
-def test_a_state_that_changes_at_one_rank_is_brought_back():
-    """A wave that has not come to the others yet."""
-    attempt = attempts(2)
-
-    def saves(ctx):
-        ctx.checkpoint(3, np.full(3, float(ctx.rank)), np.ones(ctx.rank))
-
-    def restores(ctx):
-        x, few = np.zeros(3), np.zeros(ctx.rank)
-        return ctx.restore(x, few), x.tolist(), few.tolist()
-
-    attempt(None, saves)
-    assert attempt(3, restores) == [(3, [0] * 3, []), (3, [1] * 3, [1])]
-
-
-def test_arrays_of_another_shape_than_those_that_were_saved():
-    attempt = attempts(1)
-    dtype = np.dtype([("a", "i1"), ("b", "f8")], align=True)
-    attempt(None, lambda ctx: ctx.checkpoint(5, np.ones(3), np.ones(2, dtype)))
-
-    def refuses(ctx):
-        with pytest.raises(InputError, match=r"'<f8', \(3,\).*got .*the same arrays"):
-            ctx.restore(np.zeros(2), np.zeros(3))
-
-    def restores(ctx):
-        x, y = np.zeros(3), np.zeros(2, dtype)
-        return ctx.restore(x, y), x.tolist(), y.tolist()
-
-    attempt(5, refuses)
-    assert attempt(5, restores) == [(5, [1.0] * 3, [(1, 1.0)] * 2)]
-
-
-def test_restore_and_checkpoint_take_the_same_arrays(alone):
-    """Not as many bytes of others."""
-    u, n = np.zeros(2), np.zeros(2, int)
-    alone.restore(u, n)
-    with pytest.raises(InputError, match=r"shapes and dtypes that ctx\.restore filled"):
-        alone.checkpoint(1, n, u)
-    alone.checkpoint(1, u + 1, n + 1)
+def test_a_step_returns_nothing(alone):
+    with pytest.raises(InputError, match=r"returns ndarray\. Write s\.u = "):
+        alone.loop(lambda s: s.u + 1, 3, u=np.zeros(3))

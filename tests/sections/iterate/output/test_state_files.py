@@ -286,6 +286,7 @@ def test_a_longer_run_goes_on_from_the_files(client, tmp_path, ranks):
     assert {*first.compute().tolist()} <= {10, 15}
 
 
+@pytest.mark.filterwarnings("ignore:ctx.steps writes a state")
 def test_bits_of_negative_zeros(tmp_path):
     """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
     zero = complex(-0.0, -0.0)

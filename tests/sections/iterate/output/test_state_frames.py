@@ -105,6 +105,7 @@ def test_wrong_arguments(function, message):
         run_gang(grid(2), function)
 
 
+@pytest.mark.filterwarnings("ignore:ctx.steps writes a state")
 def test_a_full_disk_ends_the_run_by_name(tmp_path):
     """Files may not grow: as on a full disk, a write raises an error."""
 
