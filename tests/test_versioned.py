@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from weakref import ref
 
-import dask
 import numpy as np
 import pytest
 
@@ -15,7 +14,6 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import VersionError
 from dask_p2p.plans import Piece, redistribution
-from dask_p2p.transports.packed import CommOptions
 from dask_p2p.versioned import Unreadable, check_readable, own_version, versioned
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
@@ -58,18 +56,6 @@ def test_all_that_read_a_shared_value_get_one_object():
     left = ref(first)
     del first, second
     assert left() is None, "kept for nobody"
-
-
-def test_sections_of_transports_travel_too():
-    with dask.config.set({"p2p.transports.comm.part-bytes": "5 B"}):
-        sent = pickle.dumps(options())
-    again = pickle.loads(sent)
-    assert CommOptions.of(again).part_bytes == 5
-    other = Value(1)  # of a transport that this process does not have
-    left = replace(
-        again, sections=(other, *(s for s in again.sections if s != CommOptions.of(again)))
-    )
-    assert CommOptions.of(left) == CommOptions.of(options()), "the worker's own"
 
 
 @pytest.mark.parametrize(

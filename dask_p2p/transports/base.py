@@ -45,7 +45,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.checks import checked_block
-from dask_p2p.config import Options, TransportOptions
+from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.transports.buffers import Buffers, ByteBudget, Footprint
@@ -193,8 +193,6 @@ class Transport(ABC):
     in_place: ClassVar[bool] = False
     #: True if the reader's own thread, or its GPU, reads memory of this host.
     within_host: ClassVar[bool] = False
-    #: Sections of the options that the transport reads.
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = ()
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         self.worker = worker

@@ -22,8 +22,7 @@ from dask_p2p.transports import process_memory, same_host
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.in_place import CmaTransport
 from dask_p2p.transports.leases import OWNER
-from dask_p2p.transports.same_host import DirectoryOptions
-from tests.support import BOUND_S, tune, with_section
+from tests.support import BOUND_S, tune
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.usage import usage
@@ -36,7 +35,7 @@ def hold(folder, array, connection):
     """Be a holder: a process with a block that it has published."""
     loop = EventLoop()
     host = LoopbackHost("holder", loop.loop, {}, folder)
-    transport = CmaTransport(host, with_section(options(), DirectoryOptions, retain_s=60.0))
+    transport = CmaTransport(host, replace(options(), retain_blocks_s=60.0))
     host.blocks["key"] = array
     transport.publish(host.blocks)
     connection.send(loop.run(transport.handlers()["p2p_cma_peer"]()))

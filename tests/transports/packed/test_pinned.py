@@ -26,8 +26,8 @@ from dask_p2p.transports import buffers
 from dask_p2p.transports import buffers as segments
 from dask_p2p.transports import packed as base
 from dask_p2p.transports.buffers import Segment, Segments
-from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
-from tests.support import BOUND_S, tune, with_section
+from dask_p2p.transports.pinned import PinnedTransport
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
@@ -85,9 +85,7 @@ def shared_files():
 class Pinned(PackedConformance):
     def open(self, setup, key, array, *boxes, part_bytes=2**25, **changes):
         of = setup.holder, key, array.shape, array.dtype, setup.kind
-        chosen = with_section(
-            replace(self.options, **changes), PinnedOptions, part_bytes=part_bytes
-        )
+        chosen = replace(self.options, part_bytes=part_bytes, **changes)
         return open_block(setup.reader, *of, boxes, chosen)
 
     def test_large_regions_come_in_parts(self, setup):
