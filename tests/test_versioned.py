@@ -12,7 +12,7 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.remote import BlockRef
-from dask_p2p.errors import VersionError
+from dask_p2p.errors import RegistrationError
 from dask_p2p.plans import Piece, redistribution
 from dask_p2p.versioned import Unreadable, check_readable, own_version, versioned
 
@@ -75,12 +75,12 @@ def test_what_cannot_be_read_is_an_error_where_it_is_used(changes, expected):
     assert isinstance(found, Unreadable)
     holder = replace(OUTPUT, options=found)
     for value in (found, holder, pickle.loads(pickle.dumps(holder))):
-        with pytest.raises(VersionError, match=re.escape(expected)):
+        with pytest.raises(RegistrationError, match=re.escape(expected)):
             check_readable(PLAN, value)
     check_readable(PLAN, OUTPUT)
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_no_value_of_another_version_is_read(value):
-    with pytest.raises(VersionError, match=r"got values of dask_p2p 9\.9"):
+    with pytest.raises(RegistrationError, match=r"got values of dask_p2p 9\.9"):
         check_readable(written(value, version="9.9"))

@@ -17,11 +17,11 @@ Ownership
     if Dask spills, cancels or releases it. Close only after all reading kernels are synchronised.
     Without `in_place` the reader owns the array, and drops it after use.
 Failure
-    `BlockUnavailableError` if the holder lacks a block or is silent; `BlockMismatchError` if a
-    block differs from its declaration; `TransferError` for all other failures. The `scope` of an
-    error is the set of reads that fail with it. Messages do not name the transport: callers do. A
-    block's failure does not affect other blocks of its holder. Transports do not deliver wrong
-    data knowingly.
+    `BlockMismatchError` if a block differs from its declaration; `TransferError` for all other
+    failures. The `scope` of such an error is the set of reads that fail with it: "block" if the
+    holder lacks the block, "holder" if it is silent, "region" if another transport suits the block
+    better. Messages do not name the transport: callers do. A block's failure does not affect other
+    blocks of its holder. Transports do not deliver wrong data knowingly.
 Threads
     Several task threads use `read` and `Reading` objects concurrently. Handlers run on the worker's
     event loop and never block it.

@@ -18,13 +18,7 @@ import numpy as np
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
 from dask_p2p.config import Options
-from dask_p2p.errors import (
-    BlockUnavailableError,
-    DeviceLostError,
-    Obstacle,
-    TransferError,
-    UnsuitableError,
-)
+from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.transports import cuda_ipc, process_memory
 from dask_p2p.transports.base import Request, WorkerContext
@@ -131,7 +125,7 @@ class CmaTransport(SameHostTransport):
             reading.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
                 message = f"{wanted.holder} ended while {wanted} was read"
-                raise BlockUnavailableError(message) from exc
+                raise TransferError(message, scope="block") from exc
             raise TransferError(f"{wanted} cannot be read: {exc}") from exc
 
 
@@ -141,14 +135,15 @@ def _weight(box: Box) -> int:
 
 
 def _check_runs(block: Request, descriptor: Descriptor) -> None:
-    """Raise `UnsuitableError` if the requested elements are in too many short runs of memory."""
+    """Raise `TransferError` if the requested elements are in too many short runs of memory."""
     itemsize = block.dtype.itemsize
     largest = box_shape(max(block.boxes, key=box_size))
     run_bytes = process_memory.run_bytes_of(largest, descriptor.strides, itemsize)
     nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
-        raise UnsuitableError(
-            f"the requested regions of {block} lie in memory in runs of {run_bytes} bytes"
+        raise TransferError(
+            f"the requested regions of {block} lie in memory in runs of {run_bytes} bytes",
+            scope="region",
         )
 
 

@@ -31,7 +31,7 @@ from distributed.protocol import to_serialize
 from dask_p2p.backends import Backend, Queue, backend_for, backend_named, device_of
 from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
 from dask_p2p.config import Options
-from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box, Layout, box_size, box_slices
 from dask_p2p.transports.base import Request, Transport, WorkerContext, answers, find_block
 from dask_p2p.transports.buffers import Footprint, Release, left_bytes, parts_held
@@ -228,7 +228,7 @@ class PackedTransport(Transport):
         about, found = f"block {key!r}", dtype_text(block.dtype)
         try:
             check_dtype_text(about, asked.dtype, found)
-        except UnsuitableError:
+        except TransferError:  # only the byte order differs
             if not self.converts:
                 raise
         if block.dtype.itemsize != asked.item_bytes:

@@ -28,13 +28,7 @@ from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.config import Options
-from dask_p2p.errors import (
-    BlockMismatchError,
-    BlockUnavailableError,
-    Obstacle,
-    TransferError,
-    UnsuitableError,
-)
+from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.transports.base import (
     PROBE_TIMEOUT_S,
@@ -215,7 +209,7 @@ class SameHostTransport(Transport):
     def _find(self, key: Key, shape: Any) -> Any:
         block = find_block(self.worker, key, shape)
         if (kind := backend_for(block).name) not in self.kinds:  # perhaps spilled to host memory
-            raise UnsuitableError(f"the block is in memory of {kind} arrays")
+            raise TransferError(f"the block is in memory of {kind} arrays", scope="region")
         return block
 
     def _describe_block(self, key: Key, block: Array) -> bytes:
@@ -380,7 +374,7 @@ class SameHostReading(Reading):
         except OSError as exc:
             raise TransferError(f"cannot check that {wanted.holder} is alive: {exc}") from exc
         if not lives:
-            raise BlockUnavailableError(f"{wanted.holder} ended while {wanted} was read")
+            raise TransferError(f"{wanted.holder} ended while {wanted} was read", scope="block")
 
     def end(self, number: int) -> None:
         """End the lease on a block. Call only after all reads of the block are synchronised."""

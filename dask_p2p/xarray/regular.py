@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any
 
-from dask_p2p.errors import ChunksError
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.ops.arguments import check_chunks_are_known, checked_chunks
 from dask_p2p.ops.rechunk import rechunk
@@ -80,7 +80,7 @@ def with_chunks_of_shards(
 
 
 def _checked(variable: Any, name: Hashable) -> Any:
-    """Return a variable; raise `ChunksError` if it has blocks of several sizes."""
+    """Return a variable; raise `InputError` if it has blocks of several sizes."""
     _check_one_size(variable.chunks, variable.dims, name)
     return variable
 
@@ -88,7 +88,7 @@ def _checked(variable: Any, name: Hashable) -> Any:
 def _check_one_size(chunks: Chunks, dims: Sequence[Hashable], name: Hashable) -> None:
     for dim, blocks in zip(dims, chunks, strict=True):
         if not is_regular(blocks):
-            raise ChunksError(
+            raise InputError(
                 f"{name!r}: expected chunks of one size along {dim!r}, as Zarr has them, got "
                 f"{blocks}. Give one number: chunks={{{dim!r}: {max(blocks)}}}."
             )

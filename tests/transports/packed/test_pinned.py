@@ -21,7 +21,7 @@ from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.transports import buffers
 from dask_p2p.transports import buffers as segments
 from dask_p2p.transports import packed as base
@@ -495,7 +495,7 @@ def test_memory_that_might_become_shorter_is_not_mapped():
     name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
     os.ftruncate(name.fd, 4096)
     try:
-        with pytest.raises(UnsuitableError, match="does not match its name"):
+        with pytest.raises(TransferError, match="does not match its name"):
             Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(segment.name.fd, 0)

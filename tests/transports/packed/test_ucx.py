@@ -16,7 +16,7 @@ import pytest
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import SilentError, TransferError
+from dask_p2p.errors import TransferError
 from dask_p2p.transports import streamed as stream
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.buffers import ByteBudget
@@ -182,10 +182,10 @@ class TestUcx(PackedConformance):
 
         def stuck(message, timeout_s):
             assert timeout_s < 60.0, "earlier than the reader"
-            raise SilentError("no message within 59.5 s")
+            raise TransferError("no message within 59.5 s", is_silence=True)
 
         monkeypatch.setattr(Message, "result", stuck)
-        with pytest.raises(SilentError, match=r"holder could not send .* no message within"):
+        with pytest.raises(TransferError, match=r"holder could not send .* no message within"):
             self.read(setup, key, array, ((0, 1), (0, 10)), request_timeout_s=60.0)
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
