@@ -91,7 +91,7 @@ _FUNCTIONS = {
     "transpose": "dask_p2p.ops.rechunk",
     "uninstall": "dask_p2p.tools.dropin",
 }
-__all__ = sorted({*_FUNCTIONS, *errors.__all__} - {"Obstacle"})  # an attribute of errors
+__all__ = sorted({*_FUNCTIONS, *errors.__all__})
 # Python's imports fail if threads import different modules of one package at the same time.
 _loading = RLock()
 

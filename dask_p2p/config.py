@@ -4,8 +4,7 @@ Workers do not receive a client's later `dask.config.set`. A client therefore re
 tasks when it builds their graph, and tasks carry them as an `Options` value. Per-worker settings
 are read from the worker's own configuration.
 
-Options of one transport are a `TransportOptions`, declared in the transport's module. The first
-read of options looks up the transports in `dask_p2p.transports`.
+The first read of options looks up the transports in `dask_p2p.transports`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from difflib import SequenceMatcher
 from functools import cache, lru_cache
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, TypeVar
 
 import dask
 import yaml
@@ -27,7 +26,6 @@ from dask_p2p.types import Kind
 from dask_p2p.versioned import versioned
 
 _T = TypeVar("_T")
-_S = TypeVar("_S", bound="TransportOptions")
 
 # --- readers of values: a `ValueError` names the expected value ---
 
@@ -96,6 +94,10 @@ def _groups(value: Any) -> int | None:
     return value
 
 
+def _part_bytes(value: Any) -> int | None:
+    return None if value == "auto" else positive_bytes(value)
+
+
 def _transports(value: Any) -> tuple[str, ...] | None:
     if value == "auto":
         return None
@@ -122,7 +124,6 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
 class Options:
     """The options of tasks; made by `options`."""
 
-    sections: tuple[TransportOptions, ...]  # the transports' sections, one of each class
     mode: str = option("mode", _one_of("async", "sync"))
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
@@ -130,8 +131,11 @@ class Options:
     staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
     retain_outputs_s: float = option("memory.retain-outputs", duration_s)
     transports: tuple[str, ...] | None = option("transports.order", _transports)
+    part_bytes: int | None = option("transports.part-bytes", _part_bytes)  # None: the transport's
+    ipc_staging_bytes: int = option("transports.ipc.staging-bytes", size_bytes)
+    retain_blocks_s: float = option("transports.directory.retain", duration_s)
+    allow_unencrypted: bool = option("transports.ucx.allow-unencrypted", yes_or_no)
     request_timeout_s: float = option("timeouts.request", limit_s)
-    backoff_s: float = option("timeouts.backoff", duration_s)
     warn_after_s: float = option("sections.warn-after", duration_s)
     resident_idle_s: float = option("sections.resident-idle", duration_s)
 
@@ -159,39 +163,6 @@ def transport_classes() -> dict[str, Any]:
     if not transport_finders:
         raise RuntimeError("expected dask_p2p.transports to be imported before options are read")
     return {name: cls for finder in transport_finders for name, cls in finder().items()}
-
-
-class TransportOptions:
-    """Options of one transport. Decorate subclasses with `section`."""
-
-    name: ClassVar[str]  # name in the configuration, without ``p2p.``
-
-    @classmethod
-    def of(cls: type[_S], options: Options) -> _S:
-        """Return the section in `options`, or this process's own if the client lacks the transport.
-
-        Raises `ConfigError` if this process's own configuration has an invalid value.
-        """
-        for given in options.sections:
-            if type(given) is cls:
-                return given
-        return cls.configured()
-
-    @classmethod
-    def configured(cls: type[_S]) -> _S:
-        """Read the section from the configuration; `ConfigError` if a value is invalid."""
-        return cls(**_values(cls, f"{cls.name}."))
-
-
-@dataclass_transform(frozen_default=True, field_specifiers=(option,))
-def section(name: str) -> Callable[[type[_S]], type[_S]]:
-    """Turn a subclass of `TransportOptions` into a dataclass for this part of the configuration."""
-
-    def decorate(cls: type[_S]) -> type[_S]:
-        cls.name = name
-        return versioned()(dataclass(frozen=True, slots=True)(cls))
-
-    return decorate
 
 
 def ensure_defaults() -> None:
@@ -224,6 +195,31 @@ def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield name, value
 
 
+#: Options of earlier versions, with their replacements.
+_REMOVED = {
+    **dict.fromkeys(
+        [
+            "p2p.transports.comm.part-bytes",
+            "p2p.transports.cma.part-bytes",
+            "p2p.transports.ucx.part-bytes",
+            "p2p.transports.ucx.host-part-bytes",
+            "p2p.transports.pinned.part-bytes",
+        ],
+        "p2p.transports.part-bytes sets the size of parts for all transports",
+    ),
+    **dict.fromkeys(
+        ["p2p.transports.comm.parts-in-flight", "p2p.transports.ucx.parts-in-flight"],
+        "readers request two parts ahead; for more bytes ahead, set p2p.transports.part-bytes",
+    ),
+    "p2p.transports.directory.wait": "readers wait 5 ms for a descriptor",
+    "p2p.timeouts.backoff": "the first pause is 50 ms; p2p.attempts bounds the number of pauses",
+    "p2p.checksum": "the network's protocols have checksums",
+    "p2p.passes": "arrays are always redistributed in one pass; p2p.groups bounds their tasks",
+    "p2p.permute-numpy": "CPUs permute NumPy blocks",
+    "p2p.nvtx": "Prometheus and the page /p2p show times",
+}
+
+
 def checked_options() -> Options:
     """Read the options for a user's call, as `options`, and refuse unknown names.
 
@@ -241,6 +237,11 @@ def _checked_options(_given: str, _transports: tuple[Any, ...]) -> Options:
     """Return the checked options. The arguments are all that they depend on."""
     known = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
+        if name in _REMOVED:
+            raise ConfigError(
+                f"expected the name of an option, got {name}, which earlier versions had. Remove "
+                f"it: {_REMOVED[name]}."
+            )
         empty_section = value is None and any(other.startswith(f"{name}.") for other in known)
         if name not in known and not empty_section:
             raise ConfigError(
@@ -264,9 +265,12 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 def options() -> Options:
     """Read the options that tasks carry; `ConfigError` if a value is invalid."""
-    transports = transport_classes().values()
-    declared = dict.fromkeys(known for transport in transports for known in transport.sections)
-    return Options(**_values(Options), sections=tuple(known.configured() for known in declared))
+    return Options(
+        **{
+            known.name: _read(known.metadata["option"], known.metadata["parse"])
+            for known in fields(Options)
+        }
+    )
 
 
 def installs_with_preload() -> bool:
@@ -277,15 +281,6 @@ def installs_with_preload() -> bool:
 def fuse_mode() -> str:
     """Return the option `p2p.fuse`: "off", "auto" or "on"; `ConfigError` if invalid."""
     return _read("fuse", _fuse)
-
-
-def _values(cls: Any, prefix: str = "") -> dict[str, Any]:
-    """Read the options among the fields of a class."""
-    return {
-        known.name: _read(prefix + known.metadata["option"], known.metadata["parse"])
-        for known in fields(cls)
-        if known.metadata
-    }
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:

@@ -1,6 +1,7 @@
 """All error classes of this package: subclasses of `P2PError`, and `P2PWarning`.
 
-Each message names the expected value, the actual value and the remedy.
+Each message names the expected value, the actual value and the remedy. `__all__` lists the classes
+for users. The others are for code of this package and of transports.
 """
 
 from __future__ import annotations
@@ -8,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias, TypeVar
+
+__all__ = [
+    "BlockMismatchError",
+    "ConfigError",
+    "FileError",
+    "InputError",
+    "MemoryLimitError",
+    "P2PError",
+    "P2PWarning",
+    "SectionError",
+    "TransferError",
+    "UnsupportedArrayError",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,34 +50,20 @@ class InputError(P2PError, ValueError):
     """The arguments of a call are invalid."""
 
 
-class AxesError(InputError):
-    """The axes are not a permutation of the array's axes."""
+class UnsupportedArrayError(InputError):
+    """An array, or a graph of arrays, needs Dask's own functions.
 
-
-class ChunksError(InputError, TypeError):
-    """The chunks are unknown, or do not fit the array's shape.
-
-    It is a `TypeError` as well, since Dask raises one for names instead of axes.
+    Copies of the array's bytes would not keep its values, or a graph cannot run as one gang.
     """
 
 
-class UnsupportedArrayError(InputError):
-    """Copies of the array's bytes would not keep its values."""
-
-
-class FuseError(InputError):
-    """A graph cannot run as one gang."""
-
-
-class VersionError(InputError):
-    """Another version of the package wrote a value that this one cannot read."""
-
-
-class BlockMismatchError(P2PError):
+class BlockMismatchError(InputError):
     """A block's actual shape, dtype or type differs from its Dask array's declaration."""
 
 
-#: The extent of a failure at a holder.
+#: The extent of a failure at a holder. "block": this block over any transport. "route": this block
+#: over this transport, which is not tried again for the holder. "holder": all its blocks.
+#: "region": this block over this transport. It does not count as a failure, and gives no warning.
 Scope: TypeAlias = Literal["region", "block", "route", "holder"]
 
 
@@ -78,49 +78,26 @@ class TransferError(P2PError):
         The message without these names, so that equal failures of several blocks give one warning.
     obstacle : Obstacle, optional
         The known reason why the transport does not work.
+    scope : {"route", "region", "block", "holder"}, optional
+        The other reads that fail for the same reason.
+    is_silence : bool, optional
+        True if no answer came in time, so that waiting for other blocks would be useless.
     """
 
-    #: "block": this block over any transport. "route": this block over this transport, which is not
-    #: tried again for the holder. "holder": all blocks of the holder. "region": this block over
-    #: this transport, which does not count as a failure.
-    scope: ClassVar[Scope] = "route"
-    #: True if no answer came in time, so that waiting for other blocks would be useless.
-    is_silence: ClassVar[bool] = False
-
     def __init__(
-        self, message: str, reason: str | None = None, obstacle: Obstacle | None = None
+        self,
+        message: str,
+        reason: str | None = None,
+        obstacle: Obstacle | None = None,
+        *,
+        scope: Scope = "route",
+        is_silence: bool = False,
     ) -> None:
         super().__init__(message)
         self.reason = reason or message
         self.obstacle = obstacle
-
-
-class BlockUnavailableError(TransferError):
-    """A holder no longer has the requested block, or does not answer at all.
-
-    Another transport would not help, but another holder may.
-    """
-
-    scope: ClassVar[Scope] = "block"
-
-
-class UnreachableError(BlockUnavailableError):
-    """A holder does not answer or cannot be reached; applies to all its blocks."""
-
-    scope: ClassVar[Scope] = "holder"
-    is_silence = True
-
-
-class SilentError(TransferError):
-    """A holder did not answer in time; applies to all its blocks over this transport."""
-
-    is_silence = True
-
-
-class UnsuitableError(TransferError):
-    """Another transport suits this block better; neither a failure nor a reason to warn."""
-
-    scope: ClassVar[Scope] = "region"
+        self.scope: Scope = scope
+        self.is_silence = is_silence
 
 
 # MemoryError comes first: its __new__ then makes the class, and pickle uses the same __new__ on
@@ -154,23 +131,18 @@ class DeviceLostError(P2PError):
     """
 
 
-class NoDeviceError(P2PError):
-    """A task needs a GPU, and its worker has none."""
-
-
 class ConfigError(P2PError, ValueError):
-    """An option has an invalid value."""
+    """An option has an invalid value, or a process is not set up for this package.
+
+    It lacks a package or a GPU, has another version, or cannot import the main program.
+    """
 
 
-class RegistrationError(P2PError):
+class RegistrationError(ConfigError):
     """The scheduler or a worker cannot take part in transfers.
 
     The package is missing there, has another version, or is configured incorrectly.
     """
-
-
-class StartError(P2PError, RuntimeError):
-    """The workers of a cluster could not start, since they could not import the main program."""
 
 
 class SectionError(P2PError):
@@ -185,7 +157,8 @@ class FileError(P2PError, OSError):
     """A file cannot be read or written as requested."""
 
 
-class MissingPackageError(P2PError, ImportError):
+# ImportError comes first: its constructor takes `name`.
+class MissingPackageError(ImportError, ConfigError):
     """A package is not installed that only some functions need."""
 
 
@@ -238,8 +211,3 @@ def without_frames(exc: _Error) -> _Error:
         each.__cause__ = each.__context__ = None
         each = cause
     return exc
-
-
-__all__ = [
-    name for name, of in globals().items() if isinstance(of, type) and of.__module__ == __name__
-]

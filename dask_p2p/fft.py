@@ -18,8 +18,8 @@ transformed last stays whole. So ``ifftn(y, chunks=x.chunks)`` takes no more exc
 Errors of all functions:
 
 - `UnsupportedArrayError`: the input is not a Dask array of numbers.
-- `AxesError`: the array lacks an axis, or an axis is given twice.
-- `ChunksError`: the chunk sizes are unknown, or `chunks` does not fit the result.
+- `InputError`: the array lacks an axis, or an axis is given twice.
+- `InputError`: the chunk sizes are unknown, or `chunks` does not fit the result.
 - `InputError`: a length is below 1, the norm is unknown, or a real transform gets complex input.
 """
 
@@ -92,7 +92,7 @@ def fft(
 
     Raises
     ------
-    UnsupportedArrayError, AxesError, ChunksError, InputError
+    UnsupportedArrayError, InputError
         See `dask_p2p.fft`.
 
     Examples
@@ -170,7 +170,7 @@ def fftn(
 
     Raises
     ------
-    UnsupportedArrayError, AxesError, ChunksError, InputError
+    UnsupportedArrayError, InputError
         See `dask_p2p.fft`.
 
     Examples

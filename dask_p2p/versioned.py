@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 
 import cloudpickle
 
-from dask_p2p.errors import P2PError, RegistrationError, VersionError
+from dask_p2p.errors import P2PError, RegistrationError
 from dask_p2p.loading import loaded
 
 #: Releases of Dask that pass the tests, as in pyproject.toml. Other releases are unsupported,
@@ -76,23 +76,23 @@ def versioned(*, strict: bool = False, shared: bool = False) -> Callable[[_C], _
 def read(version: str, module: str, name: str, values: tuple[Any, ...]) -> Any:
     """Return a value from its pickled form; all versions keep these parameters.
 
-    Raises `VersionError` if another version wrote it, or this process lacks its class, perhaps
+    Raises `RegistrationError` if another version wrote it, or this process lacks its class, perhaps
     of another package.
     """
     check_version(version)
     try:
         return getattr(loaded(module), name)(*values)
     except (ImportError, AttributeError, TypeError) as exc:
-        raise VersionError(
+        raise RegistrationError(
             f"expected the sender's version of {module}.{name}, got {exc}. Install the same "
             f"packages on clients, scheduler and workers."
         ) from exc
 
 
 def check_version(version: str) -> None:
-    """Raise `VersionError` if the sender's version differs from this one."""
+    """Raise `RegistrationError` if the sender's version differs from this one."""
     if version != own_version():
-        raise VersionError(
+        raise RegistrationError(
             f"expected values of {this_version()}, got values of dask_p2p {version}. Install the "
             f"same version on clients, scheduler and workers."
         )
@@ -158,12 +158,12 @@ def check_dask() -> None:
 
 @cache
 def check_dask_array() -> None:
-    """Raise `VersionError` if this process runs an unsupported release of dask-array."""
+    """Raise `RegistrationError` if this process runs an unsupported release of dask-array."""
     from packaging.specifiers import SpecifierSet
 
     found = metadata.version("dask-array")
     if not SpecifierSet(DASK_ARRAY_RELEASES).contains(found, prereleases=True):
-        raise VersionError(
+        raise RegistrationError(
             f"expected dask-array {DASK_ARRAY_RELEASES} with dask_p2p {own_version()}, got "
             f"dask-array {found}. On clients, scheduler and workers: pip install "
             f"'dask-array{DASK_ARRAY_RELEASES}', or another release of dask-p2p."

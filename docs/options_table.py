@@ -46,7 +46,8 @@ def _values(schema: Mapping[str, Any]) -> str:
     if schema["type"] == "array":
         return f"list of {_values(schema['items'])}"
     least = f", at least {schema['minimum']}" if "minimum" in schema else ""
-    return {"boolean": "`true`, `false`"}.get(schema["type"], "number") + least
+    kinds = {"boolean": "`true`, `false`", "string": "a size"}
+    return kinds.get(schema["type"], "number") + least
 
 
 def _plain(value: Any) -> str:

@@ -99,13 +99,6 @@ def die_once(path):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def with_section(options, section, **values):
-    """The options with other values in the section of a transport."""
-    changed = replace(section.of(options), **values)
-    others = [other for other in options.sections if type(other) is not section]
-    return replace(options, sections=(*others, changed))
-
-
 def persisted(client, x):
     """The array, once all its blocks are in memory: wherever the scheduler has put them."""
     from distributed import wait

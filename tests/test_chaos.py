@@ -123,9 +123,8 @@ def test_a_run_with_kills(seed):
     )  # fmt: skip
     expected = bits(np.arange(math.prod(shape)).reshape(shape), dtype)
     options = {
-        "p2p.transports.comm.part-bytes": choose.choice(["1 kiB", "100 kB", "16 MiB"]),
         "p2p.transports.order": ["auto", ["comm"], "auto", ["ucx"]][seed % 4],
-        "p2p.transports.ucx.host-part-bytes": ["1 kiB", "100 kB", "16 MiB"][seed // 4 % 3],
+        "p2p.transports.part-bytes": ["1 kiB", "100 kB", "auto"][seed // 4 % 3],
         "p2p.timeouts.request": "10 s",  # of Dask's own, which are 30 s, it can be told apart
         "p2p.mode": choose.choice(["async", "async", "sync"]),
         "distributed.scheduler.work-stealing": choose.random() < 0.5,

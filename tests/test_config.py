@@ -8,10 +8,9 @@ import pytest
 import yaml
 
 import dask_p2p
-from dask_p2p.config import checked_options, options
+from dask_p2p.config import checked_options, options, transport_classes
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.errors import ConfigError
-from dask_p2p.transports.packed import CommOptions
 from tests.support import output_of
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -56,8 +55,8 @@ def test_defaults():
     assert chosen.mode == "async"
     assert chosen.order("cupy") == ("ipc", "ucx", "pinned", "comm")
     assert chosen.order("numpy") == ("cma", "comm")
-    assert CommOptions.of(chosen).part_bytes == 16 * 2**20
-    assert chosen.backoff_s == pytest.approx(0.05)
+    assert chosen.part_bytes is None
+    assert chosen.request_timeout_s == 30
 
 
 def test_comm_is_always_the_last_resort():
@@ -76,12 +75,12 @@ def test_comm_is_always_the_last_resort():
         ("transports.order", None, "expected auto, or a list"),
         ("transports.order", [], "at least one name"),
         ("transports.ucx.allow-unencrypted", "perhaps", "true or false"),
-        ("transports.comm.part-bytes", "0 B", "at least one byte"),
-        ("transports.comm.part-bytes", "much", "like '16 MiB'"),
+        ("transports.part-bytes", "0 B", "at least one byte"),
+        ("transports.part-bytes", "much", "like '16 MiB'"),
         ("timeouts.request", -1, "at least 1 ms"),
         ("timeouts.request", 0, "at least 1 ms"),
-        ("timeouts.backoff", -1, "at least zero"),
-        ("timeouts.backoff", "soon", "like '50 ms'"),
+        ("memory.retain-outputs", -1, "at least zero"),
+        ("memory.retain-outputs", "soon", "like '50 ms'"),
     ],
 )
 def test_a_wrong_option_is_named(name, value, expected):
@@ -100,9 +99,9 @@ def test_a_wrong_option_is_named(name, value, expected):
         ({"p2p.modus": "sync"}, "p2p.modus", "p2p.mode"),
         ({"p2p.staging-limit": "1 GiB"}, "p2p.staging-limit", "p2p.memory.staging-limit"),
         (
-            {"p2p.transports.comm.partbytes": "1 MiB"},
-            "p2p.transports.comm.partbytes",
-            "p2p.transports.comm.part-bytes",
+            {"p2p.transports.partbytes": "1 MiB"},
+            "p2p.transports.partbytes",
+            "p2p.transports.part-bytes",
         ),
         ({"p2p": {"mode": {"kind": "sync"}}}, "p2p.mode.kind", "p2p.mode"),
         ({"p2p.memory": "1 GiB"}, "p2p.memory", "p2p.memory.staging-limit"),
@@ -115,6 +114,31 @@ def test_a_misspelt_option_is_named_with_the_nearest(setting, wrong, nearest, op
     with dask.config.set(setting), pytest.raises(ConfigError) as caught:
         operation(da.ones((4, 4), chunks=2))
     assert f"got {wrong}; the nearest is {nearest}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("p2p.transports.comm.part-bytes", "p2p.transports.part-bytes sets the size"),
+        ("p2p.transports.ucx.host_part_bytes", "p2p.transports.part-bytes sets the size"),
+        ("p2p.transports.ucx.parts-in-flight", "set p2p.transports.part-bytes"),
+        ("p2p.timeouts.backoff", "the first pause is 50 ms; p2p.attempts bounds"),
+        ("p2p.passes", "p2p.groups bounds"),
+    ],
+)
+def test_an_option_of_an_earlier_version_names_what_there_is_now(name, remedy):
+    with dask.config.set({name: 1}), pytest.raises(ConfigError, match="which earlier versions had"):
+        dask_p2p.transpose(da.ones((4, 4), chunks=2))
+    with dask.config.set({name: 1}), pytest.raises(ConfigError, match=remedy):
+        checked_options()
+
+
+def test_one_size_of_parts_for_all_transports():
+    with dask.config.set({"p2p.transports.part-bytes": "5 kB"}):
+        chosen = options()
+    for transport in transport_classes().values():
+        if transport.name != "ipc":
+            assert transport.footprint(chosen, "numpy").part_bytes == 5000
 
 
 def test_names_with_underscores_and_empty_sections_are_none_misspelt():

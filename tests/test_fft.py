@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.backends.numpy import NumpyBackend
-from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.ops.fft import local as local_fft
 from tests import support
 from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, cluster_of, set_trap
@@ -351,15 +351,15 @@ WHOLE = da.ones((8, 8))
             "numbers, got dtype datetime64",
         ),
         (lambda: fft.fft(da.ma.masked_equal(X, 1)), UnsupportedArrayError, "asked"),
-        (lambda: fft.fft(X[X[:, 0] > 0]), ChunksError, "compute_chunk_sizes"),
-        (lambda: fft.fftn(X, axes=(0, -2)), AxesError, "each once"),
-        (lambda: fft.fftn(X, axes=(0, 2)), AxesError, "2 dimensions"),
-        (lambda: fft.rfftn(X, axes=()), AxesError, "axes="),
-        (lambda: fft.irfftn(X, (), ()), AxesError, "axes="),
+        (lambda: fft.fft(X[X[:, 0] > 0]), InputError, "compute_chunk_sizes"),
+        (lambda: fft.fftn(X, axes=(0, -2)), InputError, "each once"),
+        (lambda: fft.fftn(X, axes=(0, 2)), InputError, "2 dimensions"),
+        (lambda: fft.rfftn(X, axes=()), InputError, "axes="),
+        (lambda: fft.irfftn(X, (), ()), InputError, "axes="),
         (lambda: fft.fftn(X, (4,), ()), InputError, "a length for each"),
-        (lambda: fft.fft(X, axis=2), AxesError, "axes="),
-        (lambda: fft.fft(X, axis="x"), AxesError, "axes="),
-        (lambda: fft.fft(X.sum()), AxesError, "0 dimensions"),
+        (lambda: fft.fft(X, axis=2), InputError, "axes="),
+        (lambda: fft.fft(X, axis="x"), InputError, "axes="),
+        (lambda: fft.fft(X.sum()), InputError, "0 dimensions"),
         (lambda: fft.fft(X, 0), InputError, "at least 1, got n=0"),
         (lambda: fft.fft(X, -1), InputError, "at least 1, got n=-1"),
         (lambda: fft.fft(X, 2.5), InputError, "n=2.5"),
@@ -371,21 +371,21 @@ WHOLE = da.ones((8, 8))
         (lambda: fft.fft(X, norm="unit"), InputError, "got norm='unit'"),
         (lambda: fft.rfft(X.astype("F")), InputError, "x.real"),
         (lambda: fft.ihfft(X.astype("F")), InputError, "x.real"),
-        (lambda: fft.fft(X, chunks=(3, "x")), ChunksError, "chunks="),
-        (lambda: fft.fft(X, chunks=((4, 4), (9,))), ChunksError, "shape .8, 8."),
+        (lambda: fft.fft(X, chunks=(3, "x")), InputError, "chunks="),
+        (lambda: fft.fft(X, chunks=((4, 4), (9,))), InputError, "shape .8, 8."),
         (lambda: fft.fft(X, "8"), InputError, "n='8'"),
         (lambda: fft.fftn(X, (4, "8")), InputError, "axis 1"),
-        (lambda: fft.fftshift(X, (0, 0)), AxesError, "each once"),
-        (lambda: fft.fftshift(X, chunks=((4, 3), 8)), ChunksError, "chunks"),
+        (lambda: fft.fftshift(X, (0, 0)), InputError, "each once"),
+        (lambda: fft.fftshift(X, chunks=((4, 3), 8)), InputError, "chunks"),
         (lambda: fft.fftfreq(0), InputError, "at least 1"),
         (lambda: fft.rfftfreq(4, 0), InputError, "got d=0"),
         (lambda: fft.fftfreq(4, "1"), InputError, "got d='1'"),
         (lambda: fft.fftfreq(4, float("nan")), InputError, "got d=nan"),
-        (lambda: fft.fftfreq(4, chunks="foo"), ChunksError, "got chunks='foo'"),
-        (lambda: fft.rfftfreq(4, chunks=((3, 3),)), ChunksError, r"of shape \(3,\)"),
-        (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], axis=0), ChunksError, "compute_chunk_sizes"),
-        (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], chunks=4), ChunksError, "compute_chunk_sizes"),
-        (lambda: fft.fft(X[X[:, 0] > 0][:, :4], axis=0), ChunksError, "compute_chunk_sizes"),
+        (lambda: fft.fftfreq(4, chunks="foo"), InputError, "got chunks='foo'"),
+        (lambda: fft.rfftfreq(4, chunks=((3, 3),)), InputError, r"of shape \(3,\)"),
+        (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], axis=0), InputError, "compute_chunk_sizes"),
+        (lambda: fft.fft(WHOLE[WHOLE[:, 0] > 0], chunks=4), InputError, "compute_chunk_sizes"),
+        (lambda: fft.fft(X[X[:, 0] > 0][:, :4], axis=0), InputError, "compute_chunk_sizes"),
     ],
 )
 def test_wrong_input_is_refused(call, error, words):

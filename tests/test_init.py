@@ -4,6 +4,7 @@ import importlib
 import inspect
 import json
 import os
+import pickle
 import pkgutil
 import re
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from distributed.core import error_message
 
 import dask_p2p
 from dask_p2p import errors, results
@@ -247,11 +249,51 @@ def test_no_module_hides_a_function():
     assert modules.isdisjoint(dask_p2p.__all__)
 
 
-def test_every_error_is_public_and_of_one_tree():
-    for name in set(errors.__all__) - {"Obstacle"}:  # which errors have
+CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type)]
+ERRORS = [cls for cls in CLASSES if issubclass(cls, Exception)]
+
+
+def test_errors_are_of_one_tree_and_few_are_public():
+    assert len(errors.__all__) == 10
+    for name in errors.__all__:
         assert getattr(dask_p2p, name) is getattr(errors, name)
-        if name != "P2PWarning":
-            assert issubclass(getattr(errors, name), errors.P2PError)
+    for cls in {*ERRORS} - {errors.P2PWarning}:
+        assert issubclass(cls, errors.P2PError)
+        assert cls.__name__ in errors.__all__ or cls.__base__ is not Exception
+
+
+@pytest.mark.parametrize("cls", ERRORS, ids=lambda cls: cls.__name__)
+def test_errors_cross_the_boundaries_of_processes(cls):
+    obstacle = errors.Obstacle("code", "text", "remedy")
+    details = {
+        errors.TransferError: {"reason": "why", "obstacle": obstacle, "scope": "block"},
+        errors.MemoryLimitError: {"needed_bytes": 7, "missing_bytes": 3},
+        errors.MissingPackageError: {"name": "zarr"},
+    }
+    error = cls("expected, got, do", **details.get(cls, {}))
+    by_dask = pickle.loads(error_message(error)["exception"].data)
+    for again in (pickle.loads(pickle.dumps(error)), by_dask):
+        assert type(again) is cls
+        assert str(again) == "expected, got, do"
+        assert vars(again) == vars(error)
+        assert getattr(again, "name", None) == getattr(error, "name", None)
+
+
+@pytest.mark.parametrize(
+    ("cls", "builtin"),
+    [
+        (errors.InputError, ValueError),
+        (errors.UnsupportedArrayError, ValueError),
+        (errors.BlockMismatchError, ValueError),
+        (errors.ConfigError, ValueError),
+        (errors.MemoryLimitError, MemoryError),
+        (errors.FileError, OSError),
+        (errors.MissingPackageError, ImportError),
+    ],
+)
+def test_errors_are_those_of_python_too(cls, builtin):
+    with pytest.raises(builtin, match="expected"):
+        raise cls("expected")
 
 
 def test_the_version_and_the_types_are_there():

@@ -34,11 +34,9 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans import redistribution
-from dask_p2p.transports.same_host import DirectoryOptions
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
 from tests.simulation.gpu import CELLS
 from tests.simulation.workers import World
-from tests.support import with_section
 from tests.usage import usage_of_worker
 
 ADDRESSES = ("a", "b", "c")
@@ -46,11 +44,8 @@ KEYS = (("x", 0, 0), ("x", 1, 0))  # two blocks of 2 x 4
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 ATTEMPTS = 3
 RETAIN_S = 2.0
-OPTIONS = with_section(
-    replace(options(), transports=("ipc", "comm"), attempts=ATTEMPTS),
-    DirectoryOptions,
-    wait_s=0.003,
-    retain_s=RETAIN_S,
+OPTIONS = replace(
+    options(), transports=("ipc", "comm"), attempts=ATTEMPTS, retain_blocks_s=RETAIN_S
 )
 
 whiches = st.integers(0, 5)  # of those that there are

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import numpy as np
 
 from dask_p2p.backends.device import Timer as Timer
-from dask_p2p.errors import AxesError, BlockMismatchError, UnsupportedArrayError
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from dask_p2p.types import Array, DType, DTypeLike, Kind
 
 SLOTS = 3  # slots of a queue: one is being filled, one is being emptied, one is waiting
@@ -75,7 +75,7 @@ class Backend(ABC):
 
         On a device the work is queued on the current stream, and the call returns before its end.
 
-        Raises `AxesError` if `axes` is no permutation of the axes of `src`, and
+        Raises `InputError` if `axes` is no permutation of the axes of `src`, and
         `BlockMismatchError` if the shape or dtype of `dst` does not match.
         """
 
@@ -224,7 +224,7 @@ def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
     try:
         view = src.transpose(tuple(axes))
     except ValueError as error:
-        raise AxesError(
+        raise InputError(
             f"expected a permutation of the {src.ndim} axes of the source, got {tuple(axes)}. "
             "Give each axis once."
         ) from error

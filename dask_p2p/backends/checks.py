@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import BlockMismatchError, UnsuitableError
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.types import Array, Key
 
 
@@ -56,15 +56,16 @@ def dtype_text(dtype: Any) -> str:
 def check_dtype_text(block: Any, declared: str, real: str) -> None:
     """Raise unless a block has the declared dtype, for a transport that moves unconverted bytes.
 
-    Raises `UnsuitableError` if only the byte order differs, as comm can convert the block. Raises
+    Raises `TransferError` if only the byte order differs, as comm can convert the block. Raises
     `BlockMismatchError` for any other difference.
     """
     if declared == real:
         return
     if declared.replace(">", "<") == real.replace(">", "<"):
-        raise UnsuitableError(
+        raise TransferError(
             f"{block} is declared as {declared}, but it is {real}: only comm changes the byte "
-            f"order. Name it in p2p.transports.order, or correct the dtype"
+            f"order. Name it in p2p.transports.order, or correct the dtype",
+            scope="region",
         )
     raise mismatch(block, declared, real)
 

@@ -49,7 +49,11 @@ from dask_p2p.engine.context import (
     where_is,
 )
 from dask_p2p.engine.remote import BlockRef, Fetch, RemoteSource, RemoteSources
-from dask_p2p.errors import BlockMismatchError, BlockUnavailableError, P2PError, TransferError
+from dask_p2p.errors import (
+    BlockMismatchError,
+    P2PError,
+    TransferError,
+)
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices, split_box
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.transports.base import Region
@@ -470,7 +474,9 @@ class HeldBlocks:
                 block = self._context.block(key)
             except KeyError:
                 here = self._context.address
-                raise BlockUnavailableError(f"block {key!r} is no longer on {here}") from None
+                raise TransferError(
+                    f"block {key!r} is no longer on {here}", scope="block"
+                ) from None
             except OSError as exc:
                 raise TransferError(f"block {key!r} cannot be read from disk: {exc}") from exc
         return self._checked(number, block)

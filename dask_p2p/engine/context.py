@@ -115,14 +115,15 @@ def recorded(
 # many. The worker's event loop enforces the deadlines. While the loop itself is blocked, each wait
 # takes `Tuning.event_loop_grace_s` longer.
 
+_FIRST_PAUSE_S = 0.05  # after the first failed attempt at a task; it doubles after each other one
 LONGEST_PAUSE_S = 2.0  # between two attempts at a task
 _KEPT_CAUSES = 8  # causes kept per task: the last distinct ones
 _CAUSE_CHARS = 500  # length of a cause
 
 
-def pause_s(options: Options, attempt: int) -> float:
+def pause_s(attempt: int) -> float:
     """Return the pause after a failed attempt. The first attempt has number 1."""
-    return min(LONGEST_PAUSE_S, options.backoff_s * 2.0 ** (attempt - 1))
+    return min(LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (attempt - 1))
 
 
 def worst_case_s(
@@ -132,7 +133,7 @@ def worst_case_s(
 ) -> float:
     """Return the longest time until a task ends in an error, on one worker."""
     waiting_s = holders * (options.request_timeout_s + unprobed * PROBE_TIMEOUT_S)
-    pauses_s = sum(pause_s(options, attempt) for attempt in range(1, options.attempts))
+    pauses_s = sum(pause_s(attempt) for attempt in range(1, options.attempts))
     return options.attempts * waiting_s + pauses_s
 
 

@@ -452,7 +452,7 @@ def try_again(key: Key, error: TransferError, log: TaskContext, options: Options
             f"the number of attempts and their deadlines."
         ) from error
     logger.info("attempt %d at %r failed, rescheduling: %s", count, key, str(error))
-    time.sleep(pause_s(options, count))
+    time.sleep(pause_s(count))
     raise Reschedule() from error
 
 

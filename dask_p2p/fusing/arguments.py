@@ -15,7 +15,7 @@ from dask.task_spec import DataNode, Task, TaskRef
 from dask.utils import ensure_dict
 
 from dask_p2p.config import Options
-from dask_p2p.errors import FuseError, InputError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.planning.sizes import CallValue, Declared, DeclaredValue
 from dask_p2p.fusing.planning.tasks import (
     ReadGraph,
@@ -124,14 +124,14 @@ def pinned(
 
 
 def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
-    """Refuse tasks that cannot read an argument: `FuseError`.
+    """Refuse tasks that cannot read an argument: `UnsupportedArrayError`.
 
     These are tasks that stay with Dask, and those with a copy of an argument's task, as Dask makes
     them where it optimises a graph before the end.
     """
     for key, task in {**read.tasks.nodes, **read.kept}.items():
         if name_of(key) not in arguments and _has_copy(task):
-            raise FuseError(
+            raise UnsupportedArrayError(
                 f"expected only lazy arrays between arguments and results, got the task {key!r} of "
                 f"a delayed function, or of a Dask array among the keywords of map_blocks. Give "
                 f"arrays by position, map_blocks(f, x, y). Call delayed functions outside of the "
@@ -140,7 +140,7 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
     for key, task in read.kept.items():
         reads = getattr(task, "dependencies", ())
         if name_of(key) not in arguments and any(name_of(each) in arguments for each in reads):
-            raise FuseError(
+            raise UnsupportedArrayError(
                 f"expected only tasks of ranks between arguments and results, got the task "
                 f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "
                 f"Call it outside of the compiled function."
@@ -177,7 +177,7 @@ def graph_of(
 ) -> ArraysGraph:
     """Return the graph of some arrays, whose tasks read the `values` of a call.
 
-    Raises `FuseError` or `UnsupportedArrayError` if ranks cannot run it.
+    Raises `UnsupportedArrayError` if ranks cannot run it.
     """
     tasks_of: dict[str, Mapping[Key, Any]]
     if is_expression(arrays[0]):

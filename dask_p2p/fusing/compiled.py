@@ -91,11 +91,9 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     InputError
         If `func` is not callable or returns anything but Dask arrays, no example is a Dask array,
         or `ranks` is invalid here.
-    ChunksError
-        If chunk sizes of an example are unknown.
+        Also if chunk sizes of an example are unknown.
     UnsupportedArrayError
         If an example is not a Dask array of NumPy or CuPy blocks, or an array has Python objects.
-    FuseError
         As for `fused`.
 
     Notes
@@ -184,7 +182,7 @@ class CompiledFunction:
     def __call__(self, *arguments: Any) -> Any:
         """Return the lazy arrays that the function returns for some arguments.
 
-        Raises `InputError`, `ChunksError` or `UnsupportedArrayError` if the arguments differ from
+        Raises `InputError` or `UnsupportedArrayError` if the arguments differ from
         the examples in number, chunks or dtype.
         """
         arrays, values = self._checked(arguments)
@@ -214,7 +212,7 @@ class CompiledFunction:
         ------
         InputError
             If there is no synchronous client with a cluster, or as for calls.
-        ChunksError, UnsupportedArrayError
+        InputError, UnsupportedArrayError
             As for calls.
 
         Notes

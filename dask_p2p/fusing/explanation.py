@@ -12,7 +12,7 @@ from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import checked_options
-from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
 from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
@@ -77,7 +77,7 @@ def explain(*collections: Any) -> str:
         return str(
             choice_of(graph, keys, cluster, checked_options(), of[0].kinds, declared=declared)
         )
-    except (FuseError, UnsupportedArrayError) as exc:
+    except UnsupportedArrayError as exc:
         return f"by Dask's tasks: {exc}"
 
 

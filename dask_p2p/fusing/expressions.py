@@ -43,7 +43,7 @@ class FusedExpression:
 def fused_expression(client: Any, expr: Any, keys: Sequence[Key], of_call: Any) -> Any:
     """Return the expression that a client sends in place of another; the same if it is not fused.
 
-    `of_call` are the client's arguments. Raises `FuseError` or `UnsupportedArrayError` if the
+    `of_call` are the client's arguments. Raises `UnsupportedArrayError` if the
     option is "on", and no gang can run the arrays.
     """
     mode = fuse_mode()

@@ -24,7 +24,7 @@ from dask.utils import ensure_dict
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
-from dask_p2p.errors import FuseError, P2PError, RegistrationError, UnsupportedArrayError
+from dask_p2p.errors import P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.planning.owners import Locations
 from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
 from dask_p2p.fusing.planning.tasks import ANNOTATIONS, name_of
@@ -131,7 +131,7 @@ class AtScheduler:
         """Return the graph of a gang, or one that fails; None if Dask runs its own tasks."""
         try:
             return self._fused(graph, keys, annotations, declared)
-        except (FuseError, UnsupportedArrayError) as exc:
+        except UnsupportedArrayError as exc:
             if not self.is_auto:
                 return failing(keys, exc)
             logger.debug(_BY_DASK, exc)
@@ -145,12 +145,14 @@ class AtScheduler:
         declared: Mapping[str, DeclaredBlocks],
     ) -> Any:
         if annotations:
-            raise FuseError(f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}")
+            raise UnsupportedArrayError(
+                f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}"
+            )
         if self.obstacle:
             raise UnsupportedArrayError(self.obstacle)
         scheduler = _scheduler(self.scheduler)
         if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
-            raise FuseError(_NO_PLUGIN)
+            raise UnsupportedArrayError(_NO_PLUGIN)
         cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
         outputs = {*flatten([keys])}
         if self.is_auto and isinstance(graph, HighLevelGraph):
@@ -159,7 +161,7 @@ class AtScheduler:
         if self.is_auto and (left := gangs.left_to_dask.keys()):
             layers = graph.layers if isinstance(graph, HighLevelGraph) else map(name_of, graph)
             if not left.isdisjoint(layers):
-                raise FuseError(_LEFT_TO_DASK)
+                raise UnsupportedArrayError(_LEFT_TO_DASK)
         known = _known(graph, outputs, scheduler)
         choice = choice_of(
             graph, keys, cluster, self.options, self.kinds, known, self.is_auto, declared
@@ -167,7 +169,7 @@ class AtScheduler:
         try:
             made, gang = optimized(graph, keys, choice, self.options)
         except (AttributeError, PicklingError, TypeError) as exc:
-            raise FuseError(f"{_NO_PICKLE}: {exc}") from exc
+            raise UnsupportedArrayError(f"{_NO_PICKLE}: {exc}") from exc
         if gang is not None and self.is_auto:
             gangs.substitutes[gang] = partial(substitute_tasks, graph)
         logger.debug("computes %s", choice)
@@ -212,12 +214,12 @@ def optimizer_unless_dask(mode: str, arrays: Sequence[Any]) -> Optimizer | None:
 def optimizer_for(mode: str, instance: Any) -> Optimizer:
     """Return the function for arrays of the current client, at least of one `instance`.
 
-    Raises `FuseError`, `UnsupportedArrayError` or `RegistrationError` if no gang can run them. With
+    Raises `UnsupportedArrayError` or `RegistrationError` if no gang can run them. With
     `auto` the function has the obstacle of the instance.
     """
     client = current_client()
     if client is None or client.asynchronous or connection_of(client) in _lacking:
-        raise FuseError(
+        raise UnsupportedArrayError(
             "expected a synchronous client of a cluster with dask_p2p for p2p.fuse, got none. Make "
             "one, distributed.Client(...), or set the option to auto."
         )
@@ -226,7 +228,7 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
         raise UnsupportedArrayError(obstacle)
     annotations = [each for each in dask.get_annotations() if each in ANNOTATIONS]
     if mode == "auto" and annotations:
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"expected no annotations of {', '.join(annotations)} around the call: they would "
             f"apply to ranks. Call dask_p2p.fused(x)."
         )

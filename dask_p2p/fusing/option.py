@@ -23,7 +23,7 @@ class Optimization:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Return the function that optimises graphs; Dask's own unless the option is set.
 
-        Raises `FuseError` or `UnsupportedArrayError` if the option is "on", and no gang can run
+        Raises `UnsupportedArrayError` if the option is "on", and no gang can run
         the arrays.
         """
         of_dask = self._of_dask.__get__(instance, owner)

@@ -20,7 +20,7 @@ from dask.utils import ensure_dict, format_bytes
 from dask_p2p import tuning
 from dask_p2p.config import Options
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.errors import FuseError
+from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.owners import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
@@ -95,16 +95,16 @@ def ranks_for(
 
 
 def check_count(tasks: FusedTasks) -> None:
-    """Refuse a graph of very many tasks: `FuseError`."""
+    """Refuse a graph of very many tasks: `UnsupportedArrayError`."""
     if len(tasks.nodes) > (most := tuning.current.fused_tasks):
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"expected at most {most:,} tasks, got {len(tasks.nodes):,}: their programs "
             f"take as long to make as they save. Use larger chunks."
         )
 
 
 def check_layers(layers: Mapping[str, Any], outputs: int, cluster: Cluster) -> None:
-    """Refuse a graph that surely has few tasks, by its layers alone: `FuseError`.
+    """Refuse a graph that surely has few tasks, by its layers alone: `UnsupportedArrayError`.
 
     This takes less than reading the tasks, so that small computations are as fast as without the
     option. The graph has a number of `outputs`.
@@ -147,7 +147,7 @@ def _counted(layer: Any) -> tuple[float, int] | None:
 
 
 def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> None:
-    """Refuse a graph of few tasks: `FuseError`. `exchanges` of None: not counted yet."""
+    """Refuse a graph of few tasks. `exchanges` of None: not counted yet."""
     if exchanges is None:
         nodes = tasks.nodes.items()  # no array needs more than one exchange
         exchanges = len({name_of(key) for key, node in nodes if not isinstance(node, DataNode)})
@@ -158,7 +158,7 @@ def _check_gain(count: float, exchanges: int, size: int, outputs: int) -> None:
     if exchanges < _LEAST_EXCHANGES and count - outputs < _LEAST_TASKS * size:
         more = max(0, round(count) - outputs)
         tasks = f"about {_counted_as(more, 'task')}" if more else "no tasks"
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"too small to gain: at most {_counted_as(exchanges, 'exchange')} "
             f"({_LEAST_EXCHANGES} needed), and {tasks} besides "
             f"the {_counted_as(outputs, 'output')} ({_LEAST_TASKS} for each of "
@@ -179,10 +179,10 @@ def check_suitable(
 ) -> float:
     """Return the most bytes that the values of a rank may take.
 
-    Refuses a graph that Dask probably runs faster, or in less memory: `FuseError`.
+    Refuses a graph that Dask probably runs faster, or in less memory: `UnsupportedArrayError`.
     """
     if cluster.has_resources:
-        raise FuseError(
+        raise UnsupportedArrayError(
             "expected workers without resources, got some that have them: each rank would need "
             "those that the call requests. Call dask_p2p.fused(x)."
         )
@@ -207,7 +207,7 @@ def _check_memory(
         return inf
     unknown = (key for key in (*tasks.inputs, *tasks.nodes) if key not in sizes_bytes)
     if (key := next(unknown, None)) is not None:
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"expected values of known sizes, got {key!r} of unknown size: ranks may need more "
             f"memory than Dask, which spills. Give chunk sizes, or call dask_p2p.fused(x)."
         )
@@ -217,7 +217,7 @@ def _check_memory(
     ranks = -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
     of_worker = peak * ranks
     if of_worker > most_bytes:
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"expected values of at most {format_bytes(most_bytes)} in the memory of {place}, "
             f"{format_bytes(limit_bytes)}, next to results of Dask, got "
             f"{format_bytes(of_worker)}, which Dask cannot spill while ranks run. Use smaller "
@@ -244,7 +244,7 @@ def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) 
     ]
     mean = sum(made) / max(1, len(made))
     if max(made, default=0) > _MOST_UNEVEN * mean:
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"expected about the same work for all ranks, got {format_bytes(max(made))} of values "
             f"for one rank and {format_bytes(int(mean))} on average. Reduce the array later, or "
             f"use smaller chunks."
@@ -332,7 +332,7 @@ def choice_of(
 
     `declared` has the blocks of arrays by name, if the graph has no layers.
 
-    Raises `FuseError` or `UnsupportedArrayError` if Dask runs the graph.
+    Raises `UnsupportedArrayError` if Dask runs the graph.
     """
     tasks, layers = _tasks(graph, options)
     tasks |= known.tasks

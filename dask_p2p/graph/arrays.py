@@ -96,7 +96,7 @@ def redistributed_expression(x: Any, axes: tuple[int, ...], after: Chunks, plann
 def _expressions_of(x: Any) -> Any:
     """Return the module of the expressions of an array's library.
 
-    Raises `VersionError` if the release of `dask_array` is not supported.
+    Raises `RegistrationError` if the release of `dask_array` is not supported.
     """
     # Only here: the modules import private parts of the libraries.
     if is_of_dask_array(x):

@@ -160,7 +160,7 @@ def packed(records: Iterable[TaskRecord]) -> bytes:
 
 
 def unpacked(data: bytes) -> list[TaskRecord]:
-    """Return the records in the bytes of `packed`. Raises `VersionError` for another version."""
+    """Return records of the bytes of `packed`; `RegistrationError` for another version."""
     version, records = pickle.loads(data)
     check_version(version)
     return list(pickle.loads(records))

@@ -36,7 +36,7 @@ from dask_p2p.engine.task import (
     is_fusable,
     run_name,
 )
-from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
+from dask_p2p.errors import BlockMismatchError, ConfigError, DeviceLostError
 from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.ops.estimate import PartsEstimate
@@ -72,7 +72,7 @@ class GpuMapFunction:
             block = block_of(kind)
             run = partial(block.run, context)
         else:
-            raise NoDeviceError(
+            raise ConfigError(
                 f"expected a GPU for map_on_gpu({funcname(self.mapped.function)}, ...), got none: "
                 f"on {where_is(context)} {obstacle}. Compute on workers with GPUs, such as those "
                 f"of dask_p2p.local_cluster(gpus=True), or give fallback='numpy' to call the "

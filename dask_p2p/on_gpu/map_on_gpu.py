@@ -19,7 +19,7 @@ from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.backends.dlpack import checked_library, in_library
 from dask_p2p.config import checked_options, positive_bytes
 from dask_p2p.engine.task import FUSABLE
-from dask_p2p.errors import ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import arrays_with_halos
 from dask_p2p.graph.redistribution import check_one_library, functions_of
@@ -97,7 +97,7 @@ def map_on_gpu(
         part's contribution to the block's result: all axes, by default of length 1 along `axis`.
         Only the combined result is copied back. Blocks are not combined with each other.
     fallback : {None, "numpy"}, optional
-        Behaviour of a worker without a GPU. None: the task raises `NoDeviceError`. "numpy": the
+        Behaviour of a worker without a GPU. None: the task raises `ConfigError`. "numpy": the
         task calls `func` with NumPy parts.
     as_library : {"torch", "jax"}, optional
         Library of the arrays that `func` and `reduce` receive and return, in place of CuPy arrays.
@@ -116,13 +116,12 @@ def map_on_gpu(
     ------
     UnsupportedArrayError
         If one of `arrays` is not a Dask array, or has a dtype that GPUs cannot compute with.
-    ChunksError
-        If chunk sizes are unknown, or `chunks` does not fit them.
     InputError
-        If another argument is invalid, or the result's dtype cannot be found.
+        If chunk sizes are unknown, or `chunks` does not fit them.
+        Also if another argument is invalid, or the result's dtype cannot be found.
     MissingPackageError
         During the computation, if a worker lacks the library `as_library`.
-    NoDeviceError
+    ConfigError
         During the computation, on a worker without a GPU.
     BlockMismatchError
         During the computation, if `func` returns an array of another shape or dtype.
@@ -230,7 +229,7 @@ def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
     """Return the arrays with common chunks.
 
     Raises `UnsupportedArrayError` for dtypes that GPUs lack or blocks of several libraries,
-    `ChunksError` for unknown chunks, and `InputError` if no array has an axis.
+    `InputError` for unknown chunks, or if no array has an axis.
     """
     if not arrays:
         raise InputError("expected an array after the function. Call map_on_gpu(func, x).")
@@ -316,12 +315,12 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
     except (TypeError, ValueError):
         found = ()
     if tuple(map(len, found)) != tuple(map(len, sizes)):
-        raise ChunksError(
+        raise InputError(
             f"expected one entry for each of {len(sizes)} axes, a size for all output blocks or a "
             f"tuple of sizes for {tuple(map(len, sizes))} blocks, got chunks={chunks!r}."
         )
     if not is_reduced and found[axis] != sizes[axis]:
-        raise ChunksError(
+        raise InputError(
             f"expected output blocks of the arrays' sizes {sizes[axis]} along axis {axis}, which "
             f"is split into parts, got {found[axis]}. Split along another axis with axis=, or pass "
             f"reduce=."

@@ -12,7 +12,7 @@ from dask.array.core import normalize_chunks
 from dask.array.rechunk import _balance_chunksizes
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normal_axes
 from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.inputs import name_of_function
@@ -108,9 +108,9 @@ def has_unknown_chunks(x: DaskArray) -> bool:
 
 
 def check_chunks_are_known(x: DaskArray) -> None:
-    """Raise `ChunksError` if `x` has unknown chunk sizes: no plan can be made for it."""
+    """Raise `InputError` if `x` has unknown chunk sizes: no plan can be made for it."""
     if has_unknown_chunks(x):
-        raise ChunksError(
+        raise InputError(
             f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
         )
 
@@ -118,11 +118,11 @@ def check_chunks_are_known(x: DaskArray) -> None:
 def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
     """Return a permutation of `ndim` axes without negative numbers; None reverses the axes.
 
-    Raises `AxesError` if `axes` is not a permutation.
+    Raises `InputError` if `axes` is not a permutation.
     """
     order = normal_axes(axes, ndim)
     if order is None:
-        raise AxesError(
+        raise InputError(
             f"expected a permutation of the {ndim} axes of the array, "
             f"{tuple(range(ndim))} in any order, got axes={axes!r}. {_NAMES}"
         )
@@ -138,7 +138,7 @@ def checked_chunks(
 ) -> Chunks:
     """Return the sizes of all blocks for `chunks` in any form that `dask.array.rechunk` takes.
 
-    Raises `ChunksError` if `chunks` has another form or does not fit the array's shape.
+    Raises `InputError` if `chunks` has another form or does not fit the array's shape.
     """
     shape = tuple(map(sum, before))
     try:
@@ -156,7 +156,7 @@ def checked_chunks(
     except Exception as exc:  # Dask does not document the errors for invalid chunks
         # Dask repeats the chunks and the shape.
         reason = str(exc).partition("\n")[0].partition(" Got chunks=")[0].rstrip(".")
-        raise ChunksError(
+        raise InputError(
             f"expected chunks for an array of shape {shape}, as dask.array.rechunk takes them, got "
             f"chunks={chunks!r}: {reason}. {CHUNKS_REMEDY}"
         ) from exc

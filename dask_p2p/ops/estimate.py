@@ -113,7 +113,7 @@ def estimate(
 
     Raises
     ------
-    UnsupportedArrayError, AxesError, ChunksError
+    UnsupportedArrayError, InputError
         The errors of `dask_p2p.transpose`.
     InputError
         If `workers` is not a positive integer, or is given for `iterate` or `spmd`, whose ranks

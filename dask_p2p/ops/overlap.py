@@ -110,11 +110,10 @@ def map_overlap(
     UnsupportedArrayError
         If one of `args` is not a Dask array, or has masked, sparse or other blocks that are not
         plain memory.
-    ChunksError
-        If chunk sizes are unknown.
     InputError
-        If `depth` or `boundary` is invalid, a halo is wider than its array, or ``corners`` may be
-        meant for `func`. If a keyword is lazy, and the array is of `dask_array`.
+        If chunk sizes are unknown.
+        Also if `depth` or `boundary` is invalid, a halo is wider than its array, or ``corners`` may
+        be meant for `func`. If a keyword is lazy, and the array is of `dask_array`.
     BlockMismatchError
         During the computation, if `func` returns an array of another shape.
 

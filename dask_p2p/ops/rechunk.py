@@ -12,7 +12,7 @@ import numpy as np
 from dask.array.core import broadcast_dimensions, common_blockdim
 
 from dask_p2p.config import Options, checked_options
-from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import (
     before_transpose,
@@ -71,10 +71,9 @@ def transpose(
     ------
     UnsupportedArrayError
         If `x` is not a Dask array, or has masked, sparse or other blocks that are not plain memory.
-    AxesError
+    InputError
         If `axes` is not a permutation of the axes of `x`.
-    ChunksError
-        If the chunk sizes of `x` are unknown, or `chunks` does not fit the result.
+        Also if the chunk sizes of `x` are unknown, or `chunks` does not fit the result.
     ConfigError
         If an option has an invalid value, or an unknown option is set.
 
@@ -150,12 +149,10 @@ def rechunk(
     ------
     UnsupportedArrayError
         If `x` is not a Dask array, or has masked, sparse or other blocks that are not plain memory.
-    AxesError
-        If `axes` is not a permutation of the axes of `x`.
-    ChunksError
-        If `chunks` does not fit the result, or would rechunk an axis of unknown chunk sizes.
     InputError
-        If `method` has another value.
+        If `axes` is not a permutation of the axes of `x`.
+        Also if `chunks` does not fit the result, or would rechunk an axis of unknown chunk sizes.
+        Also if `method` has another value.
     ConfigError
         If an option has an invalid value, or an unknown option is set.
 
@@ -196,14 +193,14 @@ def _rechunk_unknown(
 ) -> DaskArray:
     """Return an array rechunked by Dask's tasks, along axes of known chunk sizes only.
 
-    Raises `ChunksError` if an axis of unknown chunk sizes would change, or `chunks` does not fit.
+    Raises `InputError` if an axis of unknown chunk sizes would change, or `chunks` does not fit.
     """
     if axes != tuple(range(x.ndim)):
         x = transpose_by_tasks(x, axes)
     try:
         return rechunk_by_tasks(x, chunks, balance=balance, block_size_limit=block_size_limit)
     except (TypeError, ValueError) as exc:
-        raise ChunksError(
+        raise InputError(
             f"expected known chunk sizes along the axes to rechunk, got {x.chunks} and "
             f"chunks={chunks!r}: {exc}. Call x.compute_chunk_sizes() first, or leave out these "
             f"axes."

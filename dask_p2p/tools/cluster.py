@@ -16,7 +16,12 @@ from typing import Any
 import dask
 
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import InputError, StartError, install_command, needs
+from dask_p2p.errors import (
+    ConfigError,
+    InputError,
+    install_command,
+    needs,
+)
 from dask_p2p.inputs import checked_count, nearest
 from dask_p2p.plugins.registration import register_cluster
 from dask_p2p.types import Kind, LocalCluster
@@ -113,7 +118,7 @@ def local_cluster(
         If `protocol` names UCX, and the package distributed-ucxx is missing.
     RegistrationError
         As for `register`. The cluster has been closed then.
-    StartError
+    ConfigError
         If a script starts a cluster whenever it is imported, as each worker imports it. Start the
         cluster below ``if __name__ == "__main__":``.
     """
@@ -211,7 +216,7 @@ def started(cluster_class: Any, own: Mapping[str, Any], given: Mapping[str, Any]
     """Start a cluster, with settings of `local_cluster` that the given keywords override.
 
     Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
-    and `StartError` if workers could not import the main program.
+    and `ConfigError` if workers could not import the main program.
     """
     options = {**own, **given}
     classes = _classes(cluster_class, options)
@@ -297,7 +302,7 @@ _REMEDY = 'Move that code below `if __name__ == "__main__":`.'
 
 
 def check_main_program() -> None:
-    """Raise `StartError` if workers could not import the main program.
+    """Raise `ConfigError` if workers could not import the main program.
 
     If the main program does not check `__name__` before the call, a process that imports it finds
     out. Another check, which the process passes, is fine.
@@ -307,12 +312,12 @@ def check_main_program() -> None:
     if getattr(process, "_inheriting", False):  # multiprocessing imports the main program now
         if process.name == _PROBE:
             raise SystemExit(_STARTS_A_CLUSTER)
-        raise StartError(_text(sys.modules.get("__mp_main__", main).__file__))
+        raise ConfigError(_text(sys.modules.get("__mp_main__", main).__file__))
     path = _imported_file(main)
     if path is None:
         return
     if not os.path.exists(path):
-        raise StartError(
+        raise ConfigError(
             f"expected a main program in a file, since workers import it, got {path}. Save it in a "
             "file, and run that."
         )
@@ -325,16 +330,16 @@ def _text(path: Any) -> str:
 
 
 def _probe(path: str) -> None:
-    """Import the main program in a process, as workers do; raise `StartError` if that fails."""
+    """Import the main program in a process, as workers do; raise `ConfigError` if that fails."""
     from distributed.utils import get_mp_context
 
     process = get_mp_context().Process(target=int, name=_PROBE)
     process.start()
     process.join()
     if process.exitcode == _STARTS_A_CLUSTER:
-        raise StartError(_text(path))
+        raise ConfigError(_text(path))
     if process.exitcode:
-        raise StartError(
+        raise ConfigError(
             f"expected a program that workers can import, but the import of {path} failed with the "
             f"error above. Move code that workers cannot run below `if __name__ == "
             '"__main__":`.'

@@ -26,7 +26,7 @@ import dask.array as da
 import numpy as np
 
 from dask_p2p import fft
-from dask_p2p.errors import InputError, P2PWarning, VersionError
+from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.loading import when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
@@ -261,7 +261,7 @@ def _replace_methods(package: Any) -> None:
     """Replace functions of the package `dask_array`, and methods of its expressions."""
     try:
         check_dask_array()
-    except VersionError as exc:
+    except RegistrationError as exc:
         warnings.warn(f"dask_p2p: dask_array's own functions are used: {exc}", P2PWarning, 2)
         return
     # Imported only here, since it imports private parts of that package.

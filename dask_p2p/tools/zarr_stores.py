@@ -38,7 +38,7 @@ def store(
     """Store arrays as `dask.array.store` does, `original`, in whole units of Zarr arrays.
 
     If two arrays write to one unit, or a region is not made of slices, tasks write in turn.
-    Raises `ChunksError` if chunk sizes of an array for Zarr are unknown.
+    Raises `InputError` if chunk sizes of an array for Zarr are unknown.
     """
     is_one = is_dask_array(sources)
     arrays, stores = ([sources], [targets]) if is_one else ([*sources], [*targets])

@@ -17,11 +17,11 @@ Ownership
     if Dask spills, cancels or releases it. Close only after all reading kernels are synchronised.
     Without `in_place` the reader owns the array, and drops it after use.
 Failure
-    `BlockUnavailableError` if the holder lacks a block or is silent; `BlockMismatchError` if a
-    block differs from its declaration; `TransferError` for all other failures. The `scope` of an
-    error is the set of reads that fail with it. Messages do not name the transport: callers do. A
-    block's failure does not affect other blocks of its holder. Transports do not deliver wrong
-    data knowingly.
+    `BlockMismatchError` if a block differs from its declaration; `TransferError` for all other
+    failures. The `scope` of such an error is the set of reads that fail with it: "block" if the
+    holder lacks the block, "holder" if it is silent, "region" if another transport suits the block
+    better. Messages do not name the transport: callers do. A block's failure does not affect other
+    blocks of its holder. Transports do not deliver wrong data knowingly.
 Threads
     Several task threads use `read` and `Reading` objects concurrently. Handlers run on the worker's
     event loop and never block it.
@@ -45,7 +45,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.checks import checked_block
-from dask_p2p.config import Options, TransportOptions
+from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.transports.buffers import Buffers, ByteBudget, Footprint
@@ -193,8 +193,6 @@ class Transport(ABC):
     in_place: ClassVar[bool] = False
     #: True if the reader's own thread, or its GPU, reads memory of this host.
     within_host: ClassVar[bool] = False
-    #: Sections of the options that the transport reads.
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = ()
 
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         self.worker = worker

@@ -27,7 +27,7 @@ from dask_p2p.backends.device import MEMCPY_DEFAULT, current_device
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.backends.host_memory import pin_while
 from dask_p2p.config import Options, transport_classes
-from dask_p2p.errors import UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.types import Array, DTypeLike, Kind
 
 _GRANULE_BYTES = 2**9  # least size; sizes are powers of two, so that few differ
@@ -185,22 +185,30 @@ class Segment:
 
     @classmethod
     def open(cls, name: SegmentName) -> Segment:
-        """Open another process's segment; `UnsuitableError` on failure or if it is another file."""
+        """Open another process's segment; `TransferError` on failure or if it is another file."""
         if name[:2] != kernel_and_namespace():
-            raise UnsuitableError("they run on different hosts, or in different PID namespaces")
+            raise TransferError(
+                "they run on different hosts, or in different PID namespaces", scope="region"
+            )
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
             # Other files of that process are never opened.
             if os.readlink(path) != f"/memfd:{FILE_NAME} (deleted)":
-                raise UnsuitableError(f"expected the reader's memory at {path}, got another file")
+                raise TransferError(
+                    f"expected the reader's memory at {path}, got another file", scope="region"
+                )
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as exc:
-            raise UnsuitableError(f"the reader's memory cannot be opened: {exc}") from exc
+            raise TransferError(
+                f"the reader's memory cannot be opened: {exc}", scope="region"
+            ) from exc
         try:
             status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
             is_right = (status.st_ino, status.st_size) == (name.inode, name.size_bytes)
             if not is_right or not seals & fcntl.F_SEAL_SHRINK:
-                raise UnsuitableError("the reader's memory does not match its name, size or seal")
+                raise TransferError(
+                    "the reader's memory does not match its name, size or seal", scope="region"
+                )
             return cls(fd, name)
         finally:
             os.close(fd)

@@ -25,7 +25,7 @@ from dask_p2p.backends.device import (
     uuid,
 )
 from dask_p2p.backends.host import RepeatingTimer
-from dask_p2p.config import Options, TransportOptions, option, section, size_bytes
+from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.transports.process_memory import PROCESSES, Peer
 from dask_p2p.types import Array, DType
@@ -342,16 +342,9 @@ def _device_bytes() -> int:
     return int(cupy.cuda.runtime.memGetInfo()[1])
 
 
-@section("transports.ipc")
-class IpcOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    staging_bytes: int = option("staging-bytes", size_bytes)
-
-
 def ipc_part_bytes(options: Options) -> int | None:
     """Return the limit of a part that a copy engine brings at a time; None: kernels read."""
     # At most half of the limit: the rest is for parts from other hosts.
-    slots_bytes = min(IpcOptions.of(options).staging_bytes, options.staging_limit_bytes // 2)
+    slots_bytes = min(options.ipc_staging_bytes, options.staging_limit_bytes // 2)
     slot_bytes = slots_bytes // SLOTS
     return slot_bytes if slot_bytes >= tuning.current.copy_engine_bytes else None

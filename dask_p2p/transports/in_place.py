@@ -17,23 +17,16 @@ import numpy as np
 
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import wait_until_written
-from dask_p2p.config import Options, TransportOptions, option, positive_bytes, section
-from dask_p2p.errors import (
-    BlockUnavailableError,
-    DeviceLostError,
-    Obstacle,
-    TransferError,
-    UnsuitableError,
-)
+from dask_p2p.config import Options
+from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.geometry import Box, box_shape, box_size
 from dask_p2p.transports import cuda_ipc, process_memory
 from dask_p2p.transports.base import Request, WorkerContext
 from dask_p2p.transports.buffers import Buffers, Footprint, part_that_fits
-from dask_p2p.transports.cuda_ipc import IpcOptions, ipc_part_bytes
+from dask_p2p.transports.cuda_ipc import ipc_part_bytes
 from dask_p2p.transports.process_memory import Peer, RemoteArray
 from dask_p2p.transports.same_host import (
     Descriptor,
-    DirectoryOptions,
     ReadRegion,
     SameHostReading,
     SameHostTransport,
@@ -44,15 +37,9 @@ from dask_p2p.types import Array, Kind
 # A run costs the kernel as much as 150 additional bytes. Per byte, comm takes four times as long
 # as cma.
 _SHORT_RUN_BYTES = 128
+_PART_BYTES = 2**20  # fits into the second-level cache of a core
 _MOST_PART_BYTES = 2**30  # a system call reads 2 GiB at most
 _MOST_SHORT_RUNS = 2**14  # up to this number, a request of comm takes longer
-
-
-@section("transports.cma")
-class CmaOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    part_bytes: int = option("part-bytes", positive_bytes)
 
 
 class CmaTransport(SameHostTransport):
@@ -64,12 +51,11 @@ class CmaTransport(SameHostTransport):
 
     name: ClassVar[str] = "cma"
     kinds: ClassVar[tuple[str, ...]] = ("numpy",)
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = (CmaOptions, DirectoryOptions)
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with one part at a time, read by the reader's own thread."""
-        part_bytes = min(CmaOptions.of(options).part_bytes, _MOST_PART_BYTES)
+        part_bytes = min(options.part_bytes or _PART_BYTES, _MOST_PART_BYTES)
         most_bytes = max(1, options.staging_limit_bytes // 2)  # rest: parts from other hosts
         return Footprint(part_that_fits(part_bytes, most_bytes), 0, parts_idle=2)
 
@@ -139,7 +125,7 @@ class CmaTransport(SameHostTransport):
             reading.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
                 message = f"{wanted.holder} ended while {wanted} was read"
-                raise BlockUnavailableError(message) from exc
+                raise TransferError(message, scope="block") from exc
             raise TransferError(f"{wanted} cannot be read: {exc}") from exc
 
 
@@ -149,14 +135,15 @@ def _weight(box: Box) -> int:
 
 
 def _check_runs(block: Request, descriptor: Descriptor) -> None:
-    """Raise `UnsuitableError` if the requested elements are in too many short runs of memory."""
+    """Raise `TransferError` if the requested elements are in too many short runs of memory."""
     itemsize = block.dtype.itemsize
     largest = box_shape(max(block.boxes, key=box_size))
     run_bytes = process_memory.run_bytes_of(largest, descriptor.strides, itemsize)
     nbytes = sum(map(box_size, block.boxes)) * itemsize
     if run_bytes < _SHORT_RUN_BYTES and nbytes > _MOST_SHORT_RUNS * run_bytes:
-        raise UnsuitableError(
-            f"the requested regions of {block} lie in memory in runs of {run_bytes} bytes"
+        raise TransferError(
+            f"the requested regions of {block} lie in memory in runs of {run_bytes} bytes",
+            scope="region",
         )
 
 
@@ -180,7 +167,6 @@ class IpcTransport(SameHostTransport):
     name: ClassVar[str] = "ipc"
     kinds: ClassVar[tuple[str, ...]] = ("cupy",)
     in_place: ClassVar[bool] = True
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = (IpcOptions, DirectoryOptions)
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:

@@ -49,7 +49,7 @@ from hashlib import blake2b
 from typing import Any
 
 from dask_p2p.backends.host import RepeatingTimer
-from dask_p2p.errors import UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class PublishedBlocks(_LockFile):
         ------
         KeyError
             The key was withdrawn during the publication.
-        UnsuitableError
+        TransferError
             The descriptor is too long, or no entry is free.
         ValueError, OSError
             No block can be published, or the file cannot be written.
@@ -213,7 +213,7 @@ class PublishedBlocks(_LockFile):
         try:
             if len(text) > DESCRIPTOR_BYTES:  # a long key, or a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
-                raise UnsuitableError(message)
+                raise TransferError(message, scope="region")
             entry = self._reserve(digest)
             self.published[key] = _Published(entry, block, time.monotonic())
             self._write(len(text).to_bytes(_LENGTH_BYTES) + text, slot_of(entry))
@@ -294,7 +294,9 @@ class PublishedBlocks(_LockFile):
             if entry not in self._used:
                 self._used.add(entry)
                 return entry
-        raise UnsuitableError("too many blocks are published: no entry is free for this one")
+        raise TransferError(
+            "too many blocks are published: no entry is free for this one", scope="region"
+        )
 
     def _write(self, data: bytes, start: int) -> None:
         if os.pwrite(self.fd, data, start) != len(data):

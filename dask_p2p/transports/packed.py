@@ -30,8 +30,8 @@ from distributed.protocol import to_serialize
 
 from dask_p2p.backends import Backend, Queue, backend_for, backend_named, device_of
 from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
-from dask_p2p.config import Options, TransportOptions, option, positive_bytes, positive_int, section
-from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.config import Options
+from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box, Layout, box_size, box_slices
 from dask_p2p.transports.base import Request, Transport, WorkerContext, answers, find_block
 from dask_p2p.transports.buffers import Footprint, Release, left_bytes, parts_held
@@ -228,7 +228,7 @@ class PackedTransport(Transport):
         about, found = f"block {key!r}", dtype_text(block.dtype)
         try:
             check_dtype_text(about, asked.dtype, found)
-        except UnsuitableError:
+        except TransferError:  # only the byte order differs
             if not self.converts:
                 raise
         if block.dtype.itemsize != asked.item_bytes:
@@ -260,12 +260,8 @@ class PackedTransport(Transport):
 # memory.
 
 
-@section("transports.comm")
-class CommOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    part_bytes: int = option("part-bytes", positive_bytes)
-    parts_in_flight: int = option("parts-in-flight", positive_int)
+_PART_BYTES = 2**24
+_IN_FLIGHT = 2  # parts requested ahead; the reader and the holder may each hold each part once
 
 
 class CommTransport(PackedTransport):
@@ -274,19 +270,17 @@ class CommTransport(PackedTransport):
     name: ClassVar[str] = "comm"
     converts: ClassVar[bool] = True
     moves_objects: ClassVar[bool] = True
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = (CommOptions,)
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with parts of the configured size, or the largest size that fits."""
-        own, on_device = CommOptions.of(options), backend_named(kind).on_device
-        held = parts_held(own.parts_in_flight, kind) + on_device  # one more in host memory
-        part_bytes = max(1, min(own.part_bytes, left_bytes(options, kind) // held))
+        part_bytes, on_device = options.part_bytes or _PART_BYTES, backend_named(kind).on_device
+        held = parts_held(_IN_FLIGHT, kind) + on_device  # one more in host memory
         return Footprint(
-            part_bytes,
-            own.parts_in_flight,
+            max(1, min(part_bytes, left_bytes(options, kind) // held)),
+            _IN_FLIGHT,
             parts_held=held,
-            parts_packed=own.parts_in_flight + 1,
+            parts_packed=_IN_FLIGHT + 1,
             copies=2 if on_device else 1,
             is_buffered=False,
             comes_in_batches=True,

@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from dask_p2p import tuning
 from dask_p2p.backends import BACKENDS, Backend, backend_named
-from dask_p2p.config import Options, TransportOptions, option, positive_bytes, section
+from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.base import PROBE_TIMEOUT_S, Request, WorkerContext
 from dask_p2p.transports.buffers import (
@@ -47,18 +47,12 @@ from dask_p2p.transports.packed_reading import Landing, MemoryLanding, PackedRea
 from dask_p2p.transports.rpc import ask_and_wait
 from dask_p2p.types import Array, Kind
 
+_PART_BYTES = 2**25
 # Parts requested ahead. A reply takes 5 ms, including 1 ms of copies (two H200: 17 GB/s per reader
 # with 3 parts ahead).
 _IN_FLIGHT = 6
 _IDLE_PARTS = _IN_FLIGHT + 2
 _THREADS = 4  # each waits for a copy from or to a GPU
-
-
-@section("transports.pinned")
-class PinnedOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    part_bytes: int = option("part-bytes", positive_bytes)
 
 
 class _SegmentLanding(MemoryLanding):
@@ -98,7 +92,6 @@ class PinnedTransport(PackedTransport):
 
     name: ClassVar[str] = "pinned"
     landing: ClassVar[type[Landing]] = _SegmentLanding
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = (PinnedOptions,)
 
     @classmethod
     def is_in_auto(cls, kind: Kind) -> bool:
@@ -107,7 +100,8 @@ class PinnedTransport(PackedTransport):
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with parts of the configured size, or the largest size that fits."""
-        part_bytes, on_device = PinnedOptions.of(options).part_bytes, backend_named(kind).on_device
+        part_bytes = options.part_bytes or _PART_BYTES
+        on_device = backend_named(kind).on_device
 
         def held(in_flight: int) -> int:  # parts that have arrived are in device memory too
             return parts_held(in_flight, kind) + (in_flight + 1) * on_device

@@ -11,7 +11,7 @@ from itertools import takewhile
 from typing import Any
 from urllib.parse import urlsplit
 
-from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.base import Transport
 from dask_p2p.types import DType, Kind
 
@@ -109,9 +109,9 @@ class Router:
                     try:
                         route.transport.probe(route.holder, kind)
                         proof.is_given = True
-                    except BlockUnavailableError:
-                        return True  # a silent holder proves nothing about the route
                     except TransferError as exc:
+                        if exc.scope in ("block", "holder"):
+                            return True  # a silent holder proves nothing about the route
                         self.record_failure(route, exc, last=False)
         return not self._is_broken(route)
 

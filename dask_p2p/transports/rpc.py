@@ -17,26 +17,13 @@ from typing import Any, Protocol
 from dask_p2p import tuning
 from dask_p2p.errors import (
     BlockMismatchError,
-    BlockUnavailableError,
     DeviceLostError,
     Obstacle,
-    SilentError,
     TransferError,
-    UnreachableError,
-    UnsuitableError,
     UnsupportedArrayError,
 )
 
 Handler = Callable[..., Awaitable[dict[str, Any]]]
-
-
-#: Errors of a holder by the status of its reply. For all other errors it is "error".
-_STATUSES: dict[str, tuple[type[Exception], ...]] = {
-    "missing": (KeyError, DeviceLostError),  # a lost device loses its blocks
-    "mismatch": (BlockMismatchError, UnsupportedArrayError),
-    "unsuitable": (UnsuitableError,),
-    "silent": (SilentError,),
-}
 
 
 class Caller(Protocol):
@@ -53,8 +40,8 @@ async def ask(
 ) -> Any:
     """Call a holder's handler, and return the reply.
 
-    Raises `UnreachableError` if the holder cannot be reached or does not answer in time. Raises
-    `TransferError` if the handler fails or the reply cannot be read.
+    Raises `TransferError` if the holder cannot be reached or does not answer in time (`scope`
+    "holder"), if the handler fails or the reply cannot be read.
     """
     try:
         calling = asyncio.ensure_future(worker.call(holder, op, **kwargs))
@@ -63,11 +50,11 @@ async def ask(
                 task.add_done_callback(_retrieve_error)
         return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
-        raise UnreachableError(
-            f"no answer from {holder} about {about} within {timeout_s:g} s"
-        ) from None
+        text = f"no answer from {holder} about {about} within {timeout_s:g} s"
+        raise TransferError(text, scope="holder", is_silence=True) from None
     except OSError as exc:  # connection failed or refused
-        raise UnreachableError(f"{holder} cannot be reached to ask about {about}: {exc}") from exc
+        text = f"{holder} cannot be reached to ask about {about}: {exc}"
+        raise TransferError(text, scope="holder", is_silence=True) from exc
     except MemoryError:  # no memory for the reply on this worker
         raise
     except Exception as exc:  # the handler's error, raised here by Dask; or an unreadable reply
@@ -112,9 +99,14 @@ def answering(handler: Handler) -> Handler:
 
 def refuse(exc: Exception) -> dict[str, Any]:
     """Return the reply for a holder's error, in plain text without pickled objects."""
-    for status, errors in _STATUSES.items():
-        if isinstance(exc, errors):
-            return {"status": status} | ({} if status == "missing" else {"message": str(exc)})
+    if isinstance(exc, (KeyError, DeviceLostError)):  # a lost device loses its blocks
+        return {"status": "missing"}
+    if isinstance(exc, (BlockMismatchError, UnsupportedArrayError)):
+        return {"status": "mismatch", "message": str(exc)}
+    if isinstance(exc, TransferError) and exc.scope == "region":
+        return {"status": "unsuitable", "message": str(exc)}
+    if isinstance(exc, TransferError) and exc.scope == "route" and exc.is_silence:
+        return {"status": "silent", "message": str(exc)}
     text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, MemoryError):
         text = f"out of memory while packing the requested regions ({text})"
@@ -130,14 +122,14 @@ def check_reply(reply: Any, holder: str, about: Any) -> dict[str, Any]:
     if status == "ok":
         return dict(fields)
     if status == "missing":
-        raise BlockUnavailableError(f"{about} is no longer there")
+        raise TransferError(f"{about} is no longer there", scope="block")
     if status == "mismatch":
         raise BlockMismatchError(f"{message} (held by {holder})")
     if status == "unsuitable":
-        raise UnsuitableError(f"{about} is for another transport: {message}")
+        raise TransferError(f"{about} is for another transport: {message}", scope="region")
     text = f"{holder} could not send {about}: {message}"
     if status == "silent":
-        raise SilentError(text, str(message))
+        raise TransferError(text, str(message), is_silence=True)
     obstacle = fields.get("obstacle")
     raise TransferError(text, str(message), obstacle and Obstacle(*obstacle))
 

@@ -27,14 +27,8 @@ from dask_p2p import tuning
 from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
 from dask_p2p.backends.host import kernel_and_namespace
-from dask_p2p.config import Options, TransportOptions, duration_s, option, section
-from dask_p2p.errors import (
-    BlockMismatchError,
-    BlockUnavailableError,
-    Obstacle,
-    TransferError,
-    UnsuitableError,
-)
+from dask_p2p.config import Options
+from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError
 from dask_p2p.geometry import Box, box_slices
 from dask_p2p.transports.base import (
     PROBE_TIMEOUT_S,
@@ -215,7 +209,7 @@ class SameHostTransport(Transport):
     def _find(self, key: Key, shape: Any) -> Any:
         block = find_block(self.worker, key, shape)
         if (kind := backend_for(block).name) not in self.kinds:  # perhaps spilled to host memory
-            raise UnsuitableError(f"the block is in memory of {kind} arrays")
+            raise TransferError(f"the block is in memory of {kind} arrays", scope="region")
         return block
 
     def _describe_block(self, key: Key, block: Array) -> bytes:
@@ -236,9 +230,7 @@ class SameHostTransport(Transport):
     def _expire(self) -> None:
         self.expiring = None
         # Spilled blocks are withdrawn too, to free the memory that Dask reclaims.
-        if self.directory.expire(
-            DirectoryOptions.of(self.options).retain_s, self.worker.is_on_disk
-        ):
+        if self.directory.expire(self.options.retain_blocks_s, self.worker.is_on_disk):
             self._expire_later()
 
 
@@ -246,20 +238,14 @@ class SameHostTransport(Transport):
 #
 # A holder publishes each block's address, shape and dtype as its `Descriptor`.
 
+# A reader looks for a block's descriptor for this time. Then it requests one from the holder.
+_WAIT_S = 5e-3
 _POLL_S = 20e-6
 PUBLISH_REQUESTS = 3  # to a holder that withdraws the block again each time
 _MOST_PUBLISHED = 10_000  # blocks in one request to publish
 
 #: Function that returns a region of an open block; other arguments as for `Region.result`.
 ReadRegion = Callable[[Box, float | None, Array | None], Any]
-
-
-@section("transports.directory")
-class DirectoryOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    wait_s: float = option("wait", duration_s)
-    retain_s: float = option("retain", duration_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,7 +334,7 @@ class SameHostReading(Reading):
         Requests the publication if the holder does not publish the block on its own.
         """
         wanted, asked = self.requests[number], 0
-        deadline_s = time.monotonic() + DirectoryOptions.of(self._options).wait_s
+        deadline_s = time.monotonic() + _WAIT_S
         try:
             while True:
                 with suppress(FileNotFoundError):  # the holder is closing
@@ -388,7 +374,7 @@ class SameHostReading(Reading):
         except OSError as exc:
             raise TransferError(f"cannot check that {wanted.holder} is alive: {exc}") from exc
         if not lives:
-            raise BlockUnavailableError(f"{wanted.holder} ended while {wanted} was read")
+            raise TransferError(f"{wanted.holder} ended while {wanted} was read", scope="block")
 
     def end(self, number: int) -> None:
         """End the lease on a block. Call only after all reads of the block are synchronised."""

@@ -26,7 +26,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, device_of
-from dask_p2p.errors import SilentError, TransferError
+from dask_p2p.errors import TransferError
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.packed import MemoryTarget
 from dask_p2p.transports.packed_reading import MemoryLanding, PackedReading, answered
@@ -173,7 +173,9 @@ class _Streamed:
             if self.call.done() and not self._is_sent():
                 return self.reading.ask_again(landing)
             if time.monotonic() > deadline_s:
-                raise SilentError(f"no message of {landing.about.holder} came in time")
+                raise TransferError(
+                    f"no message of {landing.about.holder} came in time", is_silence=True
+                )
             time.sleep(NAP_S)
         self.reading.expected.discard(landing)
         if landing.message is not None:

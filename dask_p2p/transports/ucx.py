@@ -28,15 +28,7 @@ from typing import Any, ClassVar
 from dask_p2p import tuning
 from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
-from dask_p2p.config import (
-    Options,
-    TransportOptions,
-    option,
-    positive_bytes,
-    positive_int,
-    section,
-    yes_or_no,
-)
+from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import box_slices
 from dask_p2p.transports.base import PROBE_TIMEOUT_S, WorkerContext, answers
@@ -57,19 +49,12 @@ from dask_p2p.transports.ucx_messenger import Messenger, ucxx_obstacle
 from dask_p2p.types import Kind
 
 _PEER_OP = "p2p_ucx_peer"
+_PART_BYTES = 2**28  # of device memory
+_HOST_PART_BYTES = 2**24
+_IN_FLIGHT = 2  # parts requested ahead, each with a buffer of the reader and one of the holder
 _IDLE_PARTS = 5
 # Threads that send messages. They wait most of the time, and no reader should wait for another.
 _THREADS = 32
-
-
-@section("transports.ucx")
-class UcxOptions(TransportOptions):
-    """See p2p-schema.yaml."""
-
-    part_bytes: int = option("part-bytes", positive_bytes)
-    host_part_bytes: int = option("host-part-bytes", positive_bytes)
-    parts_in_flight: int = option("parts-in-flight", positive_int)
-    allow_unencrypted: bool = option("allow-unencrypted", yes_or_no)
 
 
 class UcxTransport(PackedTransport):
@@ -78,7 +63,6 @@ class UcxTransport(PackedTransport):
     name: ClassVar[str] = "ucx"
     reading: ClassVar[type[PackedReading]] = StreamedReading
     landing: ClassVar[type[Landing]] = Incoming
-    sections: ClassVar[tuple[type[TransportOptions], ...]] = (UcxOptions,)
 
     @classmethod
     def is_in_auto(cls, kind: Kind) -> bool:
@@ -88,10 +72,10 @@ class UcxTransport(PackedTransport):
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with parts of the configured size, or the largest size that fits."""
-        own, left = UcxOptions.of(options), left_bytes(options, kind)
-        part_bytes = own.part_bytes if backend_named(kind).on_device else own.host_part_bytes
-        found = buffered(part_bytes, own.parts_in_flight, left, lambda n: parts_held(n, kind))
-        return replace(found, parts_packed=own.parts_in_flight + 1, parts_idle=_IDLE_PARTS)
+        default_bytes = _PART_BYTES if backend_named(kind).on_device else _HOST_PART_BYTES
+        part_bytes, left = options.part_bytes or default_bytes, left_bytes(options, kind)
+        footprint = buffered(part_bytes, _IN_FLIGHT, left, lambda n: parts_held(n, kind))
+        return replace(footprint, parts_packed=_IN_FLIGHT + 1, parts_idle=_IDLE_PARTS)
 
     # --- both sides ---
 
@@ -150,7 +134,7 @@ class UcxTransport(PackedTransport):
         super().let_go()
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:  # the same for all holders
-        if self.worker.encrypted_only and not UcxOptions.of(self.options).allow_unencrypted:
+        if self.worker.encrypted_only and not self.options.allow_unencrypted:
             return Obstacle(
                 "unencrypted",
                 "UCX does not encrypt, and this cluster requires encryption",
@@ -186,7 +170,6 @@ class UcxTransport(PackedTransport):
         answers: list[dict[str, Any]] = []
         sending: deque[Outgoing] = deque()
         packing: deque[Outgoing] = deque()
-        most = UcxOptions.of(self.options).parts_in_flight
 
         def send_packed(left: int = 0) -> None:
             while len(packing) > left:
@@ -196,7 +179,7 @@ class UcxTransport(PackedTransport):
         try:
             for part, target in zip(asked.parts, targets, strict=True):
                 one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
-                while len(sending) > most:
+                while len(sending) > _IN_FLIGHT:
                     _finish(sending)
                 target.begin(one, self._reserved(one, sending))
                 sending.append(target)

@@ -24,7 +24,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends.device import relax_capture
-from dask_p2p.errors import Obstacle, SilentError, TransferError, install_command
+from dask_p2p.errors import Obstacle, TransferError, install_command
 from dask_p2p.types import Array
 
 NAP_S = 20e-6
@@ -74,7 +74,7 @@ class Message:
                 if self.is_ended:
                     raise TransferError("the message was given up, or the worker is closing")
                 if time.monotonic() > deadline_s:
-                    raise SilentError(f"no message within {timeout_s:g} s")
+                    raise TransferError(f"no message within {timeout_s:g} s", is_silence=True)
                 time.sleep(NAP_S)
         except BaseException:
             self.give_up(timeout_s)

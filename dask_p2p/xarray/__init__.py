@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar, overload
 
-from dask_p2p.errors import AxesError, ChunksError, needs
+from dask_p2p.errors import InputError, needs
 from dask_p2p.ops.arguments import check_names
 from dask_p2p.ops.overlap import map_overlap
 from dask_p2p.ops.rechunk import rechunk, transpose
@@ -94,10 +94,9 @@ class P2PAccessor(Generic[T]):
 
         Raises
         ------
-        AxesError
+        InputError
             If `dims` are not the dimensions.
-        ChunksError
-            If `chunks` names an unknown dimension, or sizes do not fit.
+            Also if `chunks` names an unknown dimension, or sizes do not fit.
         UnsupportedArrayError
             If an array has units, such as those of pint, or wraps a Dask array. If blocks are
             masked, sparse, or have data that are more than plain bytes.
@@ -107,7 +106,7 @@ class P2PAccessor(Generic[T]):
         try:
             result = self._given.transpose(*dims)
         except ValueError as exc:
-            raise AxesError(
+            raise InputError(
                 f"expected the dimensions {self._dims} in any order, with `...` for dimensions "
                 f"that are not named, got {dims}: {exc}."
             ) from exc
@@ -141,7 +140,7 @@ class P2PAccessor(Generic[T]):
 
         Raises
         ------
-        ChunksError, UnsupportedArrayError
+        InputError, UnsupportedArrayError
             As for `transpose`.
         """
         sizes = {**self._sizes({} if chunks is None else chunks), **self._sizes(chunks_kwargs)}
@@ -287,7 +286,7 @@ class P2PAccessor(Generic[T]):
         ------
         InputError
             If no dimension or variable has a name, or if labels of dimensions differ.
-        ChunksError, UnsupportedArrayError, BlockMismatchError, SectionError
+        InputError, UnsupportedArrayError, BlockMismatchError, SectionError
             As `dask_p2p.iterate` raises them.
 
         Examples
@@ -328,7 +327,7 @@ class P2PAccessor(Generic[T]):
 
         Raises
         ------
-        ChunksError
+        InputError
             If `chunks` names an unknown dimension, or chunks of several sizes. If chunk
             sizes of an array are unknown.
         MissingPackageError
@@ -401,10 +400,9 @@ class P2PAccessor(Generic[T]):
 
         Raises
         ------
-        AxesError
-            If a dimension does not exist, or an array of a dataset has only some of the dimensions.
         InputError
-            If a coordinate is not evenly spaced, or has neither numbers nor times.
+            If a dimension does not exist, or an array of a dataset has only some of the dimensions.
+            Also if a coordinate is not evenly spaced, or has neither numbers nor times.
         UnsupportedArrayError
             If the input is not an array of numbers, or has units, such as those of pint.
 
@@ -452,7 +450,7 @@ class P2PAccessor(Generic[T]):
         return tuple(self._given.sizes)
 
     def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
-        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, ChunksError), self._given)
+        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, InputError), self._given)
 
     def _transformed(
         self, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""

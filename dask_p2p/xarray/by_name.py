@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import xarray as xr
 
-from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import CHUNKS_REMEDY, check_chunks_are_known, checked_chunks
@@ -341,7 +341,7 @@ def with_chunks_of_shards(
 
 
 def _checked(variable: Any, name: Hashable) -> Any:
-    """Return a variable; raise `ChunksError` if it has blocks of several sizes."""
+    """Return a variable; raise `InputError` if it has blocks of several sizes."""
     _check_one_size(variable.chunks, variable.dims, name)
     return variable
 
@@ -349,7 +349,7 @@ def _checked(variable: Any, name: Hashable) -> Any:
 def _check_one_size(chunks: Chunks, dims: Sequence[Hashable], name: Hashable) -> None:
     for dim, blocks in zip(dims, chunks, strict=True):
         if not is_regular(blocks):
-            raise ChunksError(
+            raise InputError(
                 f"{name!r}: expected chunks of one size along {dim!r}, as Zarr has them, got "
                 f"{blocks}. Give one number: chunks={{{dim!r}: {max(blocks)}}}."
             )

@@ -15,7 +15,7 @@ import xarray as xr
 
 from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import AxesError, InputError
+from dask_p2p.errors import InputError
 from dask_p2p.graph.redistribution import functions_of
 from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, values_of
 
@@ -101,7 +101,7 @@ def of_dataset(
 ) -> Any:
     """Return a dataset with the transforms of the arrays that have the dimensions.
 
-    Without dimensions they are all arrays with a dimension that has the prefix. Raises `AxesError`
+    Without dimensions they are all arrays with a dimension that has the prefix. Raises `InputError`
     if no array, or an array of several dimensions only some, has the dimensions.
     """
     wanted = {*_listed(dim or ()), *([] if real_dim is None else [real_dim])}
@@ -111,14 +111,14 @@ def of_dataset(
         if of_array.isdisjoint(a.dims):
             continue
         if not of_array <= {*a.dims}:
-            raise AxesError(
+            raise InputError(
                 f"expected arrays with all of the dimensions dim={dim!r}, real_dim={real_dim!r} or "
                 f"with none of them, got {name!r} with {a.dims}. Drop it: ds.drop_vars({name!r})."
             )
         arrays[name] = transform(a)
     if not arrays:
         check_dimensions(wanted, tuple(ds.sizes))
-        raise AxesError(
+        raise InputError(
             f"expected dimensions of {tuple(ds.sizes)}, got dim={dim!r}, real_dim={real_dim!r}."
         )
     gone = {d for name, a in arrays.items() for d in ds[name].dims if d not in a.dims}
@@ -133,7 +133,7 @@ def _checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) ->
     dims += [] if real_dim is None else [real_dim]
     check_dimensions(dims, a.dims)
     if not dims or len({*dims}) < len(dims):
-        raise AxesError(
+        raise InputError(
             f"expected dimensions of {a.dims}, each once, got dim={dim!r}, real_dim={real_dim!r}."
         )
     return dims

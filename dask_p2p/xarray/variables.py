@@ -13,7 +13,7 @@ from dask.base import is_dask_collection
 from xarray.groupers import Resampler
 
 from dask_p2p.backends import backend_for
-from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.graph.redistribution import is_dask_array
 
 # Encoding keys for chunks of a file: Zarr chunks, Zarr shards, chunks as read, netCDF chunks.
@@ -34,7 +34,7 @@ Change: TypeAlias = Callable[[Any, Any, Hashable], Any]
 def check_dimensions(
     names: Iterable[Hashable],
     dims: Sequence[Hashable],
-    error: type[InputError] = AxesError,
+    error: type[InputError] = InputError,
     subject: str = "",  # argument that has the names
 ) -> None:
     """Refuse names that are no dimensions, with a similar one."""
@@ -131,7 +131,7 @@ def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
         along = xr.DataArray(da.zeros(n, chunks=n), {name: coordinate.variable}, [name])
         sizes: tuple[int, ...] = along.chunk({name: resampler}).chunks[0]
     except Exception as exc:  # each kind of resampler has errors of its own
-        raise ChunksError(
+        raise InputError(
             f"expected a coordinate {name!r} that {resampler!r:.100} can group, got values of "
             f"{coordinate.dtype}: {exc}. Give sizes in place of the resampler."
         ) from exc

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.checks import check_dtype_text, checked_block, dtype_text
-from dask_p2p.errors import (
-    BlockMismatchError,
-    UnsuitableError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
 
 F8 = np.dtype("f8")
 
@@ -47,7 +43,7 @@ def test_a_block_in_another_byte_order_is_converted(declared):
         assert got.dtype == declared
         assert got.tobytes() == block.tobytes()
         if real != declared:
-            with pytest.raises(UnsuitableError, match="only comm changes the byte order"):
+            with pytest.raises(TransferError, match="only comm changes the byte order"):
                 check_dtype_text("block", dtype_text(declared), dtype_text(real))
     other = np.zeros(3, declared.newbyteorder("=")).view(f"V{declared.itemsize}")
     with pytest.raises(BlockMismatchError):

@@ -8,13 +8,7 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.engine.remote import Fetch, RemoteSource
-from dask_p2p.errors import (
-    BlockUnavailableError,
-    SilentError,
-    TransferError,
-    UnreachableError,
-    UnsuitableError,
-)
+from dask_p2p.errors import TransferError
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.plans import Piece
 from dask_p2p.transports.base import Reading, Region, Request
@@ -105,11 +99,11 @@ def test_waiting_is_timed_also_where_it_fails():
 @pytest.mark.parametrize(
     ("failure", "given_up", "left"),
     [
-        (UnsuitableError, 1, ["ipc of b", "cma of c"]),
-        (TransferError, 1, ["ipc of b", "cma of c"]),
-        (SilentError, 2, ["ipc of b", "cma of c"]),
-        (BlockUnavailableError, 1, ["cma of c"]),
-        (UnreachableError, 2, ["cma of c"]),
+        ({"scope": "region"}, 1, ["ipc of b", "cma of c"]),
+        ({}, 1, ["ipc of b", "cma of c"]),
+        ({"is_silence": True}, 2, ["ipc of b", "cma of c"]),
+        ({"scope": "block"}, 1, ["cma of c"]),
+        ({"scope": "holder", "is_silence": True}, 2, ["cma of c"]),
     ],
 )
 def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, left):
@@ -117,7 +111,7 @@ def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, left
     first, _ = fetch.sources
     cma, ipc = fetch.route.transport, SimpleNamespace(name="ipc", in_place=True)
     first.routes += [Route("b", ipc), Route("c", cma)]
-    fetch.give_up(next(fetch.regions()), failure("why"))
+    fetch.give_up(next(fetch.regions()), TransferError("why", **failure))
     assert sum(source.error is not None for source in fetch.sources) == given_up
     assert hasattr(fetch.reading, "is_closed") == (given_up == 2)
     first.leave_route()

@@ -13,12 +13,7 @@ from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.remote import BlockRef
-from dask_p2p.errors import (
-    BlockMismatchError,
-    BlockUnavailableError,
-    MemoryLimitError,
-    TransferError,
-)
+from dask_p2p.errors import BlockMismatchError, MemoryLimitError, TransferError
 from tests.engine.test_assembly import (
     BLOCKS,
     OPTIONS,
@@ -96,7 +91,7 @@ def test_local_and_remote_blocks_together():
 def test_a_block_that_is_gone_is_asked_for_again():
     """As of a task that was cancelled, or where Dask has moved the block."""
     store = Store(blocks={key: BLOCKS[key] for key in KEYS[:2]})
-    with pytest.raises(BlockUnavailableError, match=r"block \('x', 2, 0\) is no longer on b"):
+    with pytest.raises(TransferError, match=r"block \('x', 2, 0\) is no longer on b"):
         assembly(store).run()
 
 

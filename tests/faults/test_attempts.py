@@ -23,7 +23,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (32, 32)
 ATTEMPTS = 3
-IMPATIENT = {"p2p.attempts": ATTEMPTS, "p2p.timeouts.backoff": "1 ms"}
+IMPATIENT = {"p2p.attempts": ATTEMPTS}
 CLUSTER = {"n_workers": 2, "options": IMPATIENT}
 
 

@@ -29,7 +29,7 @@ from tests.support import restart
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
-PARTS = {"p2p.transports.comm.part-bytes": 256}
+PARTS = {"p2p.transports.part-bytes": 256}
 CLUSTER = {"n_workers": 3, "options": PARTS}
 
 

@@ -31,11 +31,9 @@ CLUSTER = {"n_workers": 3}
 DEADLINE_S = 1.5  # those that are well answer within it, on a busy machine too
 SETTINGS = {
     "p2p.timeouts.request": f"{DEADLINE_S} s",
-    "p2p.timeouts.backoff": "1 ms",
     "p2p.attempts": 6,
     # Several parts for each region, so that faults can come between them.
-    "p2p.transports.comm.part-bytes": "512 B",
-    "p2p.transports.ucx.host-part-bytes": "512 B",
+    "p2p.transports.part-bytes": "512 B",
 }
 BY_UCX = {"p2p.transports.order": ["ucx"]}
 POSITIONS = (1, pytest.param(2, marks=pytest.mark.long), pytest.param(7, marks=pytest.mark.slow))

@@ -30,10 +30,8 @@ LARGE = (2048, 2048)  # a holder sends no part of it before a reader asks, or lo
 DEADLINE_S = 2.0
 SETTINGS = {
     "p2p.timeouts.request": f"{DEADLINE_S} s",
-    "p2p.timeouts.backoff": "1 ms",
     "p2p.attempts": 2,
-    "p2p.transports.comm.part-bytes": "128 kiB",
-    "p2p.transports.ucx.host-part-bytes": "128 kiB",
+    "p2p.transports.part-bytes": "128 kiB",
     "distributed.scheduler.active-memory-manager.start": False,  # it would drop replicas
 }
 CLUSTER = {"n_workers": 4, "options": SETTINGS}

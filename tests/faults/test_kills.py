@@ -30,8 +30,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
 PARTS = {
-    "p2p.transports.comm.part-bytes": 16 * 16 * 8 // 4,
-    "p2p.transports.cma.part-bytes": 16 * 16 * 8 // 4,
+    "p2p.transports.part-bytes": 16 * 16 * 8 // 4,
 }
 CLUSTER = {"n_workers": 4, "options": PARTS}
 

@@ -35,7 +35,7 @@ from tests.usage import usage_of_worker
 
 SHAPE = (384, 384)  # 1.1 MiB
 LIMIT_BYTES = 2**30
-PARTS = {"p2p.transports.comm.part-bytes": "16 kiB", "p2p.transports.cma.part-bytes": "16 kiB"}
+PARTS = {"p2p.transports.part-bytes": "16 kiB"}
 CLUSTER = {"n_workers": 3, "options": PARTS}
 
 

@@ -30,9 +30,7 @@ from tests.transports.loopback import wait_until
 
 SHAPE = (384, 384)
 PARTS = {
-    "p2p.transports.comm.part-bytes": "16 kiB",
-    "p2p.transports.ucx.host-part-bytes": "16 kiB",
-    "p2p.timeouts.backoff": "1 ms",
+    "p2p.transports.part-bytes": "16 kiB",
     "p2p.timeouts.request": "3 s",  # after which a holder gives up a reader that takes nothing
     "p2p.attempts": 2,
 }

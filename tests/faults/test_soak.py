@@ -19,9 +19,7 @@ from tests.faults.support import (
 
 SHAPE = (256, 256)  # 512 kiB
 PARTS = {
-    "p2p.transports.cma.part-bytes": "8 kiB",
-    "p2p.transports.comm.part-bytes": "8 kiB",
-    "p2p.transports.ucx.host-part-bytes": "8 kiB",
+    "p2p.transports.part-bytes": "8 kiB",
 }
 CLUSTER = {"n_workers": 2, "options": PARTS}
 WARM_UP = 45  # until pools, caches and Dask's own logs of bounded length have grown

@@ -23,7 +23,7 @@ from tests.faults.support import (
 )
 
 SHAPE = (48, 48)
-PARTS = {"p2p.transports.comm.part-bytes": 256}
+PARTS = {"p2p.transports.part-bytes": 256}
 CLUSTER = {"n_workers": 3, "options": PARTS}
 
 

@@ -18,7 +18,7 @@ from xarray.namedarray.parallelcompat import list_chunkmanagers
 
 import dask_p2p
 from dask_p2p.config import checked_options
-from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.expressions import FusedExpression, arrays_of
 from dask_p2p.fusing.optimizer import AtScheduler
 from dask_p2p.fusing.planning.tasks import before_stores, unfused
@@ -250,7 +250,7 @@ class Annotated:
 def test_annotated_expressions_are_refused():
     function = AtScheduler(False, checked_options(), "", frozenset({"numpy"}), "")
     graph = FusedExpression(Annotated(), [("x", 0)], function).__dask_graph__()
-    with pytest.raises(FuseError, match="without annotations, got retries"):
+    with pytest.raises(UnsupportedArrayError, match="without annotations, got retries"):
         dask.get(graph, ("x", 0))
     auto = replace(function, is_auto=True)
     sent = FusedExpression(Annotated(), [("x", 0)], auto)

@@ -13,7 +13,7 @@ from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import FuseError
+from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.optimizer import AtScheduler, _known, cluster_of, optimizer_for
 from dask_p2p.fusing.planning.owners import Locations
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
@@ -111,7 +111,7 @@ def test_a_scheduler_without_the_plugin(client):
     client.unregister_scheduler_plugin(PLUGIN_NAME)
     with dask.config.set({"p2p.fuse": "auto"}):
         assert y.sum().compute() == pytest.approx(y.compute(scheduler="sync").sum())
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="plugin"):
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(UnsupportedArrayError, match="plugin"):
         y.sum().compute()
 
 

@@ -11,7 +11,7 @@ import pytest
 from distributed import Client, LocalCluster, get_client, wait
 
 import dask_p2p
-from dask_p2p.errors import ConfigError, FuseError
+from dask_p2p.errors import ConfigError, UnsupportedArrayError
 from dask_p2p.fusing import suitability as graph
 from dask_p2p.fusing.running.gang import fused_gang
 from tests.fusing.programs import (
@@ -147,7 +147,10 @@ def test_a_shuffle_of_dask_before_a_section(client):
     expected = program(array()).compute()
     with dask.config.set({"p2p.fuse": "auto"}):
         assert same_bits(program(array()).compute(), expected)
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="no peer-to-peer"):
+    with (
+        dask.config.set({"p2p.fuse": "on"}),
+        pytest.raises(UnsupportedArrayError, match="no peer-to-peer"),
+    ):
         program(array()).compute()
 
 
@@ -331,7 +334,7 @@ def test_functions_that_cannot_be_pickled(client, monkeypatch):
     monkeypatch.setattr(graph, "fused_gang", failing)
     with dask.config.set({"p2p.fuse": "auto"}):
         assert same_bits(y.compute(), expected)
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="pickled"):
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(UnsupportedArrayError, match="pickled"):
         y.compute()
 
 
@@ -340,7 +343,10 @@ def test_without_a_client():
     expected = y.compute()
     with dask.config.set({"p2p.fuse": "auto"}):
         assert same_bits(y.compute(), expected)
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(FuseError, match="synchronous client"):
+    with (
+        dask.config.set({"p2p.fuse": "on"}),
+        pytest.raises(UnsupportedArrayError, match="synchronous client"),
+    ):
         y.compute()
 
 
@@ -356,7 +362,7 @@ def test_annotations(client, gangs):
     assert not gangs
     with (
         dask.config.set({"p2p.fuse": "on"}),
-        pytest.raises(FuseError, match="annotated with retries=3"),
+        pytest.raises(UnsupportedArrayError, match="annotated with retries=3"),
     ):
         z.compute()
 
@@ -381,7 +387,7 @@ def cannot_be_fused():
 def test_graphs_that_no_gang_can_run_fail_with_the_reason(client, failing):
     with (
         dask.config.set({"p2p.fuse": "on"}),
-        pytest.raises(FuseError, match="annotated with retries=3"),
+        pytest.raises(UnsupportedArrayError, match="annotated with retries=3"),
     ):
         failing(client, cannot_be_fused())
 
@@ -392,7 +398,7 @@ def test_arrays_in_memory_keep_their_values_beside_a_graph_that_fails(client):
     with dask.config.set({"p2p.fuse": "on"}):
         same, failed = dask.persist(x, cannot_be_fused())
     assert same_bits(same.compute(), array().compute())
-    with pytest.raises(FuseError, match="annotated with retries=3"):
+    with pytest.raises(UnsupportedArrayError, match="annotated with retries=3"):
         failed.compute()
 
 
@@ -425,7 +431,7 @@ def test_asynchronous_clients(client):
                 return await own.compute(y)
 
     assert same_bits(asyncio.run(computed("auto")), expected)
-    with pytest.raises(FuseError, match="synchronous client"):
+    with pytest.raises(UnsupportedArrayError, match="synchronous client"):
         asyncio.run(computed("on"))
 
 

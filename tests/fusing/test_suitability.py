@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.errors import FuseError
+from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
@@ -60,13 +60,15 @@ def test_an_exchange_in_parts_counts_once():
 
 
 def test_few_tasks():
-    with pytest.raises(FuseError, match=r"and no tasks besides the 8 outputs \(4 for each of 4 r"):
+    with pytest.raises(
+        UnsupportedArrayError, match=r"and no tasks besides the 8 outputs \(4 for each of 4 r"
+    ):
         check(array() + 1)
     with pytest.raises(
-        FuseError, match=r"at most 1 exchange .* and about 1 task besides the 4 outputs"
+        UnsupportedArrayError, match=r"at most 1 exchange .* and about 1 task besides the 4 outputs"
     ):
         check(stencils(array(rows=16), 1))
-    with pytest.raises(FuseError, match=r"at most 1 exchange \("):  # without programs
+    with pytest.raises(UnsupportedArrayError, match=r"at most 1 exchange \("):  # without programs
         check_gain(read_arrays(array() + 1)[1].tasks, 4)
     check(stencils(array(rows=16), 3))
 
@@ -92,7 +94,9 @@ def test_exchanges_are_those_of_any_rank():
 
 def test_memory():
     small = Cluster(workers=4, threads=4, memory_bytes=2**13, has_resources=False)
-    with pytest.raises(FuseError, match=r"at most 409 B in the memory of a worker, 8.00 kiB, next"):
+    with pytest.raises(
+        UnsupportedArrayError, match=r"at most 409 B in the memory of a worker, 8.00 kiB, next"
+    ):
         check(stencils(array()), 4, small)
     check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
 
@@ -134,7 +138,9 @@ def test_values_of_unknown_size():
     x = da.from_delayed(dask.delayed(read)(), (np.nan, 64), float)
     for _ in range(20):
         x = x / x.sum()
-    with pytest.raises(FuseError, match=r"values of known sizes, got 'read-.*dask_p2p.fused"):
+    with pytest.raises(
+        UnsupportedArrayError, match=r"values of known sizes, got 'read-.*dask_p2p.fused"
+    ):
         check(x, 1)
     check(x, 1, replace(CLUSTER_OF_4, memory_bytes=0))  # no limit
 
@@ -145,7 +151,9 @@ def test_memory_of_gpus():
     check(stencils(array()), 4, cluster, "cupy")
     check(stencils(array()), 4, replace(cluster, device_bytes=0), "cupy")
     small = replace(cluster, memory_bytes=0, device_bytes=2**13)
-    with pytest.raises(FuseError, match=r"at most 4.00 kiB in the memory of a worker's GPU, 8.00"):
+    with pytest.raises(
+        UnsupportedArrayError, match=r"at most 4.00 kiB in the memory of a worker's GPU, 8.00"
+    ):
         check(stencils(array()), 4, small, "cupy")
 
 
@@ -153,12 +161,12 @@ def test_balance():
     x = dask_p2p.rechunk(array(256, 16), (256, 256))  # one block
     for _ in range(30):
         x = x * 2 + x.sum()
-    with pytest.raises(FuseError, match="about the same work for all ranks"):
+    with pytest.raises(UnsupportedArrayError, match="about the same work for all ranks"):
         check(x)
 
 
 def test_resources():
-    with pytest.raises(FuseError, match="workers without resources"):
+    with pytest.raises(UnsupportedArrayError, match="workers without resources"):
         check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=True))
 
 
@@ -166,7 +174,7 @@ def test_very_many_tasks(monkeypatch):
     tasks = read_arrays(stencils(array()))[1].tasks
     check_count(tasks)
     tune(monkeypatch, fused_tasks=40)
-    with pytest.raises(FuseError, match="at most 40 tasks, got"):
+    with pytest.raises(UnsupportedArrayError, match="at most 40 tasks, got"):
         check_count(tasks)
 
 
@@ -189,7 +197,7 @@ def layers_of(*arrays):
 def refuses(check, *given):
     try:
         check(*given)
-    except FuseError:
+    except UnsupportedArrayError:
         return True
     return False
 

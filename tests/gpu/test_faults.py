@@ -22,7 +22,7 @@ pytestmark = pytest.mark.gpu(2)
 SHAPE = (4000, 4000)
 PARTS = {  # of 4 MiB: four of each region
     "p2p.transports.ipc.staging-bytes": "12 MiB",
-    "p2p.transports.ucx.part-bytes": "4 MiB",
+    "p2p.transports.part-bytes": "4 MiB",
 }
 HOLDER = {
     "ipc": {"publishing": ("publishing", 1)},

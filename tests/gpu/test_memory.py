@@ -105,7 +105,7 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
     options = {
         "p2p.transports.order": [transport],
         "p2p.transports.ipc.staging-bytes": "12 MiB",
-        "p2p.transports.ucx.part-bytes": "4 MiB",
+        "p2p.transports.part-bytes": "4 MiB",
     }
     with dask.config.set(options), gpu_client(device_memory_limit="80 MB") as client:
         dask_p2p.register(client)
@@ -297,8 +297,7 @@ def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
     options = {
         "p2p.transports.order": [transport],
         "p2p.transports.ipc.staging-bytes": "768 MiB",
-        "p2p.transports.ucx.part-bytes": "256 MiB",
-        "p2p.transports.comm.part-bytes": "256 MiB",
+        "p2p.transports.part-bytes": "256 MiB",
         "p2p.timeouts.request": "5 s",
     }
     with dask.config.set(options), gpu_client(**SMALL_POOL) as client:
@@ -323,8 +322,7 @@ def test_a_holder_without_memory_to_pack_in(transport):
     options = {
         "p2p.transports.order": [transport],
         "p2p.attempts": 2,
-        "p2p.transports.ucx.part-bytes": "256 MiB",
-        "p2p.transports.comm.part-bytes": "256 MiB",
+        "p2p.transports.part-bytes": "256 MiB",
     }
     with dask.config.set(options), gpu_client(**SMALL_POOL) as client:
         a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))

@@ -53,7 +53,7 @@ def test_equals_numpy(client, shape, chunks, axes, to, mode):
 )
 def test_every_item_size(client, dtype):
     a = persisted(client, indexed_array(SHAPE, (700, 2000), dtype, kind="cupy"))
-    with dask.config.set({"p2p.transports.pinned.part-bytes": "1 MiB"}):
+    with dask.config.set({"p2p.transports.part-bytes": "1 MiB"}):
         y = persisted(client, dask_p2p.transpose(a))
     assert_right(client, y, np.dtype(dtype))
     assert used(client, y) == {"pinned"}
@@ -61,7 +61,7 @@ def test_every_item_size(client, dtype):
 
 def test_on_and_on_in_small_parts(client):
     a = persisted(client, indexed_array(SHAPE, (300, 2000), "f4", kind="cupy"))
-    with dask.config.set({"p2p.transports.pinned.part-bytes": "256 kiB"}):
+    with dask.config.set({"p2p.transports.part-bytes": "256 kiB"}):
         for _ in range(20):
             y = persisted(client, dask_p2p.transpose(a))
             assert_right(client, y)

@@ -62,9 +62,7 @@ def test_every_item_size(client, dtype, transport):
 def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
     shape = (6000, 5000)
     with (
-        dask.config.set(
-            {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.part-bytes": "1 MiB"}
-        ),
+        dask.config.set({"p2p.transports.order": ["ucx"], "p2p.transports.part-bytes": "1 MiB"}),
         gpu_client(protocol=protocol) as client,
     ):
         a = persisted(client, indexed_array(shape, (700, 5000), "f4", kind="cupy"))

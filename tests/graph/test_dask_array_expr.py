@@ -12,7 +12,7 @@ from dask.tokenize import TokenizationError
 import dask_p2p
 from dask_p2p import versioned
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.errors import VersionError
+from dask_p2p.errors import RegistrationError
 from tests.support import indexed
 
 pytestmark = pytest.mark.skipif(
@@ -226,7 +226,7 @@ def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):
     monkeypatch.setattr(versioned, "DASK_ARRAY_RELEASES", "<0.1")
     versioned.check_dask_array.cache_clear()
     try:
-        with pytest.raises(VersionError, match=r"expected dask-array <0\.1 .* pip install"):
+        with pytest.raises(RegistrationError, match=r"expected dask-array <0\.1 .* pip install"):
             dask_p2p.transpose(x)
     finally:
         versioned.check_dask_array.cache_clear()

@@ -6,7 +6,6 @@ import pytest
 
 from dask_p2p.errors import (
     BlockMismatchError,
-    BlockUnavailableError,
     Obstacle,
     TransferError,
     UnsupportedArrayError,
@@ -19,7 +18,7 @@ BLOCK = "block 'x' of there"
 @pytest.mark.parametrize(
     ("raised", "error", "words"),
     [
-        (KeyError("x"), BlockUnavailableError, "block 'x' of there is no longer there"),
+        (KeyError("x"), TransferError, "block 'x' of there is no longer there"),
         (BlockMismatchError("of (2,)"), BlockMismatchError, r"of \(2,\) \(held by there\)"),
         (UnsupportedArrayError("masked"), BlockMismatchError, "masked .*held by there"),
         (MemoryError("1 GiB"), TransferError, "there could not send .*out of memory .*1 GiB"),
@@ -33,6 +32,22 @@ def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words):
     with pytest.raises(error, match=words) as caught:
         check_reply(reply, "there", BLOCK)
     assert type(caught.value) is error
+
+
+@pytest.mark.parametrize(
+    ("raised", "scope", "is_silence"),
+    [
+        (KeyError("x"), "block", False),
+        (RuntimeError("trouble"), "route", False),
+        (TransferError("no message", is_silence=True), "route", True),
+        (TransferError("runs are short", scope="region"), "region", False),
+    ],
+    ids=str,
+)
+def test_the_reads_that_fail_with_a_block(raised, scope, is_silence):
+    with pytest.raises(TransferError) as caught:
+        check_reply(refuse(raised), "there", BLOCK)
+    assert (caught.value.scope, caught.value.is_silence) == (scope, is_silence)
 
 
 def test_an_obstacle_goes_from_holder_to_reader():

@@ -139,7 +139,7 @@ def refuse(how_often, dask_worker):
 def test_failed_attempts_are_counted(client, x):
     holder = holder_of(client, x, 3)
     reader = holder_of(client, x, 0)
-    with dask.config.set(BY_MESSAGES | {"p2p.timeouts.backoff": "1 ms"}):
+    with dask.config.set(BY_MESSAGES):
         y = dask_p2p.transpose(x)[:16]
     client.run(refuse, 2, workers=[holder])
     wait(client.compute(y, workers=[reader]))
@@ -156,7 +156,7 @@ def test_failed_attempts_are_counted(client, x):
 
 def test_a_task_that_never_ends_well_is_there_too(client, x):
     holder, reader = holder_of(client, x, 3), holder_of(client, x, 0)
-    with dask.config.set(BY_MESSAGES | {"p2p.attempts": 2, "p2p.timeouts.backoff": "1 ms"}):
+    with dask.config.set(BY_MESSAGES | {"p2p.attempts": 2}):
         y = dask_p2p.transpose(x)[:16]
     client.run(refuse, 2, workers=[holder])
     with pytest.raises(TransferError):

@@ -7,7 +7,7 @@ import tracemalloc
 
 import pytest
 
-from dask_p2p.errors import InputError, VersionError
+from dask_p2p.errors import InputError, RegistrationError
 from dask_p2p.monitoring import records
 from dask_p2p.monitoring.records import (
     Fallback,
@@ -116,7 +116,7 @@ def test_records_of_another_version_are_refused(monkeypatch):
     monkeypatch.setattr(records, "own_version", lambda: "9.9")
     sent = packed([FULL])
     monkeypatch.undo()
-    with pytest.raises(VersionError, match=r"got values of dask_p2p 9\.9"):
+    with pytest.raises(RegistrationError, match=r"got values of dask_p2p 9\.9"):
         unpacked(sent)
 
 

@@ -7,7 +7,7 @@ import dask.array as da
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 
 MIB = 2**20
 
@@ -77,7 +77,7 @@ def test_workers_must_be_a_number_of_them(workers):
 
 def test_it_takes_what_transpose_takes():
     x = da.ones((4, 6), chunks=2)
-    with pytest.raises(AxesError):
+    with pytest.raises(InputError):
         dask_p2p.estimate(x, (0, 0))
     with pytest.raises(UnsupportedArrayError):
         dask_p2p.estimate([1])

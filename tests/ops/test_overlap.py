@@ -10,7 +10,7 @@ from dask.array.utils import assert_eq
 from hypothesis import given
 
 import dask_p2p
-from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
 from tests.support import added, layers_of, pairwise, parameter_names, persisted
 
@@ -202,7 +202,7 @@ def test_what_is_no_function_or_of_unknown_size():
     x = da.from_array(X, chunks=5)
     with pytest.raises(InputError, match="expected a function"):
         dask_p2p.map_overlap("star", x, 1)
-    with pytest.raises(ChunksError, match="known chunk sizes"):
+    with pytest.raises(InputError, match="known chunk sizes"):
         dask_p2p.map_overlap(star, x[x[:, 0] > 0.5], 1)
 
 

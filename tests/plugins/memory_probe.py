@@ -36,7 +36,7 @@ def status(name: str) -> int:
 
 def main(size: int, workers: int) -> None:
     with (
-        dask.config.set({"p2p.transports.comm.part-bytes": "4 MiB"}),
+        dask.config.set({"p2p.transports.part-bytes": "4 MiB"}),
         dask_p2p.local_cluster(workers, gpus=False) as cluster,
         Client(cluster) as client,
     ):

@@ -27,8 +27,6 @@ from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.plugins import dask_internals as notices
 from dask_p2p.plugins import registration as module
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.transports.same_host import DirectoryOptions
-from dask_p2p.transports.ucx import UcxOptions
 from tests.support import (
     BOUND_S,
     import_path,
@@ -345,8 +343,7 @@ OF_CLIENT = {
 def _own_options(dask_worker):
     plugin = dask_worker.plugins[PLUGIN_NAME]
     options = plugin.options
-    unencrypted = UcxOptions.of(options).allow_unencrypted
-    own = unencrypted, options.staging_limit_bytes, DirectoryOptions.of(options).retain_s
+    own = options.allow_unencrypted, options.staging_limit_bytes, options.retain_blocks_s
     budgets = {
         transport.packed.limit_bytes for transport in plugin.context.router.transports.values()
     }

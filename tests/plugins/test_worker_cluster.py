@@ -77,8 +77,8 @@ def _either_way(request):
 )
 def test_cluster_equals_numpy(client, shape, chunks, axes, to, transport, mode):
     x = indexed(shape)
-    parts = {f"p2p.transports.{transport}.part-bytes": "512 B"}
-    with dask.config.set({"p2p.mode": mode, "p2p.transports.order": [transport], **parts}):
+    settings = {"p2p.mode": mode, "p2p.transports.order": [transport]}
+    with dask.config.set(settings | {"p2p.transports.part-bytes": "512 B"}):
         y = dask_p2p.transpose(da.from_array(x, chunks=chunks), axes, chunks=to)
     got = y.compute()
     assert got.dtype == x.dtype

@@ -59,10 +59,10 @@ def written(folder, text, name="first.py"):
 
 
 def refused(done, *words):
-    """The only error is a StartError with these words; returns its line."""
+    """The only error is a ConfigError with these words; returns its line."""
     assert done.returncode == 1
     error = done.stderr.strip().splitlines()[-1]
-    assert error.startswith("dask_p2p.errors.StartError: ")
+    assert error.startswith("dask_p2p.errors.ConfigError: ")
     assert all(word in error for word in words), error
     return error
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import ChunksError
+from dask_p2p.errors import InputError
 
 zarr = pytest.importorskip("zarr")
 
@@ -168,7 +168,7 @@ def test_unknown_chunks_are_named(new):
     x = da.from_array(VALUES, chunks=(7, 9))
     x = x[x[:, 0] > 9]
     target = created(path := new(), VALUES.shape, chunks=(16, 16))
-    with pytest.raises(ChunksError, match="compute_chunk_sizes"):
+    with pytest.raises(InputError, match="compute_chunk_sizes"):
         da.store(x, target)
     assert not zarr.open_array(path)[...].any()
 

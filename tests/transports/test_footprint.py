@@ -21,12 +21,7 @@ from dask_p2p.transports.buffers import (
     packed_bytes,
     staging_bytes,
 )
-from dask_p2p.transports.cuda_ipc import IpcOptions
-from dask_p2p.transports.in_place import CmaOptions
-from dask_p2p.transports.packed import CommOptions
-from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
-from dask_p2p.transports.ucx import UcxOptions
-from tests.support import with_section
+from dask_p2p.transports.pinned import PinnedTransport
 
 comm_footprint, ucx_footprint = CommTransport.footprint, UcxTransport.footprint
 
@@ -60,27 +55,25 @@ def test_defaults_are_not_cut():
 @given(
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),
-    in_flight=st.integers(1, 4),
     order=st.sampled_from([None, *((transport.name, "comm") for transport in OWN)]),
     kind=st.sampled_from(KINDS),
 )
-def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, in_flight, order, kind):
-    chosen = replace(options(), staging_limit_bytes=limit_bytes, transports=order)
-    parts = {"part_bytes": part_bytes, "parts_in_flight": in_flight}
-    chosen = with_section(chosen, CommOptions, **parts)
-    chosen = with_section(chosen, UcxOptions, **parts, host_part_bytes=part_bytes)
-    chosen = with_section(chosen, IpcOptions, staging_bytes=part_bytes)
-    chosen = with_section(chosen, CmaOptions, part_bytes=part_bytes)
-    chosen = with_section(chosen, PinnedOptions, part_bytes=part_bytes)
+def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, order, kind):
+    chosen = replace(
+        options(),
+        staging_limit_bytes=limit_bytes,
+        transports=order,
+        part_bytes=part_bytes,
+        ipc_staging_bytes=part_bytes,
+    )
     unread = MOST_UNREAD if kind == "cupy" else 0
     slots = SLOTS * (ipc_footprint(chosen).part_bytes or 0)
     if kind != "cupy" or "ipc" not in chosen.order(kind):
         slots = 0
     comm, ucx = comm_footprint(chosen, kind), ucx_footprint(chosen, kind)
     on_device = 1 + unread if kind == "cupy" else 0
-    assert slots + (in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
-    in_flight = ucx.parts_in_flight
-    assert slots + (in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
+    assert slots + (comm.parts_in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
+    assert slots + (ucx.parts_in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
     pinned = PinnedTransport.footprint(chosen, kind)
     held = pinned.parts_in_flight + 1 + (unread + 2 if kind == "cupy" else 0)
     assert slots + held * buffer_bytes(pinned.part_bytes) <= limit_bytes

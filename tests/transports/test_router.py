@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from dask_p2p.errors import BlockUnavailableError, Obstacle, TransferError
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.transports.router import Router
 from tests.support import BOUND_S
 
@@ -171,7 +171,7 @@ def test_a_way_that_fails_its_proof_is_not_used(router, ipc, said):
 
 
 def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, said):
-    ipc.fails["a"] = BlockUnavailableError("no answer")
+    ipc.fails["a"] = TransferError("no answer", scope="block")
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
     assert said == []
     del ipc.fails["a"]

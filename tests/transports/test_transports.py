@@ -8,7 +8,7 @@ import dask
 import pytest
 
 from dask_p2p import config, transports
-from dask_p2p.config import options
+from dask_p2p.config import checked_options, options
 from dask_p2p.errors import ConfigError
 from dask_p2p.transports.base import Transport
 from dask_p2p.transports.buffers import Footprint
@@ -56,4 +56,4 @@ def test_it_can_be_named_and_comes_first(pigeon):
 def test_an_entry_point_that_names_no_transport(install, name):
     install(name)
     with pytest.raises(ConfigError, match=rf"entry point pigeon .*:{name}, is no transport: "):
-        options()
+        checked_options()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.errors import InputError
 
 xr = pytest.importorskip("xarray")
 
@@ -146,7 +146,7 @@ def test_labels_that_differ(array):
 
 def test_chunks_that_are_unknown(array):
     data = array.data[:, array.data[0, :, 0] > 0]
-    with pytest.raises(ChunksError, match="expected known chunk sizes"):
+    with pytest.raises(InputError, match="expected known chunk sizes"):
         xr.DataArray(data, dims=("t", "y", "x")).p2p.iterate(spread, {"x": 1}, 1)
 
 

@@ -8,7 +8,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p.errors import ChunksError
+from dask_p2p.errors import InputError
 
 xr = pytest.importorskip("xarray")
 pytest.importorskip("zarr")
@@ -57,15 +57,15 @@ def test_chunks_by_dimension(tmp_path):
 
 
 def test_chunks_that_zarr_has_not(tmp_path):
-    with pytest.raises(ChunksError, match=r"'a'.*one size along 'x'.*\(4, 6\).*chunks=\{'x': 6\}"):
+    with pytest.raises(InputError, match=r"'a'.*one size along 'x'.*\(4, 6\).*chunks=\{'x': 6\}"):
         array().p2p.to_zarr(tmp_path / "a.zarr", chunks={"x": (4, 6)})
     memory = xr.DataArray(VALUES, dims=("x", "y"), name="a")
-    with pytest.raises(ChunksError, match="one size along 'x'"):
+    with pytest.raises(InputError, match="one size along 'x'"):
         memory.p2p.to_zarr(tmp_path / "a.zarr", chunks={"x": (4, 6)})
-    with pytest.raises(ChunksError, match="'z' is no dimension"):
+    with pytest.raises(InputError, match="'z' is no dimension"):
         array().p2p.to_zarr(tmp_path / "a.zarr", chunks={"z": 3})
     unknown = array().data[array().data[:, 0] > 8]
-    with pytest.raises(ChunksError, match="compute_chunk_sizes"):
+    with pytest.raises(InputError, match="compute_chunk_sizes"):
         xr.DataArray(unknown, dims=("x", "y")).p2p.to_zarr(tmp_path / "a.zarr")
     assert not (tmp_path / "a.zarr").exists()
 

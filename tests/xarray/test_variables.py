@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_p2p.errors import ChunksError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 
 xr = pytest.importorskip("xarray")
 
@@ -255,7 +255,7 @@ def test_groups_of_what_has_no_times():
         (a, months),
     ]:
         for each in (given, given.to_dataset()):
-            with pytest.raises(ChunksError, match=words):
+            with pytest.raises(InputError, match=words):
                 each.p2p.chunk(chunks)
 
 

@@ -14,7 +14,7 @@ from dask.task_spec import DataNode, GraphNode, Task
 
 from dask_p2p import tuning
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.errors import InputError
 from dask_p2p.fusing.planning.tasks import FusedTasks, is_fused, name_of
 from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.plans import Plan
@@ -302,7 +302,7 @@ class Declared:
     def check(self, number: int, x: Any) -> None:
         """Refuse an argument, by its number, of other chunks or of another dtype."""
         if x.chunks != self.chunks:
-            raise ChunksError(
+            raise InputError(
                 f"argument {number}: expected the chunks of the example, {self.chunks}, got "
                 f"{x.chunks}. Call x.rechunk, or compile the function for these chunks."
             )
@@ -338,12 +338,12 @@ class DeclaredValue:
     def value_of(self, number: int, x: Any) -> Any:
         """Return an argument, by its number, as a NumPy array.
 
-        Raises `ChunksError` for another shape, and `InputError` for a value that the dtype cannot
+        Raises `InputError` for another shape, or for a value that the dtype cannot
         hold.
         """
         value = np.asarray(x)
         if value.shape != self.shape:
-            raise ChunksError(
+            raise InputError(
                 f"argument {number}: expected a value of the shape of the example, {self.shape}, "
                 f"got {value.shape}. Compile the function for this shape."
             )

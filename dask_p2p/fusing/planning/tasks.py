@@ -22,7 +22,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
-from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.graph.redistribution import assemble_tasks, check_one_library
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.plans.grid import redistribution
@@ -322,14 +322,14 @@ _ANY: Any = None  # the layer has no dtype: blocks get that of their sources
 def tasks_of_layer(layer: Mapping[Key, Any], options: Options) -> Mapping[Key, Any]:
     """Return the tasks of a layer; for a peer-to-peer rechunk, `AssembleTask` under the same keys.
 
-    Raises `FuseError` if the rechunk has unknown chunk sizes or empty blocks.
+    Raises `UnsupportedArrayError` if the rechunk has unknown chunk sizes or empty blocks.
     """
     if type(layer).__name__ != _LAYER:
         return layer
     rechunk: Any = layer
     before, after = rechunk.chunks_input, rechunk.chunks
     if any(size != size or not size for sizes in (*before, *after) for size in sizes):
-        raise FuseError(
+        raise UnsupportedArrayError(
             f"expected known chunk sizes of at least 1 in a rechunk inside a fused graph, got "
             f"{before} and {after} in {rechunk.name}. Call x.compute_chunk_sizes() before it."
         )
@@ -373,10 +373,10 @@ def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
 
 
 def check_tasks(read: ReadGraph) -> None:
-    """Refuse tasks that ranks cannot run: `FuseError`, or `UnsupportedArrayError` for blocks."""
+    """Refuse tasks that ranks cannot run: `UnsupportedArrayError`."""
     for key, task in read.kept.items():
         if isinstance(task, AssembleTask) and task.output.dtype is None:
-            raise FuseError(
+            raise UnsupportedArrayError(
                 f"expected no peer-to-peer rechunk of Dask before a task that stays with Dask, got "
                 f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
             )
@@ -387,12 +387,12 @@ def check_tasks(read: ReadGraph) -> None:
 
 
 def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
-    """Refuse layers that Dask has to run under conditions of their own: `FuseError`."""
+    """Refuse layers that Dask has to run under conditions of their own: `UnsupportedArrayError`."""
     for name, layer in layers.items():
         found = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
         if found and any(key in tasks.nodes for key in layer):
             values = ", ".join(f"{key}={value!r}" for key, value in found.items())
-            raise FuseError(
+            raise UnsupportedArrayError(
                 f"layer {name!r} is annotated with {values}, which one gang for all tasks cannot "
                 f"honour. Build the array outside of dask.annotate. Annotate only the call of "
                 f"fused."

@@ -156,7 +156,7 @@ class ResidentGang:
 
         Raises
         ------
-        InputError, ChunksError
+        InputError
             If the arguments differ from the examples of `compile` in number, chunks or dtype. Also
             for handles of other gangs, and for arrays that the gang has not begun with.
         MemoryLimitError

@@ -14,7 +14,7 @@ from dask.array.utils import asarray_safe, meta_from_array
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
-from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.redistribution import Epilogue, functions_of, is_dask_array, with_fixed_blocks
@@ -175,7 +175,7 @@ def _check_numbers(x: DaskArray, kind: str) -> None:
 def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     """Return `axes` without negative numbers.
 
-    Raises `AxesError` if `axes` is empty, has an axis twice, or has one that the array lacks.
+    Raises `InputError` if `axes` is empty, has an axis twice, or has one that the array lacks.
     """
     try:
         given = tuple(index(axis) for axis in axes)
@@ -183,7 +183,7 @@ def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
         given = ()
     along = tuple(axis % ndim for axis in given if -ndim <= axis < ndim)
     if not along or len({*along}) < len(given):
-        raise AxesError(
+        raise InputError(
             f"expected axes of an array of {ndim} dimensions, each once, got axes={axes!r}. Number "
             f"axes from 0, or backwards from -1."
         )
@@ -315,7 +315,7 @@ def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None
 
     Raises
     ------
-    UnsupportedArrayError, AxesError, ChunksError
+    UnsupportedArrayError, InputError
         See `dask_p2p.fft`.
 
     Examples
@@ -355,8 +355,7 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
     ------
     InputError
         If `n` is not a positive integer, or `d` is zero or not a number.
-    ChunksError
-        If `chunks` does not fit the result.
+        Also if `chunks` does not fit the result.
     """
     n = _checked_samples(n, d)
     numbers = _numbers(n, chunks, like)

@@ -24,7 +24,7 @@ from dask.task_spec import List, Task, TaskRef
 from dask_p2p.backends import BACKENDS, Backend, backend_for, backend_named
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
-from dask_p2p.errors import AxesError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
 from dask_p2p.graph.redistribution import check_one_library
@@ -262,7 +262,7 @@ def check_computed(*given: Any) -> None:
 def check_decompositions(arrays: Sequence[DaskArray]) -> None:
     """Refuse arrays that cannot be divided between ranks.
 
-    Raises `InputError` for an empty sequence, and `ChunksError` if chunk sizes are unknown or
+    Raises `InputError` for an empty sequence, or if chunk sizes are unknown or
     differ. Raises `UnsupportedArrayError` if an array is no Dask array of NumPy or CuPy blocks, or
     if the arrays are of both kinds.
     """
@@ -274,11 +274,11 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
         check_chunks_are_known(x)
         check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
         if x.shape != arrays[0].shape:
-            raise ChunksError(
+            raise InputError(
                 f"expected arrays of the first one's shape, {arrays[0].shape}, got {x.shape}."
             )
         if x.chunks != arrays[0].chunks:
-            raise ChunksError(
+            raise InputError(
                 f"expected arrays of the first one's chunks, {arrays[0].chunks}, got "
                 f"{x.chunks}. Call x.rechunk first."
             )
@@ -287,7 +287,7 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
 def checked_inputs(given: Sequence[Any], ranks: RankGrid) -> Inputs:
     """Return arrays with one block for each local block where a shape is another than the first's.
 
-    The decompositions of these are those of `Context.grid_of`. Raises `ChunksError` if the number
+    The decompositions of these are those of `Context.grid_of`. Raises `InputError` if the number
     of axes differs; otherwise the same errors as `check_decompositions`.
     """
     wholes = frozenset(n for n, each in enumerate(given) if isinstance(each, Whole))
@@ -301,7 +301,7 @@ def checked_inputs(given: Sequence[Any], ranks: RankGrid) -> Inputs:
         if number in wholes or x.shape == arrays[0].shape:
             continue
         if x.ndim != arrays[0].ndim:
-            raise ChunksError(
+            raise InputError(
                 f"expected arrays of {arrays[0].ndim} axes, like the first one, got one of shape "
                 f"{x.shape}. Give each rank the whole array, dask_p2p.Whole(x), or add axes."
             )
@@ -333,7 +333,7 @@ def check_same_kind(backend: Backend, value: Any, name: str) -> None:
 def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | None) -> RankGrid:
     """Return the decomposition of an array between ranks.
 
-    Raises `InputError` if the number of ranks is invalid here, and `AxesError` if the array has no
+    Raises `InputError` if the number of ranks is invalid here, or if the array has no
     such axis.
     """
     on_device = backend_for(x._meta).on_device
@@ -344,7 +344,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     except TypeError:
         axes = [x.ndim]
     if not all(axis in range(-x.ndim, x.ndim) for axis in axes):
-        raise AxesError(
+        raise InputError(
             f"partition: expected a tuple of axes of an array of {x.ndim} dimensions, got "
             f"{partition!r}."
         )

@@ -209,11 +209,9 @@ def spmd(
         if an argument for `func` is a Dask collection, or has the name of a parameter
         of `spmd`, or if `dtype` has another length than `outputs`. Also if the library `as_library`
         is unknown, or cannot hold the arrays.
-    AxesError
-        If `partition` has an axis that the arrays do not have.
-    ChunksError
-        If chunk sizes are unknown, or differ between arrays of one shape. Also if the numbers of
-        axes differ.
+        Also if `partition` has an axis that the arrays do not have.
+        Also if chunk sizes are unknown, or differ between arrays of one shape. Also if the numbers
+        of axes differ.
     UnsupportedArrayError
         If one of `arrays` is not a Dask array of NumPy or CuPy blocks, or if both kinds are mixed.
     BlockMismatchError

@@ -309,10 +309,9 @@ class Context(Stepping, Transforms):
 
         Raises
         ------
-        AxesError
-            If the array has no such axes.
         InputError
-            If `a` or `out` has another shape or cannot be exchanged, or `exchange` is unknown.
+            If the array has no such axes.
+            Also if `a` or `out` has another shape or cannot be exchanged, or `exchange` is unknown.
         SectionError
             If the ranks made different calls.
         """

@@ -11,7 +11,7 @@ from weakref import ProxyTypes, proxy
 import numpy as np
 
 from dask_p2p.backends.base import check_plain
-from dask_p2p.errors import ChunksError, InputError
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, block_bounds, box_shape, box_slices
 from dask_p2p.inputs import as_integer, checked_choice, checked_dtype
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
@@ -208,10 +208,9 @@ class Grid:
 
         Raises
         ------
-        ChunksError
-            If the local block of a rank begins at another position than a multiple of `factor`.
         InputError
-            If `factor` is no number of at least 2.
+            If the local block of a rank begins at another position than a multiple of `factor`.
+            Also if `factor` is no number of at least 2.
         """
         by = as_integer(factor, 0)
         if by < 2:
@@ -229,7 +228,7 @@ def _coarse(axis: int, sizes: Sequence[int], factor: int) -> tuple[int, ...]:
     """Return the sizes of the coarser local blocks along an axis."""
     bounds = block_bounds(sizes)
     if odd := [bound for bound in bounds[:-1] if bound % factor]:
-        raise ChunksError(
+        raise InputError(
             f"expected local blocks that begin at multiples of {factor}, got one at {odd[0]} along "
             f"axis {axis}. Rechunk the array to multiples of {factor}, or use fewer ranks."
         )

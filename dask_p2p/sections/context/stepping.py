@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 from distributed import warn
 
-from dask_p2p.errors import AxesError, InputError, P2PWarning
+from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import as_integer
 from dask_p2p.plans.ranks import RankGrid, divided_alike
@@ -88,10 +88,9 @@ class Places(Communicator):
 
         Raises
         ------
-        AxesError
-            If the array has no such axes.
         InputError
-            If `shape` is no shape.
+            If the array has no such axes.
+            Also if `shape` is no shape.
         """
         whole = self.shape if shape is None else checked_shape(shape)
         if partition is None and whole:
@@ -134,13 +133,13 @@ class Places(Communicator):
 
         Raises
         ------
-        AxesError
+        InputError
             If the arrays have no such axis.
         """
         ndim = len(self.grid)
         given = as_integer(axis, ndim)
         if given not in range(-ndim, ndim):
-            raise AxesError(
+            raise InputError(
                 f"axis: expected an axis of {ndim} dimensions, got {axis!r}. Give an integer, such "
                 f"as ctx.along(0)."
             )

@@ -94,10 +94,9 @@ class Transforms:
 
         Raises
         ------
-        AxesError
-            If the array has no such axes.
         InputError
-            If `a` has another shape, or is not numeric.
+            If the array has no such axes.
+            Also if `a` has another shape, or is not numeric.
         SectionError
             If the ranks made different calls.
         """
@@ -183,7 +182,7 @@ class Transforms:
 
         Raises
         ------
-        AxesError, InputError
+        InputError
             The errors of `fftn`. Also `InputError` if `spacing` does not fit the axes.
         """
         whole = self._whole(shape)

@@ -9,7 +9,7 @@ from math import prod
 from operator import index
 from typing import Any, TypeVar
 
-from dask_p2p.errors import AxesError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Box, normal_axes
 from dask_p2p.plans.ranks import (
     Exchange,
@@ -55,7 +55,7 @@ class Partitions:
     ) -> RankGrid:
         """Return the partition of an array.
 
-        Raises `AxesError` if the array has no such axes, `InputError` for an invalid shape.
+        Raises `InputError` if the array has no such axes, or for an invalid shape.
         """
         whole = self.shape if shape is None else checked_shape(shape)
         try:
@@ -63,13 +63,13 @@ class Partitions:
         except TypeError:
             given = (len(whole),)
         if any(axis not in range(-len(whole), len(whole)) for axis in given):
-            raise AxesError(
+            raise InputError(
                 f"{name}: expected a sequence of axes of an array of {len(whole)} dimensions, got "
                 f"{partition!r}."
             )
         axes = {axis % len(whole) for axis in given}
         if self._ranks.size > 1 and not axes:
-            raise AxesError(
+            raise InputError(
                 f"{name}: expected at least one axis that is divided between "
                 f"{self._ranks.size} ranks, got {partition!r}."
             )
@@ -100,7 +100,7 @@ class Partitions:
         ndim = len(own if shape is None else checked_shape(shape))
         order = tuple(range(ndim)) if axes is None else normal_axes(axes, ndim)
         if order is None:
-            raise AxesError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")
+            raise InputError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")
         if (
             shape is None and partition is None and from_partition is not None
         ):  # back to the section's shape

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dask_p2p.config import duration_s
-from dask_p2p.errors import InputError, UnsuitableError
+from dask_p2p.errors import InputError, TransferError
 from dask_p2p.geometry import Layout
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
@@ -299,7 +299,7 @@ class StateMemory:
         self._seen.discard(rank)
         if name:
             kernel, namespace, *numbers = name
-            with suppress(UnsuitableError, OSError):  # another host, or no permission
+            with suppress(TransferError, OSError):  # another host, or no permission
                 segment = Segment.open(SegmentName(kernel, namespace, *map(int, numbers)))
                 self.theirs[rank] = _view(segment.bytes)
                 self._seen.add(rank)

@@ -310,7 +310,7 @@ def _raise_end(order: Order, options: Options) -> NoReturn:
         raise SectionError(order.reason)
     # Dask may not have noticed yet that a worker is lost: an immediate attempt would fail, too.
     if order.failures:
-        time.sleep(pause_s(options, order.failures))
+        time.sleep(pause_s(order.failures))
     raise Reschedule()
 
 

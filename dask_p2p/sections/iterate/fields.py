@@ -10,7 +10,7 @@ import numpy as np
 
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.base import check_plain
-from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from dask_p2p.geometry import Index
 from dask_p2p.graph.redistribution import check_one_library, functions_of, is_dask_array
 from dask_p2p.inputs import checked_dtype, checked_flag
@@ -100,7 +100,7 @@ def named_fields(
     ------
     InputError
         If a name, a depth or a boundary is invalid.
-    ChunksError, UnsupportedArrayError
+    InputError, UnsupportedArrayError
         If an array cannot be divided between ranks.
     """
     fields: Mapping[str, Any] = of_all.value
@@ -154,7 +154,7 @@ def _staggered(
         check_decompositions([first, *levels])
         return spec, levels
     if not {*extra} <= {0, 1}:
-        raise ChunksError(
+        raise InputError(
             f"expected fields of the first one's shape, {first.shape}, or one longer along some "
             f"axes, got {spec.name!r} of shape {level.shape}. Give a field of the smallest shape "
             f"first."
@@ -313,7 +313,7 @@ def constants_by_position(
             specs.append(_whole_constant(name, constant, field, arrays))
             continue
         if constant.shape != field.shape:
-            raise ChunksError(
+            raise InputError(
                 f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
                 f"shape {constant.shape}. Give each rank the whole array by dask_p2p.Whole(...)."
             )
@@ -397,7 +397,7 @@ def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
     if len(lengths) != array.ndim or any(
         own not in (1, length) for own, length in zip(array.shape, lengths, strict=True)
     ):
-        raise ChunksError(
+        raise InputError(
             f"constants: expected arrays whose shape broadcasts to that of the fields, "
             f"{field.shape}, got {name!r} of shape {array.shape}. Give each rank the whole array "
             f"by dask_p2p.Whole(...)."
@@ -411,7 +411,7 @@ def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
 
 def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
     if array.shape != field.shape:
-        raise ChunksError(
+        raise InputError(
             f"constants: expected an array of the fields' shape, {field.shape}, for a constant "
             f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
         )

@@ -278,8 +278,7 @@ def iterate(
         parts of a block otherwise than the whole, as with a counter. Also if `capture` is True, and
         `func` cannot be captured or then gives other values. Also if the library `as_library` is
         unknown, or cannot hold the arrays.
-    ChunksError
-        If chunk sizes are unknown, or differ between fields.
+        Also if chunk sizes are unknown, or differ between fields.
     UnsupportedArrayError
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from dask_p2p import tuning
-from dask_p2p.errors import P2PError, SilentError
+from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.sections.wire.frames import (
     HEADER,
     SentMessage,
@@ -422,7 +422,7 @@ class Channel:
         if _drop_done(self._receiving):
             self.expect()
         if self._receiving and self._due_s is not None and time.monotonic() > self._due_s:
-            raise SilentError(f"no bytes within {self._timeout_s:g} s")
+            raise TransferError(f"no bytes within {self._timeout_s:g} s", is_silence=True)
         return not self._receiving
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.errors import SectionError, UnsuitableError
+from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.frames import (
     ADDRESS,
     ARRIVALS,
@@ -351,7 +351,7 @@ class Slots:
     @classmethod
     def opened(cls, text: bytes) -> Slots | None:
         """Return the slots that the peer has made; None if this process cannot open them."""
-        with suppress(UnsuitableError, OSError, ValueError):
+        with suppress(TransferError, OSError, ValueError):
             kernel, namespace, *numbers = text.decode().split()
             name = SegmentName(kernel, namespace, *map(int, numbers))
             if name.size_bytes == _SIZE_BYTES:

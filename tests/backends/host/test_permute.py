@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.backends.host import block_shape, permute_into
-from dask_p2p.errors import AxesError, BlockMismatchError
+from dask_p2p.errors import BlockMismatchError, InputError
 from tests.backends.support import DTYPES, boxes, permutations, random_bits
 from tests.support import tune
 
@@ -68,5 +68,5 @@ def test_a_target_that_does_not_fit_is_refused(shape, dtype, match):
 
 @pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2)])
 def test_axes_that_are_no_permutation_are_refused(axes):
-    with pytest.raises(AxesError, match="permutation of the 2 axes"):
+    with pytest.raises(InputError, match="permutation of the 2 axes"):
         permute_into(np.zeros((3, 2)), np.zeros((2, 3)), axes)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.errors import FuseError
+from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.tasks import keys_of
 from tests.support import BOUND_S, mostly_slow
 
@@ -76,15 +76,15 @@ def test_blocks_of_any_class_and_dtype(client, function, chunks):
 def test_unknown_and_empty_chunks():
     x = da.ones((8, 8), chunks=(2, 8))
     unknown = by_dask(x[x[:, 0] > 0], {1: 2})
-    with pytest.raises(FuseError, match="compute_chunk_sizes"):
+    with pytest.raises(UnsupportedArrayError, match="compute_chunk_sizes"):
         dask_p2p.fused(unknown)
-    with pytest.raises(FuseError, match="at least 1"):
+    with pytest.raises(UnsupportedArrayError, match="at least 1"):
         dask_p2p.fused(by_dask(x, ((8,), (0, 8))))
 
 
 def test_a_rechunk_before_a_task_that_stays_with_dask(client):
     x = by_dask(da.ones((8, 8), chunks=(2, 8)), (8, 2))
     y = x.map_blocks(np.multiply, client.submit(float, 3), dtype=float)
-    with pytest.raises(FuseError, match="before a task that stays with Dask"):
+    with pytest.raises(UnsupportedArrayError, match="before a task that stays with Dask"):
         dask_p2p.fused(y)
     assert dask.is_dask_collection(y)

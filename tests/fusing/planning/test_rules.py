@@ -7,7 +7,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.config import checked_options
-from dask_p2p.errors import FuseError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.planning.tasks import keys_of, kind_of, kinds_of, read_graph, tasks_of_layer
 from tests.sections.emulated import on_gpu
 
@@ -56,7 +56,7 @@ def test_the_kind_of_blocks(gpu):
 def test_annotations(annotations):
     with dask.annotate(**annotations):
         x = da.ones((8, 8), chunks=(2, 8)) + 1
-    with pytest.raises(FuseError, match=f"is annotated with {next(iter(annotations))}="):
+    with pytest.raises(UnsupportedArrayError, match=f"annotated with {next(iter(annotations))}="):
         dask_p2p.fused(x * 2)
     with dask.annotate(colour="red"):
         x = da.ones((8, 8), chunks=(2, 8)) + 1

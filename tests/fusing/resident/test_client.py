@@ -20,7 +20,6 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import (
     BlockMismatchError,
-    ChunksError,
     InputError,
     MemoryLimitError,
     SectionError,
@@ -219,7 +218,7 @@ def test_lazy_arguments_that_were_persisted_before(client):
 def test_other_arguments_than_those_of_compile(client):
     x = array()
     step = dask_p2p.compile(lambda u: (u + 1, u.T.rechunk((12, 24)), u.astype("f4")), x)
-    with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
+    with pytest.raises(InputError, match="argument 0: expected the chunks of the example"):
         step.resident(x.rechunk(12))
     run = step.resident(x)
     with pytest.raises(InputError, match=r"with step\.resident"):
@@ -228,7 +227,7 @@ def test_other_arguments_than_those_of_compile(client):
         u, turned, small = run(x)
         with pytest.raises(InputError, match="expected 1 arguments, as in compile, got 2"):
             run(u, u)
-        with pytest.raises(ChunksError, match="argument 0: expected the chunks of the example"):
+        with pytest.raises(InputError, match="argument 0: expected the chunks of the example"):
             run(turned)
         with pytest.raises(InputError, match=r"argument 0: expected the dtype .* float32"):
             run(small)

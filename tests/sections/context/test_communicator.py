@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.errors import AxesError, InputError, MissingPackageError, SectionError
+from dask_p2p.errors import InputError, MissingPackageError, SectionError
 from dask_p2p.plans.ranks import RankGrid
 from tests.sections.gangs import run_gang
 
@@ -91,7 +91,7 @@ def test_colors_are_integers(color, key):
 @pytest.mark.parametrize("axis", [1, -2, "a", 0.5])
 def test_lines_are_along_axes_of_the_grid(axis):
     def along(ctx):
-        with pytest.raises(AxesError, match="axis: expected an axis of 1 dimensions"):
+        with pytest.raises(InputError, match="axis: expected an axis of 1 dimensions"):
             ctx.along(axis)
 
     run_gang(RankGrid(((1,),), (1,)), along)

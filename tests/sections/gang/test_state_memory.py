@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.errors import UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.sections.gang.checkpoints import (
     Checkpoints,
     SavedStates,
@@ -51,7 +51,7 @@ def test_a_buddy_sees_what_is_written():
 
 
 def refused(*_):
-    raise UnsuitableError("they run on different hosts")
+    raise TransferError("they run on different hosts", scope="region")
 
 
 def none_left(_):

@@ -49,8 +49,8 @@ def test_ranks_pause_before_they_come_again(monkeypatch):
     for failures in (0, 1, 3):
         with pytest.raises(Reschedule):
             rank._raise_end(Order("stopped", failures=failures), options())
-    assert pauses == [pause_s(options(), 1), pause_s(options(), 3)]
-    assert sum(pause_s(options(), 1 + n) for n in range(options().attempts)) > 5
+    assert pauses == [pause_s(1), pause_s(3)]
+    assert sum(pause_s(1 + n) for n in range(options().attempts)) > 5
 
 
 def test_all_raise_the_exception_of_one(monkeypatch):

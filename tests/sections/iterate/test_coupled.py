@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from dask_p2p import Field, Whole, iterate, spmd
-from dask_p2p.errors import BlockMismatchError, ChunksError, InputError, UnsupportedArrayError
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RNG = np.random.default_rng(0)
@@ -473,11 +473,11 @@ def test_wrong_arguments_are_refused():
     refused("pair of a function and names", [(react, ("w",))], fields, 1, 2)
     refused("at least one function", [], fields, 1, 2)
     refused("whose parameters Python cannot list", max, fields, 1, 2)
-    refused("first one's shape", react, {"u": u, "v": array(V[:5], 5)}, 1, 2, error=ChunksError)
-    refused("broadcasts to", react, fields, 1, 2, constants={"c": V[:5]}, error=ChunksError)
+    refused("first one's shape", react, {"u": u, "v": array(V[:5], 5)}, 1, 2, error=InputError)
+    refused("broadcasts to", react, fields, 1, 2, constants={"c": V[:5]}, error=InputError)
     for table in (pd.DataFrame(V), Field(pd.DataFrame(V))):
         constants = {"c": table}
         options = {"constants": constants, "error": UnsupportedArrayError}
         refused("got 'c' of class DataFrame", react, fields, 1, 2, **options)
-    refused("with a halo", react, fields, 1, 2, constants={"c": Field(V[0], 1)}, error=ChunksError)
+    refused("with a halo", react, fields, 1, 2, constants={"c": Field(V[0], 1)}, error=InputError)
     refused("Dask array", react, {"u": U, "v": v}, 1, 2, error=UnsupportedArrayError)

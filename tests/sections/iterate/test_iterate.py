@@ -8,12 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dask_p2p import iterate
-from dask_p2p.errors import (
-    BlockMismatchError,
-    ChunksError,
-    InputError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from dask_p2p.plans.ranks import ORDERS
 from tests.sections.support import nothing_is_left
 
@@ -295,5 +290,5 @@ def test_wrong_arguments_are_refused():
         iterate(func, array(), 1, 2, check_every=0)
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):
         iterate(func, X, 1, 2)
-    with pytest.raises(ChunksError, match="constants: expected Dask arrays of the fields' shape"):
+    with pytest.raises(InputError, match="constants: expected Dask arrays of the fields' shape"):
         iterate(func, array(), 1, 2, constants=[da.ones(3)])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Record, Save, iterate
-from dask_p2p.errors import ChunksError
+from dask_p2p.errors import InputError
 from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -118,5 +118,5 @@ def test_stores(client, tmp_path, ranks):
 def test_other_shapes_are_refused():
     p, u = da.from_array(P, chunks=(6, 20)), da.from_array(U, chunks=(6, 21))
     for given in ({"u": u, "p": p}, {"p": p[:, :-1], "u": u}, {"p": p, "u": u[:, 0]}):
-        with pytest.raises(ChunksError, match=r"first one's"):
+        with pytest.raises(InputError, match=r"first one's"):
             iterate(lambda u, p: {"u": u}, given, 0, 3)

@@ -24,7 +24,7 @@ from tests.usage import usage, usage_of_worker
     "dtype", ["f8", "?", "c16", "f2", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
 )
 def test_values_of_any_dtype(client, dtype):
-    with dask.config.set({"p2p.transports.cma.part-bytes": "5 kB"}):
+    with dask.config.set({"p2p.transports.part-bytes": "5 kB"}):
         check_bits(client, dtype, "cma")
 
 
@@ -33,7 +33,7 @@ def test_values_of_any_dtype(client, dtype):
 def test_boxes_and_modes(client, axes, mode):
     x = np.arange(15 * 21 * 13.0).reshape(15, 21, 13)
     a = spread(client, da.from_array(x, chunks=(4, 10, 13)))
-    with dask.config.set({"p2p.mode": mode, "p2p.transports.cma.part-bytes": 1}):
+    with dask.config.set({"p2p.mode": mode, "p2p.transports.part-bytes": 1}):
         y = persisted(client, dask_p2p.transpose(a, axes))
     np.testing.assert_array_equal(y.compute(), x.transpose(axes))
     assert used(client, y) == {"cma"}

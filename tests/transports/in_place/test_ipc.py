@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +14,11 @@ import pytest
 
 from dask_p2p.config import options
 from dask_p2p.transports.in_place import IpcTransport
-from dask_p2p.transports.same_host import DirectoryOptions
-from tests.support import BOUND_S, with_section
+from tests.support import BOUND_S
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 
-OPTIONS = with_section(options(), DirectoryOptions, retain_s=60.0)
+OPTIONS = replace(options(), retain_blocks_s=60.0)
 
 
 def hold(connection, folder):

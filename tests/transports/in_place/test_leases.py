@@ -20,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from dask_p2p.errors import UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.transports import leases as module
 from dask_p2p.transports.leases import DESCRIPTOR_BYTES, FILE, Leases, PublishedBlocks
 from tests.support import BOUND_S
@@ -147,7 +147,7 @@ def test_a_block_for_which_no_entry_is_free(directory):
     """It is refused so that another transport brings it, this time; it hurts no other."""
     publish_many(directory, 64)
     for key in ("one more", 7):  # another block for a key that has an entry needs a second one
-        with pytest.raises(UnsuitableError, match="no entry is free"):
+        with pytest.raises(TransferError, match="no entry is free"):
             publish(directory, key, Block(), b"text")
         assert take(directory.folder, key) is None
     for i in {*range(64)} - {7}:
@@ -166,7 +166,7 @@ def test_a_descriptor_that_is_too_long(directory):
     assert lease.text == b"x" * DESCRIPTOR_BYTES
     lease.close()
     with pytest.raises(
-        UnsuitableError, match=f"{DESCRIPTOR_BYTES + 1} bytes, more than {DESCRIPTOR_BYTES}"
+        TransferError, match=f"{DESCRIPTOR_BYTES + 1} bytes, more than {DESCRIPTOR_BYTES}"
     ):
         publish(directory, "key", Block(), b"x" * (DESCRIPTOR_BYTES + 1))
     assert take(directory.folder, "key") is None, "that was another block"

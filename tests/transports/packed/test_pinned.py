@@ -21,13 +21,13 @@ from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import TransferError, UnsuitableError
+from dask_p2p.errors import TransferError
 from dask_p2p.transports import buffers
 from dask_p2p.transports import buffers as segments
 from dask_p2p.transports import packed as base
 from dask_p2p.transports.buffers import Segment, Segments
-from dask_p2p.transports.pinned import PinnedOptions, PinnedTransport
-from tests.support import BOUND_S, tune, with_section
+from dask_p2p.transports.pinned import PinnedTransport
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
@@ -85,9 +85,7 @@ def shared_files():
 class Pinned(PackedConformance):
     def open(self, setup, key, array, *boxes, part_bytes=2**25, **changes):
         of = setup.holder, key, array.shape, array.dtype, setup.kind
-        chosen = with_section(
-            replace(self.options, **changes), PinnedOptions, part_bytes=part_bytes
-        )
+        chosen = replace(self.options, part_bytes=part_bytes, **changes)
         return open_block(setup.reader, *of, boxes, chosen)
 
     def test_large_regions_come_in_parts(self, setup):
@@ -497,7 +495,7 @@ def test_memory_that_might_become_shorter_is_not_mapped():
     name = segment.name._replace(fd=os.memfd_create("dask-p2p", os.MFD_ALLOW_SEALING))
     os.ftruncate(name.fd, 4096)
     try:
-        with pytest.raises(UnsuitableError, match="does not match its name"):
+        with pytest.raises(TransferError, match="does not match its name"):
             Segment.open(name._replace(inode=os.fstat(name.fd).st_ino))
         with pytest.raises(OSError, match="not permitted"):
             os.ftruncate(segment.name.fd, 0)

@@ -29,7 +29,7 @@ from tests.support import persisted, spread, used
 from tests.transports.loopback import wait_until
 from tests.transports.transposes import check_objects
 
-ORDER = {"p2p.transports.order": ["pinned"], "p2p.transports.pinned.part-bytes": "64 kiB"}
+ORDER = {"p2p.transports.order": ["pinned"], "p2p.transports.part-bytes": "64 kiB"}
 
 
 @pytest.fixture(autouse=True)

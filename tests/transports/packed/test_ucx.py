@@ -16,14 +16,14 @@ import pytest
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.errors import SilentError, TransferError
+from dask_p2p.errors import TransferError
 from dask_p2p.transports import streamed as stream
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.buffers import ByteBudget
 from dask_p2p.transports.streamed import Outgoing
-from dask_p2p.transports.ucx import UcxOptions, UcxTransport
+from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
-from tests.support import BOUND_S, tune, with_section
+from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
@@ -182,10 +182,10 @@ class TestUcx(PackedConformance):
 
         def stuck(message, timeout_s):
             assert timeout_s < 60.0, "earlier than the reader"
-            raise SilentError("no message within 59.5 s")
+            raise TransferError("no message within 59.5 s", is_silence=True)
 
         monkeypatch.setattr(Message, "result", stuck)
-        with pytest.raises(SilentError, match=r"holder could not send .* no message within"):
+        with pytest.raises(TransferError, match=r"holder could not send .* no message within"):
             self.read(setup, key, array, ((0, 1), (0, 10)), request_timeout_s=60.0)
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
@@ -201,7 +201,7 @@ class TestUcx(PackedConformance):
             return take(shape, dtype)
 
         setup.serving.buffers["numpy"].take = fail_at_third
-        remote = self.rows(setup, key, array, host_part_bytes=128)
+        remote = self.rows(setup, key, array, part_bytes=128)
         for i in range(2):
             np.testing.assert_array_equal(remote.request().result(BOUND_S), array[i : i + 1])
         with pytest.raises(TransferError, match="no room"):
@@ -209,10 +209,9 @@ class TestUcx(PackedConformance):
         remote.close()
         wait_until(lambda: usage(setup.reader)["messages"] == 0)
 
-    def rows(self, setup, key, array, **parts):
+    def rows(self, setup, key, array, **options):
         rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
-        sections = with_section(self.options, UcxOptions, **parts).sections
-        return self.open(setup, key, array, *rows, sections=sections)
+        return self.open(setup, key, array, *rows, **options)
 
     def test_blocks_that_do_not_go_into_one_message_come_in_several(
         self, setup, blocks, monkeypatch
@@ -231,9 +230,8 @@ class TestUcx(PackedConformance):
     def test_nothing_is_waited_for_where_a_row_ends_in_an_empty_region(self, setup):
         array = np.arange(400, dtype="u1").reshape(2, 200)
         setup.put("block", array)
-        sections = with_section(self.options, UcxOptions, host_part_bytes=200).sections
         boxes = [((0, 1), (0, 200)), ((1, 2), (0, 200)), ((2, 2), (0, 200))]
-        remote = self.open(setup, "block", array, *boxes, sections=sections, request_timeout_s=20.0)
+        remote = self.open(setup, "block", array, *boxes, part_bytes=200, request_timeout_s=20.0)
         for (rows, _), region in zip(boxes, [remote.request() for _ in boxes], strict=True):
             np.testing.assert_array_equal(region.result(BOUND_S), array[slice(*rows)])
         remote.close()
@@ -253,7 +251,7 @@ class TestUcx(PackedConformance):
 
         monkeypatch.setattr(Outgoing, "pack", pack)
         monkeypatch.setattr(Message, "result", wait)
-        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        remote = self.rows(setup, "block", array, part_bytes=2**17)
         requests = [remote.request(), remote.request()]
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
@@ -279,7 +277,7 @@ class TestUcx(PackedConformance):
             return wait
 
         monkeypatch.setattr(HostQueue, "pack", pack)
-        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        remote = self.rows(setup, "block", array, part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
@@ -299,7 +297,7 @@ class TestUcx(PackedConformance):
             begin(target, *args)
 
         monkeypatch.setattr(Outgoing, "pack", pack)
-        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        remote = self.rows(setup, "block", array, part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests[:2]):
             np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
@@ -327,7 +325,7 @@ class TestUcx(PackedConformance):
         waiting = []
         monkeypatch.setattr(Outgoing, "pack", packed)
         monkeypatch.setattr(Outgoing, "begin", begin)
-        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        remote = self.rows(setup, "block", array, part_bytes=2**17)
         with pytest.raises(TransferError, match="no more"):
             remote.request().result(BOUND_S)
         remote.close()
@@ -353,7 +351,7 @@ class TestUcx(PackedConformance):
 
         worker.call, setup.serving.packed_for = call, late
         for count in (3, 2):
-            remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+            remote = self.rows(setup, "block", array, part_bytes=2**17)
             for request in [remote.request() for _ in range(count)]:
                 request.result(BOUND_S)
             remote.close()
@@ -366,7 +364,7 @@ class TestUcx(PackedConformance):
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
         setup.serving.packed = ByteBudget(2**17)
-        remote = self.rows(setup, "block", array, host_part_bytes=2**17)
+        remote = self.rows(setup, "block", array, part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests):
             np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
@@ -377,7 +375,7 @@ class TestUcx(PackedConformance):
     def test_no_more_messages_are_waited_for_than_are_asked_for(self, setup):
         array = np.arange(20 * 2**14).reshape(20, 2**14)
         setup.put("block", array)
-        remote = self.rows(setup, "block", array, parts_in_flight=2, host_part_bytes=2**17)
+        remote = self.rows(setup, "block", array, part_bytes=2**17)
         assert usage(setup.reader)["messages"] == 0
         ahead = deque()
         for i in range(20):

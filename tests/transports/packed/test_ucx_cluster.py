@@ -21,9 +21,7 @@ from tests.usage import usage_of_worker
 
 @pytest.fixture(autouse=True)
 def _prefer_ucx():
-    with dask.config.set(
-        {"p2p.transports.order": ["ucx"], "p2p.transports.ucx.host-part-bytes": "64 kiB"}
-    ):
+    with dask.config.set({"p2p.transports.order": ["ucx"], "p2p.transports.part-bytes": "64 kiB"}):
         yield
 
 
