@@ -23,8 +23,8 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
+from dask_p2p.shared import shared
 from dask_p2p.types import Kind
-from dask_p2p.versioned import versioned
 
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound="TransportOptions")
@@ -117,7 +117,7 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
     return declared
 
 
-@versioned(shared=True)
+@shared
 @dataclass(frozen=True)
 class Options:
     """The options of tasks; made by `options`."""
@@ -190,7 +190,7 @@ def section(name: str) -> Callable[[type[_S]], type[_S]]:
 
     def decorate(cls: type[_S]) -> type[_S]:
         cls.name = name
-        return versioned()(dataclass(frozen=True, slots=True)(cls))
+        return dataclass(frozen=True, slots=True)(cls)
 
     return decorate
 

@@ -41,11 +41,10 @@ from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.ops.estimate import PartsEstimate
 from dask_p2p.plans.base import Input, Part, PartPlan, Range, plan_parts
+from dask_p2p.shared import shared
 from dask_p2p.types import Array, DType, Key, Kind
-from dask_p2p.versioned import check_readable, versioned
 
 
-@versioned()
 @dataclass(frozen=True)
 class GpuMapFunction:
     """The function of a task: it calls the user's function on parts and combines the results."""
@@ -55,7 +54,6 @@ class GpuMapFunction:
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Return the output block of this index."""
-        check_readable(self, self.mapped, *self.mapped.arguments)
         arrays, kind = self._checked(block_id, blocks)
         if self.mapped.has_block_id:
             keywords = {**keywords, "block_id": block_id}
@@ -332,7 +330,6 @@ _PARTS = 8  # parts of a block, at least
 _LEAST_PART_BYTES = 2**24  # copied in 0.33 ms, as long as the host needs for all steps
 
 
-@versioned()
 @dataclass(frozen=True)
 class Argument:
     """An input array. Its axes are the last ones of the output."""
@@ -361,7 +358,7 @@ class Argument:
         return None if is_whole else own
 
 
-@versioned(shared=True)  # one for all tasks of an array
+@shared  # one for all tasks of an array
 @dataclass(frozen=True)
 class GpuMap:
     """A function of parts of blocks, with the properties that all blocks of its output share."""

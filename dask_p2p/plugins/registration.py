@@ -21,7 +21,7 @@ from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.inputs import checked_client
 from dask_p2p.plugins.dask_internals import warn_of_whole_blocks
 from dask_p2p.types import AsynchronousClient, Client, Key
-from dask_p2p.versioned import check_dask, this_version
+from dask_p2p.versions import check_dask, this_version
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import pytest
 from dask.tokenize import TokenizationError
 
 import dask_p2p
-from dask_p2p import versioned
+from dask_p2p import versions
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import VersionError
 from tests.support import indexed
@@ -223,13 +223,13 @@ def test_ranks_of_fused_graphs_make_arrays_of_few_numbers(make, dask_array):
 
 
 def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):
-    monkeypatch.setattr(versioned, "DASK_ARRAY_RELEASES", "<0.1")
-    versioned.check_dask_array.cache_clear()
+    monkeypatch.setattr(versions, "DASK_ARRAY_RELEASES", "<0.1")
+    versions.check_dask_array.cache_clear()
     try:
         with pytest.raises(VersionError, match=r"expected dask-array <0\.1 .* pip install"):
             dask_p2p.transpose(x)
     finally:
-        versioned.check_dask_array.cache_clear()
+        versions.check_dask_array.cache_clear()
 
 
 # --- private parts of `dask_array`, as this package knows them
