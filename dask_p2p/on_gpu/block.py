@@ -39,7 +39,6 @@ from dask_p2p.engine.task import (
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, NoDeviceError
 from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.monitoring.records import TaskRecord
-from dask_p2p.ops.estimate import PartsEstimate
 from dask_p2p.plans.base import Input, Part, PartPlan, Range, plan_parts
 from dask_p2p.shared import shared
 from dask_p2p.types import Array, DType, Key, Kind
@@ -414,11 +413,9 @@ class GpuMap:
         has_halo = any(map(any, (width for each in self.arguments for width in each.depth)))
         return replace(plan, has_halo=has_halo and self.reduce is None)
 
-    def estimate(self) -> PartsEstimate:
-        """Return the peak GPU memory of one task."""
-        plans = list(self.largest_plans())
-        inputs, results = max((plan.device_bytes(SLOTS) for plan in plans), key=sum)
-        return PartsEstimate(1, inputs, results, 0, 0, max(len(plan.parts) for plan in plans))
+    def device_bytes(self) -> tuple[int, int]:
+        """Return the GPU memory of one task at its peak: of parts of inputs, and of results."""
+        return max((plan.device_bytes(SLOTS) for plan in self.largest_plans()), key=sum)
 
     def largest_plans(self) -> Iterator[PartPlan]:
         """Yield plans whose largest memory bounds that of every block."""
