@@ -22,8 +22,8 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
+from dask_p2p.shared import shared
 from dask_p2p.types import Kind
-from dask_p2p.versioned import versioned
 
 _T = TypeVar("_T")
 
@@ -119,7 +119,7 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
     return declared
 
 
-@versioned(shared=True)
+@shared
 @dataclass(frozen=True)
 class Options:
     """The options of tasks; made by `options`."""

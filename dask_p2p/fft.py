@@ -26,7 +26,7 @@ Errors of all functions:
 from __future__ import annotations
 
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.fft.estimate import estimate
+from dask_p2p.ops.estimate import MemoryEstimate, exchanges_estimate
 from dask_p2p.ops.fft.stages import (
     Axes,
     Length,
@@ -277,3 +277,40 @@ def _along_one(
 ) -> DaskArray:
     length = None if n is None else checked_count("elements", n=n)
     return transformed(kind, x, (length,), (axis,), norm, chunks)
+
+
+def estimate(y: DaskArray, *, workers: int | None = None) -> MemoryEstimate:
+    """Estimate the exchanges of a lazy array: their number, the bytes they move, their memory.
+
+    Computes nothing. The estimate assumes that blocks are spread evenly over the workers, with
+    neighbours on the same worker. It leaves out the memory of Dask's own tasks.
+
+    Parameters
+    ----------
+    y : dask.array.Array
+        A result of a function of this module, or an array computed from one.
+    workers : int, optional
+        Number of workers, each with one thread. Default: the workers and threads of the current
+        synchronous client. Without a client: the largest number of blocks that an exchange reads.
+
+    Returns
+    -------
+    MemoryEstimate
+        The number of exchanges, the bytes that all of them move, and the memory of the largest.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        If `y` is not a Dask array.
+    InputError
+        If `workers` is not a positive integer.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> x = da.ones((256, 256, 256), chunks=(64, -1, -1)).astype(complex)
+    >>> need = estimate(fftn(x), workers=4)
+    >>> need.exchanges, need.moved_bytes == x.nbytes * 3 / 4
+    (1, True)
+    """
+    return exchanges_estimate(y, workers)

@@ -11,8 +11,7 @@ from dask_p2p.fusing.compiled import CompiledFunction
 from dask_p2p.fusing.resident.client import Handle, ResidentGang
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.monitoring.runs import Run, RunTable
-from dask_p2p.ops.estimate import MemoryEstimate, PartsEstimate
-from dask_p2p.ops.fft.estimate import TransformEstimate
+from dask_p2p.ops.estimate import MemoryEstimate
 from dask_p2p.sections.api.rank_body import SectionEstimate
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.context import Context
@@ -29,7 +28,6 @@ from dask_p2p.tools.report import HostPair, Link, Problem, Report, Status
 __all__ = [
     "At", "Communicator", "CompiledFunction", "Context", "Grid", "HaloArray", "HaloPart",
     "Handle", "HostPair", "Installation", "Link", "LocalPoints", "MemoryEstimate",
-    "PartsEstimate", "Pending", "Problem", "RankReport", "Report", "ResidentGang", "Run",
+    "Pending", "Problem", "RankReport", "Report", "ResidentGang", "Run",
     "RunTable", "SectionEstimate", "State", "Status", "TaskRecord", "Transfer",
-    "TransformEstimate",
 ]

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import dask_p2p
-from dask_p2p.versioned import DASK_RELEASES
+from dask_p2p.versions import DASK_RELEASES
 from tests.support import output_of
 
 pytestmark = pytest.mark.programs

@@ -19,7 +19,7 @@ import dask_p2p
 from dask_p2p.cli import p2p
 from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.versioned import own_version
+from dask_p2p.versions import own_version
 from tests.support import indexed, own_client, result_of, worker_process
 
 pytestmark = pytest.mark.programs
@@ -33,13 +33,11 @@ import sys, dask.array as da, numpy as np, dask_p2p
 from distributed import Client
 assert dask_p2p.__file__.startswith(sys.argv[2]), dask_p2p.__file__
 x = np.arange(1, 481).reshape(40, 12)  # no array of the tests has these keys
-before = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
 with Client(sys.argv[1]) as client:
-    for make in (lambda: before, lambda: dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))):
-        try:
-            print(client.compute(make()).result(timeout=200).shape)
-        except Exception as exc:
-            print(f"{type(exc).__name__}: {exc}")
+    try:
+        print(dask_p2p.transpose(da.from_array(x, chunks=(10, 12))).compute().shape)
+    except Exception as exc:
+        print(f"{type(exc).__name__}: {exc}")
 """
 
 LACKING = """
@@ -162,10 +160,8 @@ def test_a_client_of_another_version_harms_nobody(bare, other, programs):
     for _ in range(2):  # the second time with the plugins, which the end of this registers
         process = python(programs / "client.py", other, bare.scheduler.address, other)
         said, _ = process.communicate(timeout=200)
-        assert len(said.splitlines()) == 2, said
-        for line in said.splitlines():
-            assert line.startswith("RegistrationError: expected values of dask_p2p ")
-            assert names_both(line)
+        assert said.startswith("RegistrationError: expected values of dask_p2p ")
+        assert names_both(said)
         assert set(workers_of(bare)) == workers
         assert bare.gather(precious) == {"a": 1, "b": 2}
         x, y = x_and_lazy()
@@ -173,7 +169,7 @@ def test_a_client_of_another_version_harms_nobody(bare, other, programs):
 
 
 def test_a_cluster_of_another_version_is_not_harmed(other, programs):
-    x, before = x_and_lazy()
+    x = indexed((40, 12))
     with (
         cluster_of(programs / "cluster.py", other) as address,
         Client(address) as client,
@@ -184,19 +180,16 @@ def test_a_cluster_of_another_version_is_not_harmed(other, programs):
             with pytest.raises(RegistrationError) as refused:
                 x_and_lazy()
             assert names_both(str(refused.value))
-        with pytest.raises(RegistrationError) as unreadable:
-            result_of(client, client.compute(before))
-        assert names_both(str(unreadable.value))
         assert set(workers_of(client)) == workers
         assert client.gather(precious) == {"a": 1, "b": 2}
         process = python(programs / "client.py", other, address, other)
         said, _ = process.communicate(timeout=200)
-        assert said.splitlines() == [str(x.T.shape)] * 2
+        assert said.splitlines() == [str(x.T.shape)]
 
 
 def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other, programs):
     def hide():
-        sys.modules["dask_p2p.versioned"] = None
+        sys.modules["dask_p2p.versions"] = None
 
     with cluster_of(programs / "cluster.py", other) as address, Client(address) as client:
         client.run_on_scheduler(hide)

@@ -59,14 +59,12 @@ from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.buffers import staging_bytes
 from dask_p2p.types import Array, DType, Key, Kind
-from dask_p2p.versioned import versioned
 
 _KEEP_FROM_BYTES = 2**20  # block whose epilogue makes temporaries that are worth keeping
 
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # regions in transfer, in the order of requests
 
 
-@versioned()
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
     """The properties that all blocks of one output share."""

@@ -20,12 +20,10 @@ from dask_p2p.plans import BlockPlan, Piece, stage_order
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.router import Route
 from dask_p2p.types import Array, DType, Key, Kind
-from dask_p2p.versioned import versioned
 
 _T = TypeVar("_T")
 
 
-@versioned()
 @dataclass(frozen=True, slots=True)
 class BlockRef:
     """A reference, in a task, to a block in the memory of this worker or of others."""

@@ -42,7 +42,6 @@ from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
 from dask_p2p.types import Array, DType, Key, Kind
-from dask_p2p.versioned import Unreadable, check_readable
 
 
 class LocalContext(AttemptLog):
@@ -260,11 +259,6 @@ class ReferenceTask(Task):  # type: ignore[misc]
 
     blocks: Blocks  # dependencies passed as references
 
-    @property
-    def is_readable(self) -> bool:
-        """True if this version of the package can unpickle all arguments. Otherwise it fails."""
-        return not any(isinstance(arg, Unreadable) for arg in self.args)
-
     def reads(self) -> Iterable[tuple[Key, int]]:
         """Return the dependencies that the task reads, and the number of elements read of each."""
         raise NotImplementedError  # Dask's class is no ABC
@@ -379,7 +373,6 @@ def assemble_block(
     on_missing: OnMissing | None = None,
 ) -> Any:
     """Return the task's output block, on any scheduler."""
-    check_readable(plan, output)
     start_s, counted_s = time.time(), time.perf_counter()
     worker, context = current_worker()
     assembly = Assembly(plan.block(index), output, blocks, context, counted_s)

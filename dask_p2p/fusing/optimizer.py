@@ -40,7 +40,6 @@ from dask_p2p.fusing.suitability import (
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
 from dask_p2p.types import Key, Kind
-from dask_p2p.versioned import versioned
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,6 @@ class Optimizer:
         return AtScheduler, (self.is_auto, self.options, self.scheduler, kinds, obstacle)
 
 
-@versioned(strict=True)
 @dataclass(frozen=True)
 class AtScheduler:
     """The function in the scheduler's process."""

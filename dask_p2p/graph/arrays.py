@@ -24,8 +24,9 @@ from dask_p2p.graph.redistribution import (
     with_fixed_blocks,
 )
 from dask_p2p.plans import Plan
+from dask_p2p.shared import named_fields
 from dask_p2p.types import Array
-from dask_p2p.versioned import check_dask_array, named_fields
+from dask_p2p.versions import check_dask_array
 
 
 def planned_array(

@@ -26,8 +26,8 @@ from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_indices
 from dask_p2p.plans import GridPlan, Plan
 from dask_p2p.plugins.registration import on_missing_plugin
+from dask_p2p.shared import named_fields
 from dask_p2p.types import Array
-from dask_p2p.versioned import named_fields
 
 
 class Planner(Protocol):

@@ -19,7 +19,7 @@ from dask.utils import key_split
 
 from dask_p2p import tuning
 from dask_p2p.types import Key
-from dask_p2p.versioned import check_version, own_version
+from dask_p2p.versions import check_version, own_version
 
 #: RPC operation of requests for records, from scheduler to workers and from client to scheduler.
 RECORDS_OP = "p2p_records"

@@ -39,13 +39,11 @@ from dask_p2p.engine.task import (
 from dask_p2p.errors import BlockMismatchError, ConfigError, DeviceLostError
 from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.monitoring.records import TaskRecord
-from dask_p2p.ops.estimate import PartsEstimate
 from dask_p2p.plans.base import Input, Part, PartPlan, Range, plan_parts
+from dask_p2p.shared import shared
 from dask_p2p.types import Array, DType, Key, Kind
-from dask_p2p.versioned import check_readable, versioned
 
 
-@versioned()
 @dataclass(frozen=True)
 class GpuMapFunction:
     """The function of a task: it calls the user's function on parts and combines the results."""
@@ -55,7 +53,6 @@ class GpuMapFunction:
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Return the output block of this index."""
-        check_readable(self, self.mapped, *self.mapped.arguments)
         arrays, kind = self._checked(block_id, blocks)
         if self.mapped.has_block_id:
             keywords = {**keywords, "block_id": block_id}
@@ -332,7 +329,6 @@ _PARTS = 8  # parts of a block, at least
 _LEAST_PART_BYTES = 2**24  # copied in 0.33 ms, as long as the host needs for all steps
 
 
-@versioned()
 @dataclass(frozen=True)
 class Argument:
     """An input array. Its axes are the last ones of the output."""
@@ -361,7 +357,7 @@ class Argument:
         return None if is_whole else own
 
 
-@versioned(shared=True)  # one for all tasks of an array
+@shared  # one for all tasks of an array
 @dataclass(frozen=True)
 class GpuMap:
     """A function of parts of blocks, with the properties that all blocks of its output share."""
@@ -417,11 +413,9 @@ class GpuMap:
         has_halo = any(map(any, (width for each in self.arguments for width in each.depth)))
         return replace(plan, has_halo=has_halo and self.reduce is None)
 
-    def estimate(self) -> PartsEstimate:
-        """Return the peak GPU memory of one task."""
-        plans = list(self.largest_plans())
-        inputs, results = max((plan.device_bytes(SLOTS) for plan in plans), key=sum)
-        return PartsEstimate(1, inputs, results, 0, 0, max(len(plan.parts) for plan in plans))
+    def device_bytes(self) -> tuple[int, int]:
+        """Return the GPU memory of one task at its peak: of parts of inputs, and of results."""
+        return max((plan.device_bytes(SLOTS) for plan in self.largest_plans()), key=sum)
 
     def largest_plans(self) -> Iterator[PartPlan]:
         """Yield plans whose largest memory bounds that of every block."""

@@ -1,80 +1,83 @@
-"""`estimate`: the memory that each worker needs, computed before anything runs."""
+"""Estimates, computed before anything runs: the memory of a worker, and the bytes that move."""
 
 from __future__ import annotations
 
-import sys
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from math import prod
 from typing import Any
 
-from dask.utils import key_split
+from dask.utils import format_bytes, key_split
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
-from dask_p2p.engine.task import FUSABLE, RankTask
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.task import FUSABLE, AssembleTask, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.graph.arrays import is_expression, layer_of
 from dask_p2p.graph.redistribution import is_dask_array
 from dask_p2p.inputs import checked_count
+from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.rechunk import plan_redistribution, transposed
+from dask_p2p.plans import Plan
 from dask_p2p.plugins.registration import cluster_size
-from dask_p2p.transports.buffers import idle_bytes, packed_bytes, staging_bytes
+from dask_p2p.transports.buffers import idle_bytes, packed_bytes
 from dask_p2p.types import ChunksLike, DaskArray
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Peak memory of one worker, in a transpose or as one rank of `iterate` or `spmd`.
+    """Peak memory of one worker in an operation, and the bytes that its exchanges move; also text.
 
     It is device memory for CuPy blocks and host memory for NumPy blocks. Memory that the Python
-    process, CUDA and other tasks use is not included.
+    process, CUDA and other tasks use is not included, nor are the work areas of FFT libraries. For
+    `map_on_gpu` it is the GPU memory of one task, without the temporary memory of the function; a
+    worker runs one task in each thread.
 
     Attributes
     ----------
     workers : int
-        Number of workers that the estimate assumes.
+        Number of workers that the estimate assumes; 1 for `map_on_gpu`.
     input_bytes, output_bytes : int
-        The worker's blocks of the input and of the result, all held at the same time.
+        The worker's blocks of the input and of the result, all held at the same time. For
+        `map_on_gpu` the parts of the inputs and their results, halo included, that are on the GPU
+        at a time.
     staging_bytes : int
-        Regions in transfer to the worker, and the buffers that `ucx` keeps for later regions.
+        Temporary memory of the worker's concurrent tasks: regions in transfer to it, or the memory
+        for the transform of a block. Also the buffers that `ucx` keeps for later regions.
     packed_bytes : int
         Regions that the worker has packed for readers.
+    exchanges : int
+        Number of exchanges between the workers. The memory is that of the largest one.
+    moved_bytes : int
+        Bytes that all exchanges move between workers, if blocks are spread evenly.
     """
 
     workers: int
     input_bytes: int
     output_bytes: int
-    staging_bytes: int
-    packed_bytes: int
+    staging_bytes: int = 0
+    packed_bytes: int = 0
+    exchanges: int = 0
+    moved_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """The peak: the sum of the four sizes."""
         return self.input_bytes + self.output_bytes + self.staging_bytes + self.packed_bytes
 
-
-@dataclass(frozen=True, slots=True)
-class PartsEstimate(MemoryEstimate):
-    """Peak GPU memory of one `map_on_gpu` task; a worker runs one task in each thread.
-
-    Temporary memory of the user's function is not included.
-
-    Attributes
-    ----------
-    workers : int
-        Always 1.
-    input_bytes, output_bytes : int
-        Parts of the inputs and the function's results for them, halo included, in all slots.
-    staging_bytes, packed_bytes : int
-        Always 0.
-    parts : int
-        Largest number of parts of a block.
-    """
-
-    parts: int
+    def __str__(self) -> str:
+        return (
+            f"{self.exchanges} exchange{'s' * (self.exchanges != 1)} between {self.workers} "
+            f"worker{'s' * (self.workers != 1)}: {format_bytes(self.moved_bytes)} move; a worker "
+            f"holds at most {format_bytes(self.total_bytes)} ({format_bytes(self.input_bytes)} "
+            f"input blocks, {format_bytes(self.output_bytes)} output blocks, "
+            f"{format_bytes(self.staging_bytes)} temporary memory, "
+            f"{format_bytes(self.packed_bytes)} packed regions)"
+        )
 
 
 def estimate(
@@ -91,7 +94,7 @@ def estimate(
 
     - `iterate` or `spmd`: a `SectionEstimate` for one rank, including the bytes that ranks send in
       a step and for a checkpoint.
-    - `map_on_gpu`: a `PartsEstimate`, the GPU memory of one task.
+    - `map_on_gpu`: the GPU memory of one task.
 
     The estimate follows from chunks and options. It assumes that every worker holds the same number
     of blocks, and that the input is kept until the last task ends.
@@ -109,7 +112,7 @@ def estimate(
     Returns
     -------
     MemoryEstimate
-        Bytes by purpose, and ``total_bytes``.
+        Bytes by purpose, ``total_bytes``, and the bytes that move between workers.
 
     Raises
     ------
@@ -128,8 +131,8 @@ def estimate(
     (8000000, 8000000)
     """
     if axes is None and chunks is None and (mapped := _mapped(x)) is not None:
-        of_task: MemoryEstimate = mapped.estimate()
-        return of_task
+        input_bytes, output_bytes = mapped.device_bytes()
+        return MemoryEstimate(1, input_bytes, output_bytes)
     if axes is None and chunks is None and (section := _section(x)) is not None:
         if workers is not None:
             raise InputError(
@@ -141,23 +144,72 @@ def estimate(
     order, after = transposed(x, axes, chunks)
     options = checked_options()
     cluster = cluster_size() if workers is None else (workers, 1)
-    workers, threads = cluster or (max(map(len, x.chunks), default=1), 1)
-    workers = checked_count("workers", workers=workers)
-    in_all = workers * threads if cluster else None
-    plan = plan_redistribution(x.chunks, order, after, options, lambda: in_all)
-    kind = backend_for(x._meta).name
-    item_bytes = x.dtype.itemsize
-    input_bytes, _ = even_share(x.chunks, workers, item_bytes)
+    n_workers, threads = cluster or (max(map(len, x.chunks), default=1), 1)
+    checked_count("workers", workers=n_workers)
+    all_threads = n_workers * threads if cluster else None
+    plan = plan_redistribution(x.chunks, order, after, options, lambda: all_threads)
+    output = OutputSpec((x.name,), x.dtype, backend_for(x._meta).name, options)
+    return _exchange(plan, output, n_workers, threads)
+
+
+def exchanges_estimate(y: DaskArray, workers: int | None) -> MemoryEstimate:
+    """Return the estimate of all exchanges of a lazy array; see `dask_p2p.fft.estimate`."""
+    check_array(y)
+    tasks: dict[str, AssembleTask] = {}  # one of each exchange
+    for key, task in dict(y.__dask_graph__()).items():
+        if isinstance(task, AssembleTask):
+            tasks.setdefault(key[0], task)
+    cluster = cluster_size() if workers is None else (workers, 1)
+    blocks = (prod(map(len, _chunks_read(task.plan))) for task in tasks.values())
+    n_workers, threads = cluster or (max(blocks, default=1), 1)
+    checked_count("workers", workers=n_workers)
+    estimates = [_exchange(t.plan, t.output, n_workers, threads) for t in tasks.values()]
+    largest = max(
+        estimates, key=lambda of_one: of_one.total_bytes, default=MemoryEstimate(n_workers, 0, 0)
+    )
+    moved_bytes = sum(of_one.moved_bytes for of_one in estimates)
+    return replace(largest, exchanges=len(estimates), moved_bytes=moved_bytes)
+
+
+def _exchange(plan: Plan, output: OutputSpec, workers: int, threads: int) -> MemoryEstimate:
+    """Return the estimate of one exchange, with its transform of assembled blocks."""
+    before, options, kind = _chunks_read(plan), output.options, output.kind
+    item_bytes = output.dtype.itemsize
+    input_bytes, _ = even_share(before, workers, item_bytes)
     output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
-    staged_bytes = packed = 0
+    shape = max((block_shape(plan.chunks, i) for i in block_indices(plan.chunks)), key=prod)
+    block_bytes = prod(shape) * item_bytes
+    read_bytes = (plan.largest_piece * item_bytes, block_bytes) if workers > 1 else (0, 0)
+    task_bytes = output.need(kind, shape, *read_bytes).peak_bytes - block_bytes
+    staged_bytes, packed = min(threads, blocks) * task_bytes, 0
     if workers > 1:
-        largest_block, _ = even_share(plan.chunks, sys.maxsize, item_bytes)
-        largest_piece = plan.largest_piece * item_bytes
-        task_bytes = staging_bytes(options, kind, largest_piece, largest_block, item_bytes)
-        staged_bytes = min(threads, blocks) * task_bytes
         packed = packed_bytes(options, kind, (workers - 1) * threads, input_bytes)
         staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
-    return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed)
+    moved_bytes = _moved_elements(plan, before, workers) * item_bytes
+    return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed, 1, moved_bytes)
+
+
+def _chunks_read(plan: Any) -> Chunks:
+    """Return the chunks of the array that a plan reads."""
+    chunks: Chunks = getattr(plan, "plan", plan).src_chunks
+    return chunks
+
+
+def _moved_elements(plan: Plan, before: Chunks, workers: int) -> int:
+    """Return the number of elements that tasks read from other workers.
+
+    Workers hold equal numbers of neighbouring blocks. Each task is assumed to run on the worker
+    that holds most elements of its block.
+    """
+    blocks = prod(map(len, before))
+    holders = {index: n * workers // blocks for n, index in enumerate(block_indices(before))}
+    moved = 0
+    for index in block_indices(plan.chunks):
+        held = Counter[int]()
+        for source, n in zip(plan.sources(index), plan.source_elements(index), strict=True):
+            held[holders[source]] += n
+        moved += held.total() - max(held.values(), default=0)
+    return moved
 
 
 def even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int]:

@@ -40,7 +40,6 @@ from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, BoundaryLike, DaskArray, DepthLike, DType
-from dask_p2p.versioned import versioned
 
 #: Keywords of `dask.array.map_blocks`, except ``dtype`` and ``meta``.
 _OF_MAP_BLOCKS = {"chunks", "drop_axis", "enforce_ndim", "name", "new_axis", "token"}
@@ -329,7 +328,6 @@ def _axes(axes: Any, ndim: int) -> list[int]:
     return [] if axes is None else [int(axis) % ndim for axis in np.atleast_1d(axes)]
 
 
-@versioned()
 @dataclass(frozen=True)
 class Trim:
     """Trims the halo from a block."""
@@ -343,7 +341,6 @@ class Trim:
         return block[(*(slice(before, n - after) for (before, after), n in sides), ...)]
 
 
-@versioned()
 @dataclass(frozen=True)
 class Stencil:
     """A function of assembled blocks, and the trimming of its result."""
@@ -367,7 +364,6 @@ class Stencil:
         return self.trim(result, index)
 
 
-@versioned()
 @dataclass(frozen=True)
 class OwnBlocks:
     """A function that Dask maps over blocks of other tasks; it receives copies to overwrite."""
@@ -386,7 +382,6 @@ class OwnBlocks:
         return self.function(*(block.copy() for block in blocks), **kwargs)
 
 
-@versioned()
 @dataclass(frozen=True)
 class SkipsEmpty:
     """A function of blocks with halos that is not called for empty blocks of the output."""

@@ -30,8 +30,8 @@ from dask_p2p.ops.arguments import (
 )
 from dask_p2p.plans import GridPlan, grouped, redistribution, slab_chunks
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
+from dask_p2p.shared import named_fields
 from dask_p2p.types import ChunksLike, DaskArray
-from dask_p2p.versioned import named_fields
 
 
 def transpose(

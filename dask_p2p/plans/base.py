@@ -40,12 +40,10 @@ from dask_p2p.geometry import (
     round_up,
     split_evenly,
 )
-from dask_p2p.versioned import versioned
 
 _T = TypeVar("_T")
 
 
-@versioned()
 class Piece(NamedTuple):  # a tuple, for speed: a plan has one piece for each pair of blocks
     """One region of a source block, and the region of the output block that it fills.
 
@@ -57,7 +55,6 @@ class Piece(NamedTuple):  # a tuple, for speed: a plan has one piece for each pa
     dst: Box  # relative to the output block, in the output's order of axes
 
 
-@versioned()
 class Fill(NamedTuple):
     """A region of the output block that no source covers, with the value that fills it."""
 
@@ -65,7 +62,6 @@ class Fill(NamedTuple):
     value: Any
 
 
-@versioned()
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
     """The pieces and fills of one output block.

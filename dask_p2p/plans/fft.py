@@ -25,7 +25,7 @@ from typing import NamedTuple
 from dask_p2p.geometry import Chunks, Index, split_evenly
 from dask_p2p.plans.base import BlockPlan
 from dask_p2p.plans.grid import AxisSegment, GridPlan, SplitAxis, blocks_read, segments_of_range
-from dask_p2p.versioned import versioned
+from dask_p2p.shared import shared
 
 
 class FftStage(NamedTuple):
@@ -161,7 +161,6 @@ def moved_division(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int
     return split_evenly(length, parts)
 
 
-@versioned()
 @dataclass(frozen=True)
 class Rolled(SplitAxis):
     """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
@@ -193,7 +192,7 @@ class Rolled(SplitAxis):
         ]
 
 
-@versioned(shared=True)  # pickled without cached properties
+@shared
 @dataclass(frozen=True)
 class ReorderedPlan:
     """A plan of blocks whose axes have another order in memory than in their index."""

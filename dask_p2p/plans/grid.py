@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
 from dask_p2p.plans.base import BlockPlan, Fill, Piece
-from dask_p2p.versioned import versioned
+from dask_p2p.shared import shared
 
 _MOST_SHARED_EDGES = 10_000  # plans of more edges are not kept
 
@@ -56,7 +56,6 @@ class AxisMapping(Protocol):
         """Return the segments of an output block, in order."""
 
 
-@versioned()
 @dataclass(frozen=True)
 class SplitAxis:
     """The mapping of an axis that is divided at other bounds.
@@ -126,7 +125,7 @@ def blocks_read(segments: Iterable[AxisSegment]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(part.block for part in segments if part.block is not None))
 
 
-@versioned(shared=True)  # pickled without cached properties
+@shared
 @dataclass(frozen=True)
 class GridPlan:
     """The assembly of one grid's blocks from another's, axis by axis."""
@@ -263,7 +262,7 @@ class GridPlan:
         )
 
 
-def shared(plan: GridPlan) -> GridPlan:
+def cached_plan(plan: GridPlan) -> GridPlan:
     """Return an equal plan that was made before, with all that it has computed, or this one.
 
     Layers of an iteration have equal plans.
@@ -288,7 +287,7 @@ def redistribution(
         SplitAxis(_plain(src_chunks[a]), _plain(sizes))
         for a, sizes in zip(axes, chunks, strict=True)
     ]
-    return shared(GridPlan(tuple(axes), tuple(mappings)))
+    return cached_plan(GridPlan(tuple(axes), tuple(mappings)))
 
 
 def _plain(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -25,11 +25,10 @@ from dask_p2p.plans.grid import (
     GridPlan,
     SplitAxis,
     blocks_read,
+    cached_plan,
     segments_of_range,
-    shared,
 )
 from dask_p2p.plans.ranks import Exchange, RankGrid
-from dask_p2p.versioned import versioned
 
 #: Values beyond an end of the array: none, the elements at the other end, the reflected elements,
 #: the last element. Any other boundary is a constant.
@@ -38,7 +37,6 @@ BOUNDARIES = ("none", "periodic", "reflect", "nearest")
 ODD = "odd"
 
 
-@versioned()
 @dataclass(frozen=True)
 class Halo:
     """The mapping of an axis along which each block gets a halo, at most as wide as the axis.
@@ -150,7 +148,7 @@ def halo_plan(
     plan = GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
     # Equal constants may differ in their bits: 0.0 and -0.0.
     are_named = all(isinstance(end, str) for each in boundary for end in _ends(each))
-    return shared(plan) if are_named else plan
+    return cached_plan(plan) if are_named else plan
 
 
 def _ends(boundary: Any) -> tuple[Any, ...]:

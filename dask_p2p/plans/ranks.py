@@ -13,10 +13,8 @@ from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, spl
 from dask_p2p.plans.base import Fill, Piece
 from dask_p2p.plans.fft import FftStage, Transform, stages
 from dask_p2p.plans.grid import redistribution
-from dask_p2p.versioned import versioned
 
 
-@versioned()  # tasks carry it
 @dataclass(frozen=True)
 class RankGrid:
     """A grid of ranks. Each has a box of whole blocks, its local block, about equal to the others.

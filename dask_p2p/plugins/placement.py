@@ -97,7 +97,7 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
 
     def is_placed_here(ts: Any) -> bool:
         task = ts.run_spec
-        is_ours = isinstance(task, ReferenceTask) and task.is_readable
+        is_ours = isinstance(task, ReferenceTask)
         return is_ours and PLUGIN_NAME in scheduler.worker_plugins
 
     def is_rootish(original: Any, ts: Any) -> bool:

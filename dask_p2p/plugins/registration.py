@@ -10,7 +10,6 @@ import asyncio
 import logging
 import sys
 import warnings
-import weakref
 from collections.abc import Awaitable, Sequence
 from typing import Any, overload
 from weakref import WeakSet
@@ -21,18 +20,16 @@ from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.inputs import checked_client
 from dask_p2p.plugins.dask_internals import warn_of_whole_blocks
 from dask_p2p.types import AsynchronousClient, Client, Key
-from dask_p2p.versioned import check_dask, this_version
+from dask_p2p.versions import check_dask, this_version
 
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _MOST_NAMED = 4  # most workers listed in a warning
 _LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # skipped to find the user's line
-_LOOK_S = 0.5  # interval of checks for a new scheduler at a client's address
 #: Connections of clients to schedulers that have the plugins. A client may outlive its scheduler
 #: and connect to a new one at the same address; a connection ends with its scheduler.
 _registered: WeakSet[Any] = WeakSet()
-_watched: WeakSet[Any] = WeakSet()  # clients that `_watch` observes
 askers: WeakSet[Any] = WeakSet()  # workers that lack the plugin, and have requested it
 
 
@@ -75,7 +72,7 @@ def register(client: Any = None) -> Any:
     # Warnings are issued in this thread, not on the event loop, so that they show the user's line.
     connection = connection_of(client)
     _report(client.sync(_prepare, client))
-    _remember(client, connection)
+    _remember(connection)
     return None
 
 
@@ -133,7 +130,7 @@ def register_if_possible() -> None:
     if client is None or connection_of(client) in _registered:
         return
     if client.asynchronous:
-        _remember(client, connection_of(client))
+        _remember(connection_of(client))
         client.loop.add_callback(register_later, client)
     else:
         register(client)
@@ -168,34 +165,13 @@ async def ask_later(worker: Any) -> None:
 async def _register_async(client: Any) -> None:
     connection = connection_of(client)
     _report(await _prepare(client))
-    _remember(client, connection)
+    _remember(connection)
 
 
-def _remember(client: Any, connection: Any) -> None:
+def _remember(connection: Any) -> None:
     """Record that the scheduler of a connection has the plugins, or will soon have them."""
-    if connection is None:  # lost since
-        return
-    _registered.add(connection)
-    if client not in _watched:
-        _watched.add(client)
-        client.loop.add_callback(_watch, weakref.ref(client), weakref.ref(connection))
-
-
-def _watch(reference: weakref.ref[Any], known: weakref.ref[Any]) -> None:
-    """Register again when a client has connected to a new scheduler, for graphs made before.
-
-    Registers once with each scheduler. Runs on the client's event loop while the client is open.
-    """
-    client = reference()
-    if client is None or client.status in ("closing", "closed"):
-        return
-    connection = connection_of(client)
-    if client.status == "running" and connection not in (None, known()):
-        known = weakref.ref(connection)
-        if connection not in _registered:
-            _registered.add(connection)
-            client.loop.add_callback(register_later, client)
-    client.loop.call_later(_LOOK_S, _watch, reference, known)
+    if connection is not None:  # not lost since
+        _registered.add(connection)
 
 
 async def _prepare(client: Any) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from dask_p2p.plugins.gangs.scheduler import Gangs
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers
 from dask_p2p.transports.rpc import Background, answering
-from dask_p2p.versioned import check_dask, this_version, versioned
+from dask_p2p.versions import check_dask, pickled_plugin, this_version
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,6 @@ class _SetUp:
     task: asyncio.Task[None]
 
 
-@versioned(strict=True)
 class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     """Installs the worker plugin on all workers, and changes the scheduler's task placement."""
 
@@ -80,6 +79,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._totals = Totals()
         self._states: dict[str, Any] = {}  # Dask's worker states, by address
         self._at_once = AtOnce()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickled_plugin(type(self))
 
     async def start(self, scheduler: Any) -> None:
         """Start the plugin. No await here: a second client would start it again concurrently."""

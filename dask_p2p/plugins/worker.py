@@ -36,7 +36,7 @@ from dask_p2p.transports import make_transports
 from dask_p2p.transports.rpc import Background
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.types import Key
-from dask_p2p.versioned import check_dask, versioned
+from dask_p2p.versions import check_dask, pickled_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,6 @@ _REFUSAL = (
 )
 
 
-@versioned(strict=True)
 class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     """Worker plugin for peer-to-peer transfers.
 
@@ -67,6 +66,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         self._parts: dict[Any, Any] = {}  # by the function that made the part
         self._device_bytes = 0  # memory of the GPU, once it is known
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickled_plugin(type(self))
+
     def part(self, make: Callable[[Worker], Any]) -> Any:
         """Return the part of the plugin that `make` returned for this worker.
 
@@ -80,7 +82,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Install the plugin on a worker, unless a working one is there.
 
         The scheduler sends this method, not a function. A method travels with its object, and
-        `versioned.read` imports the classes of objects faster than Python those of functions.
+        `plugin_of_version` imports its class faster than Python imports a function.
         """
         if plugin_context(dask_worker) is None:
             await dask_worker.plugin_add(self, catch_errors=False)
@@ -207,7 +209,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def _on_compute_task(self, **message: Any) -> None:
         task = message.get("run_spec")
-        if isinstance(task, ReferenceTask) and task.is_readable:
+        if isinstance(task, ReferenceTask):
             context, address, references = self._context, self._worker.address, {}
             for key in message["who_has"].keys() & task.blocks.dependencies:
                 holders = message["who_has"][key]

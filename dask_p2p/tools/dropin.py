@@ -42,7 +42,7 @@ from dask_p2p.tools.taken import (
     tried,
 )
 from dask_p2p.types import DaskArray
-from dask_p2p.versioned import check_dask_array
+from dask_p2p.versions import check_dask_array
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
 _watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package

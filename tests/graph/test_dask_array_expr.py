@@ -10,7 +10,7 @@ import pytest
 from dask.tokenize import TokenizationError
 
 import dask_p2p
-from dask_p2p import versioned
+from dask_p2p import versions
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from tests.support import indexed
@@ -176,11 +176,11 @@ def test_an_optimiser_that_changes_chunks(operation, dask_array):
 def test_estimates(x):
     y = dask_p2p.fft.ifft2(dask_p2p.fft.fft2(x) * 2)
     assert y.chunks == x.chunks
-    assert len(dask_p2p.fft.estimate(y, workers=3).exchanges) == 2
+    assert dask_p2p.fft.estimate(y, workers=3).exchanges == 2
     assert dask_p2p.estimate(x, workers=2).input_bytes == VALUES.nbytes // 2
     assert dask_p2p.estimate(dask_p2p.spmd(of_rank, x, ranks=1)).workers == 1
     mapped = dask_p2p.map_on_gpu(doubled, x, part_bytes=800, fallback="numpy")
-    assert dask_p2p.estimate(mapped).parts > 1
+    assert 0 < dask_p2p.estimate(mapped).total_bytes < VALUES.nbytes * 2
 
 
 def test_persisted_and_lazy_arrays_mix(x):
@@ -223,13 +223,13 @@ def test_ranks_of_fused_graphs_make_arrays_of_few_numbers(make, dask_array):
 
 
 def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):
-    monkeypatch.setattr(versioned, "DASK_ARRAY_RELEASES", "<0.1")
-    versioned.check_dask_array.cache_clear()
+    monkeypatch.setattr(versions, "DASK_ARRAY_RELEASES", "<0.1")
+    versions.check_dask_array.cache_clear()
     try:
         with pytest.raises(RegistrationError, match=r"expected dask-array <0\.1 .* pip install"):
             dask_p2p.transpose(x)
     finally:
-        versioned.check_dask_array.cache_clear()
+        versions.check_dask_array.cache_clear()
 
 
 # --- private parts of `dask_array`, as this package knows them

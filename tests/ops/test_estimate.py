@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dask
 import dask.array as da
+import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p import fft, spmd
 from dask_p2p.errors import InputError, UnsupportedArrayError
+from tests.support import persisted, run_of, spread
 
 MIB = 2**20
 
@@ -94,3 +97,62 @@ def test_the_workers_of_the_current_client(client):
     found = dask_p2p.estimate(x)
     assert found.workers == 4
     assert found == dask_p2p.estimate(x, workers=4), "of one thread each"
+
+
+# --- exchanges of transforms ---
+
+
+def cube(chunks, dtype="D"):
+    return da.ones((64,) * 3, chunks=chunks, dtype=dtype)
+
+
+def test_the_exchanges_of_transforms_and_the_bytes_that_they_move():
+    slabs = fft.fftn(cube((16, -1, -1)))
+    found = fft.estimate(slabs, workers=4)
+    assert (found.exchanges, found.moved_bytes) == (1, 3 * MIB)
+    assert fft.estimate(slabs, workers=2).moved_bytes == 2 * MIB
+    assert fft.estimate(slabs, workers=1).moved_bytes == 0
+    y = cube((16, -1, -1))
+    for _ in range(4):
+        y = fft.ifftn(fft.fftn(y) * 2)
+    repeated = fft.estimate(y, workers=4)
+    assert (repeated.exchanges, repeated.moved_bytes) == (8, 8 * 3 * MIB)
+    assert repeated.total_bytes == found.total_bytes, "one exchange at a time"
+    half = fft.estimate(fft.rfftn(cube((16, -1, -1), "d")), workers=4)
+    assert half.moved_bytes == 3 * MIB * 33 / 64
+    of_a_gang = spmd(lambda ctx, a: a, cube((16, -1, -1)), ranks=4)
+    assert fft.estimate(fft.fftn(of_a_gang), workers=4) == found, "without the gang's exchanges"
+    none = fft.estimate(cube(16), workers=2)
+    assert str(none).startswith("0 exchanges between 2 workers: 0 B move; a worker holds at most")
+
+
+def test_the_memory_of_transforms():
+    with dask.config.set({"p2p.transports.order": ["cma"]}):
+        to_complex = fft.fft(cube((16, -1, -1), "d"), axis=0)
+        in_place = fft.fft(cube((16, -1, -1)), axis=0)
+    # Of 2 MiB of real numbers in four blocks: the transform of one lies beside it.
+    found, same = (fft.estimate(y, workers=1) for y in (to_complex, in_place))
+    assert (found.input_bytes, found.output_bytes, found.staging_bytes) == (2 * MIB, 2 * MIB, MIB)
+    assert same.total_bytes == same.input_bytes + same.output_bytes == 8 * MIB
+
+
+@pytest.mark.usefixtures("without_stealing")
+def test_as_many_bytes_move_as_estimated(client):
+    y = fft.fftn(spread(client, cube((16, -1, -1))))
+    found = fft.estimate(y)
+    assert found.workers == 4
+    y = persisted(client, y)
+    assert run_of(client, y).moved_bytes == found.moved_bytes
+
+
+@pytest.mark.parametrize(
+    ("y", "workers", "error"),
+    [
+        (np.ones(3), 2, UnsupportedArrayError),
+        (cube(16), 0, InputError),
+        (cube(16), 1.5, InputError),
+    ],
+)
+def test_wrong_input_of_transforms(y, workers, error):
+    with pytest.raises(error):
+        fft.estimate(y, workers=workers)

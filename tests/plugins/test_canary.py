@@ -30,7 +30,7 @@ from distributed.worker_state_machine import TaskState as WorkerTaskState
 from zict import Buffer, Cache, File, Func
 
 import dask_p2p
-from dask_p2p import versioned
+from dask_p2p import versions
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.dask_internals import PROFILE
@@ -171,15 +171,15 @@ def test_parts_of_states_that_are_used():
 def test_a_release_outside_of_the_range_is_named(monkeypatch, release):
     pretend(monkeypatch, release)
     with pytest.raises(RegistrationError) as caught:
-        versioned.check_dask()
-    for part in (release, versioned.DASK_RELEASES, "pip install 'distributed>="):
+        versions.check_dask()
+    for part in (release, versions.DASK_RELEASES, "pip install 'distributed>="):
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize("release", ["2026.7.1", "2026.7.1+3.gabc", "2026.7.2a1"])
 def test_a_release_within_the_range(monkeypatch, release):
     pretend(monkeypatch, release)
-    versioned.check_dask()
+    versions.check_dask()
 
 
 def pretend(monkeypatch, release):
@@ -189,13 +189,13 @@ def pretend(monkeypatch, release):
     def version(name):
         return release if name == "distributed" else real(name)
 
-    monkeypatch.setattr(versioned.metadata, "version", version)
+    monkeypatch.setattr(versions.metadata, "version", version)
 
 
 def test_registration_is_refused_outside_of_the_range(monkeypatch):
     """Wherever that release is: here they are all one process."""
     with own_client(1, processes=False) as client:
-        real = versioned.check_dask
+        real = versions.check_dask
         for wrong in (0, 1, 2):  # the client, the scheduler, the worker
             numbers = count()
 

@@ -14,16 +14,14 @@ from distributed import Client, get_worker, wait
 
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
-from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.placement import (
     MEMORY_CHECK,
     Overlay,
     held_elements,
     overlay_memory_check,
-    overlay_placement,
 )
 from dask_p2p.plugins.registration import workers_of
-from dask_p2p.versioned import Unreadable
 from tests.support import in_process, indexed, result_of
 
 MEBIBYTE = 2**20
@@ -202,30 +200,6 @@ def test_work_is_stolen_from_who_holds_everything(client):
     *_, blocks = shares(client, x, lazy, y)
     assert len(blocks) > 1
     np.testing.assert_array_equal(y.compute(), -indexed((320, 8), float))
-
-
-def test_a_task_of_another_version_is_placed_by_dask():
-    class Dasks(Scheduler):
-        def decide_worker_non_rootish(self, ts):
-            return "Dask's choice"
-
-        def is_rootish(self, ts):
-            return True
-
-        def worker_objective(self, ts, ws):
-            raise AssertionError("not asked")
-
-    scheduler = Dasks()
-    overlay_placement(scheduler, lambda: True)
-    (task,) = dask_p2p.transpose(da.ones((2, 2))).dask.layers.popitem()[1].values()
-    unreadable = AssembleTask("y", task.func, "y", Unreadable(None), *task.args[2:])
-    assert task.is_readable
-    assert not unreadable.is_readable
-    dependency = SimpleNamespace(key=task.blocks.items[0], who_has=[])
-    ts = SimpleNamespace(run_spec=unreadable, dependencies=[dependency])
-    assert scheduler.is_rootish(ts)
-    assert scheduler.decide_worker_non_rootish(ts) == "Dask's choice"
-    assert not scheduler.is_rootish(SimpleNamespace(run_spec=task, dependencies=[dependency]))
 
 
 def place(ctx, x):

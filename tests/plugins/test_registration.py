@@ -408,14 +408,11 @@ def hand_made_cluster(port, workers, limit):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-@pytest.mark.parametrize("is_older", [False, True])
-def test_the_same_client_after_a_restart_of_its_scheduler(is_older):
-    """Also an array that was made before: it was registered with the scheduler that is gone."""
+def test_the_same_client_after_a_restart_of_its_scheduler():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     blocks = da.ones((8000, 6875), chunks=(500, 6875)).map_blocks(np.copy)
-    older = dask_p2p.transpose(blocks, chunks=(430, 8000))
     with hand_made_cluster(port, 4, "400 MB") as address:
         client = Client(address, timeout=BOUND_S)
         client.wait_for_workers(4, timeout=BOUND_S)
@@ -426,11 +423,7 @@ def test_the_same_client_after_a_restart_of_its_scheduler(is_older):
         with hand_made_cluster(port, 4, "400 MB"):
             wait_until(lambda: client.status == "running")
             client.wait_for_workers(4, timeout=BOUND_S)
-            if is_older:
-                wait_until(lambda: have_plugin(client))
-                y = older
-            else:
-                y = dask_p2p.transpose(blocks, chunks=(430, 8000))
+            y = dask_p2p.transpose(blocks, chunks=(430, 8000))
             assert y.sum().compute() == 8000 * 6875
     finally:
         client.close()

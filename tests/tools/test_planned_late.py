@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p import versioned
+from dask_p2p import versions
 from dask_p2p.errors import P2PWarning
 from tests.support import indexed, output_of, persisted, spread, used
 
@@ -188,13 +188,13 @@ def test_what_is_planned_after_the_end_is_dasks(client, x):
 
 
 def test_an_unsupported_release_stays_as_it_is(monkeypatch, client, x):
-    monkeypatch.setattr(versioned, "DASK_ARRAY_RELEASES", "<0.1")
-    versioned.check_dask_array.cache_clear()
+    monkeypatch.setattr(versions, "DASK_ARRAY_RELEASES", "<0.1")
+    versions.check_dask_array.cache_clear()
     try:
         with pytest.warns(P2PWarning, match="dask_array's own functions are used"):
             dask_p2p.install()
     finally:
-        versioned.check_dask_array.cache_clear()
+        versions.check_dask_array.cache_clear()
     assert not any(name.startswith("p2p-") for name in names(x.rechunk((-1, 6))))
 
 

@@ -19,7 +19,6 @@ from dask_p2p.fusing.planning.tasks import FusedTasks, is_fused, name_of
 from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.types import DaskArray, DType, Key, Kind
-from dask_p2p.versioned import versioned
 
 _ITEM_BYTES = 8  # of arrays whose dtype is unknown
 _REDUCED = 16  # least elements along the axes of a reduction, as a guess
@@ -432,7 +431,6 @@ class CallValue(NamedTuple):
     kind: Kind  # of the array that functions get
 
 
-@versioned(strict=True)
 @dataclass(frozen=True)
 class Program:
     """The program of one rank.

@@ -24,7 +24,6 @@ from dask_p2p.ops.rechunk import plan_redistribution
 from dask_p2p.plans.fft import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, DaskArray, DType
-from dask_p2p.versioned import versioned
 
 PREFIX = "p2p-fft"
 
@@ -105,7 +104,6 @@ _AS_ONE: dict[tuple[str, ...], str] = {("rfft", "fftn"): "rfftn", ("ifftn", "irf
 Step: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
-@versioned()
 @dataclass(frozen=True)
 class LocalTransform:
     """A transform of one block, in one or more steps."""

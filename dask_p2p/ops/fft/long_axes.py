@@ -32,7 +32,6 @@ from dask_p2p.ops.fft.local import INVERSE, LocalTransform, assembled
 from dask_p2p.ops.rechunk import redistributed
 from dask_p2p.plans.fft import FftStage
 from dask_p2p.types import Array, DaskArray, DType
-from dask_p2p.versioned import versioned
 
 _SLAB_ELEMENTS = 2**18  # elements whose factors are computed in one pass
 
@@ -136,7 +135,6 @@ def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArr
     )
 
 
-@versioned()
 @dataclass(frozen=True)
 class Folded:
     """Splits an axis into two, the second with `columns` elements; None merges the two axes."""
@@ -156,7 +154,6 @@ class Folded:
         return block.reshape(*shape[:axis], rows, self.columns, *shape[axis + 1 :])
 
 
-@versioned()
 @dataclass(frozen=True)
 class Twiddled:
     """Transforms the columns of a matrix, and multiplies them by the twiddle factors."""

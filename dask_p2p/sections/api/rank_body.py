@@ -137,7 +137,9 @@ class RankBody:
         inputs_bytes = [each.size_bytes(self.ranks, rank) for each in self.inputs]
         made = sum(each.size_bytes(self.ranks, rank) for each in self.outputs.each)
         given = sum(inputs_bytes)
-        found = SectionEstimate(size, given, made, 0, 0, given, made, kind=self.kind)
+        found = SectionEstimate(
+            size, given, made, work_bytes=given, returned_bytes=made, kind=self.kind
+        )
         more: Any = getattr(self.function, "estimate", None)
         return found if more is None else more(found, self.ranks, rank, inputs_bytes)
 
@@ -227,8 +229,8 @@ class SectionEstimate(MemoryEstimate):
         `series_bytes` is GPU memory. Then `packed_bytes` holds two copies of the packed halos.
     """
 
-    work_bytes: int
-    returned_bytes: int
+    work_bytes: int = 0
+    returned_bytes: int = 0
     state_bytes: int = 0
     frames_bytes: int = 0
     series_bytes: int = 0

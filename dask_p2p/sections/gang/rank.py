@@ -34,7 +34,6 @@ from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import RankAddress
 from dask_p2p.types import Key, Kind
-from dask_p2p.versioned import check_readable
 
 if TYPE_CHECKING:
     from dask_p2p.plugins.dask_internals import PoolThread
@@ -66,7 +65,6 @@ def run_rank(
     blocks that it gets and returns. If it has ``is_resident``, the gang shares its workers with
     other gangs.
     """
-    check_readable(ranks, options)
     _, context = current_worker()
     run = _RankRun(gang, rank, ranks, body, options, arrays)
     try:
