@@ -3,11 +3,7 @@ from __future__ import annotations
 import pickle
 from weakref import ref
 
-import dask
-
-from dask_p2p.config import options
 from dask_p2p.plans import redistribution
-from dask_p2p.transports.packed import CommOptions
 
 
 def test_all_readers_of_a_shared_value_get_one_object():
@@ -25,9 +21,3 @@ def test_a_shared_value_is_sent_without_cached_properties():
     sent = pickle.dumps(redistribution(((2,) * 100,) * 2, (1, 0), ((2,) * 100,) * 2))
     assert [plan.sources((i, i)) for i in range(100)] == [((i, i),) for i in range(100)]
     assert len(pickle.dumps(plan)) < 2 * len(sent)
-
-
-def test_options_of_transports_are_sent_with_the_others():
-    with dask.config.set({"p2p.transports.comm.part-bytes": "5 B"}):
-        sent = pickle.dumps(options())
-    assert CommOptions.of(pickle.loads(sent)).part_bytes == 5
