@@ -111,15 +111,15 @@ def __getattr__(name: str) -> Any:
 
 
 def _put_option_in_place(_: ModuleType) -> None:
-    from dask_p2p.fusing.option import put_in_place
+    from dask_p2p.fusing.option import put_in_place_of_graphs
 
-    put_in_place()
+    put_in_place_of_graphs()
 
 
 def _put_option_of_expressions_in_place(_: ModuleType) -> None:
-    from dask_p2p.fusing.expressions import put_in_place
+    from dask_p2p.fusing.option import put_in_place_of_expressions
 
-    when_imported("distributed.client", put_in_place)
+    when_imported("distributed.client", put_in_place_of_expressions)
 
 
 def __dir__() -> list[str]:

@@ -13,12 +13,12 @@ from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.fusing.expressions import arrays_of
 from dask_p2p.fusing.optimizer import cluster_of, optimizer_for
+from dask_p2p.fusing.option import arrays_of
 from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
 from dask_p2p.fusing.suitability import choice_of
 from dask_p2p.graph.arrays import is_expression
-from dask_p2p.graph.redistribution import is_dask_array
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.plugins.registration import current_client, workers_of
 
 

@@ -1,29 +1,27 @@
-"""The lazy array of a plan: a layer of a graph, or an expression."""
+"""The lazy array of a plan, or of other tasks: a layer of a graph, or an expression."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Protocol
 
-import numpy as np
 from dask import config
 from dask.array.core import new_da_object
-from dask.base import tokenize
-from dask.blockwise import Blockwise
+from dask.array.utils import meta_from_array
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.tokenize import normalize_token, tokenize
 
+from dask_p2p.backends import backend_for
 from dask_p2p.config import Options
-from dask_p2p.geometry import Chunks
-from dask_p2p.graph.redistribution import (
-    Epilogue,
-    LazyLayer,
-    PlannedLayer,
-    Planner,
-    is_of_dask_array,
-    with_fixed_blocks,
-)
+from dask_p2p.engine.assembly import OutputSpec
+from dask_p2p.engine.task import AssembleTask, Blocks
+from dask_p2p.geometry import Chunks, Index, block_indices
+from dask_p2p.graph.libraries import is_of_dask_array, with_fixed_blocks
 from dask_p2p.plans import Plan
+from dask_p2p.plugins.registration import on_missing_plugin
 from dask_p2p.shared import named_fields
 from dask_p2p.types import Array
 from dask_p2p.versions import check_dask_array
@@ -78,36 +76,93 @@ def layered_array(
     return new_da_object(graph, name, chunks, meta=meta, dtype=meta.dtype)
 
 
+# --- arrays that are expressions
+
+
 def is_expression(x: Any) -> bool:
     """Return whether a lazy array is an expression, in place of a graph."""
     return hasattr(x, "expr")
 
 
 def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
-    """Return the array of a layer, as an expression of the library of `like`."""
-    _ = layer.token  # outside of the expression, which refuses functions without a token
-    return type(like)(_expressions_of(like).layer_expr(layer, [x.expr for x in inputs]))
+    """Return the array of a layer, as an expression of the library of `like`.
 
-
-def redistributed_expression(x: Any, axes: tuple[int, ...], after: Chunks, planner: Planner) -> Any:
-    """Return an array that is an expression in other blocks, with permuted axes."""
-    return type(x)(_expressions_of(x).redistribute_expr(x.expr, axes, after, planner))
-
-
-def _expressions_of(x: Any) -> Any:
-    """Return the module of the expressions of an array's library.
-
-    Raises `RegistrationError` if the release of `dask_array` is not supported.
+    The inputs keep their chunks when they are optimised. Raises `RegistrationError` if the release
+    of `dask_array` is not supported.
     """
-    # Only here: the modules import private parts of the libraries.
-    if is_of_dask_array(x):
+    _ = layer.token  # outside of the expression, which refuses functions without a token
+    kind = _expression_class("PackageExpr" if is_of_dask_array(like) else "DaskExpr")
+    return type(like)(kind(layer, *[with_fixed_blocks(x).expr for x in inputs]))
+
+
+class LayerExpr:
+    """An array of a `LazyLayer`, its first operand; a base of the libraries' expressions.
+
+    The other operands are its inputs. Tasks are made when Dask requests the graph, since planning
+    may first replace the inputs by equal ones with another name.
+    """
+
+    _parameters = ("lazy_layer",)
+    # Parameters, and attributes of all expressions.
+    lazy_layer: LazyLayer
+    deterministic_token: str
+    dependencies: Callable[[], list[Any]]
+
+    @cached_property
+    def _name(self) -> str:
+        return self.lazy_layer.name(self.deterministic_token)
+
+    @cached_property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+        return self.lazy_layer.chunks
+
+    @cached_property
+    def _meta(self) -> Any:
+        meta = self.lazy_layer.meta(next(iter(self.dependencies()), None))
+        return meta_from_array(meta, len(self.chunks), meta.dtype)
+
+    def _layer(self) -> Mapping[Any, Any]:
+        return self.lazy_layer.tasks(self._name, self.dependencies())
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class of expressions, whose library is only imported where it has an array."""
+    if name not in ("DaskExpr", "PackageExpr"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return _expression_class(name)
+
+
+@cache
+def _expression_class(name: str) -> type:
+    """Return the expressions of `dask.array`, or of the package `dask_array`.
+
+    Both bases are private.
+    """
+    if name == "PackageExpr":
         check_dask_array()
-        from dask_p2p.graph import dask_array_expr
+        from dask_array._expr import ArrayExpr
 
-        return dask_array_expr
-    from dask_p2p.graph import expression
+        return type(name, (LayerExpr, ArrayExpr), {"__module__": __name__})
+    from dask.array._array_expr._expr import ArrayExpr
 
-    return expression
+    return type(name, (LayerExpr, ArrayExpr), {"__module__": __name__, "_simplify_up": _aligned})
+
+
+def _aligned(_: Any, parent: Any, __: Any) -> Any:
+    """Return an elementwise operation of blocks that are aligned; None for others.
+
+    Dask 2026.7.1 fails to align them: it counts the indices of axes as operands.
+    """
+    from dask.array._array_expr._blockwise import Elemwise
+    from dask.array._array_expr._expr import unify_chunks_expr
+
+    if type(parent) is not Elemwise or parent.where is not True:
+        return None
+    _, operands, is_changed = unify_chunks_expr(*parent.args)
+    if not is_changed:
+        return None
+    return Elemwise(*parent.operands[: len(Elemwise._parameters)], *operands)
 
 
 def optimised_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
@@ -130,40 +185,101 @@ def layer_of(x: Any) -> Any:
     return getattr(getattr(x, "expr", None), "lazy_layer", None)
 
 
-def before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return the array that `x` is the lazy transpose of, and the order of its axes in `x`.
+# --- layers
 
-    None if `x` is no lazy transpose, or an expression: optimisers merge these.
+
+class LazyLayer(Protocol):
+    """The tasks of an array, made when the names of its inputs are known.
+
+    An optimiser may replace inputs by equal ones with other names and equal chunks.
     """
-    if is_expression(x):
-        return None
-    layer = x.dask.layers.get(x.name)
-    if not isinstance(layer, Blockwise) or layer.annotations or len(layer.indices) != 1:
-        return None
-    ((before, indices),) = layer.indices
-    axes = tuple(map(indices.index, layer.output_indices))
-    if before not in x.dask.layers or not _permutes(layer.task, axes):
-        return None
-    return _below(x, before, axes), axes
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+
+    @property
+    def token(self) -> str:
+        """Token that identifies the layer, without its inputs."""
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks; `first` is the first input, or None."""
+
+    def name(self, token: str) -> str:
+        """Return the name of the array; `token` identifies the layer and its inputs."""
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> Mapping[Any, Any]:
+        """Return the tasks by key; `inputs` are arrays or expressions."""
 
 
-def _permutes(task: Any, axes: tuple[int, ...]) -> bool:
-    """Return whether a task only permutes the axes of its block in this order."""
-    function, given = getattr(task, "func", None), getattr(task, "kwargs", {})
-    if function is np.transpose:
-        return given == {"axes": axes}
-    if function is not np.swapaxes or given.keys() != {"axis1", "axis2"}:
-        return False
-    swapped = [*range(len(axes))]
-    first, second = given["axis1"], given["axis2"]
-    swapped[first], swapped[second] = second, first
-    return axes == tuple(swapped)
+@dataclass(frozen=True)
+class Epilogue:
+    """A function that each task applies to its assembled block."""
+
+    function: Callable[[Any, Index], Any]  # function of the assembled block and its index
+    chunks: Chunks  # chunks of the function's results
+    meta: Array  # empty array of the results' type and dtype
+
+    def __dask_tokenize__(self) -> Any:
+        # By default Dask would copy a CuPy array to the host, twice, and pickle the class.
+        kind = type(self.meta)
+        meta = (kind.__module__, kind.__qualname__, self.meta.shape, self.meta.dtype)
+        return normalize_token((named_fields(self.function), self.chunks, meta))
 
 
-def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:
-    """Return the array of the layer `before`; `x` is its transpose."""
-    layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
-    graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
-    inverse = tuple(map(axes.index, range(len(axes))))
-    chunks = tuple(x.chunks[axis] for axis in inverse)
-    return new_da_object(graph, before, chunks, meta=x._meta.transpose(inverse), dtype=x.dtype)
+@dataclass(frozen=True)
+class PlannedLayer:
+    """The tasks that assemble the blocks of a plan."""
+
+    prefix: str  # prefix of the array's name, and so of its tasks
+    plan: Plan
+    options: Options  # sent with the tasks
+    epilogue: Epilogue | None = None
+
+    @cached_property
+    def token(self) -> str:
+        """Token of the layer; random if the function has no other, so it is computed once."""
+        values = map(named_fields, (self.plan, self.options, self.epilogue))
+        return str(tokenize(self.prefix, *values))
+
+    def __dask_tokenize__(self) -> Any:
+        return type(self).__name__, self.token
+
+    @property
+    def chunks(self) -> Chunks:
+        """Chunks of the array."""
+        return self.plan.chunks if self.epilogue is None else self.epilogue.chunks
+
+    def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks, perhaps of another number of dimensions."""
+        return first._meta if self.epilogue is None else self.epilogue.meta
+
+    def name(self, token: str) -> str:
+        """Return the name of the array."""
+        return f"{self.prefix}-{token}"
+
+    def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
+        """Return the tasks, by key, that assemble the blocks."""
+        (x,) = inputs
+        output = output_spec(x, self.options, self.epilogue)
+        return assemble_tasks(name, self.plan, output)
+
+
+def output_spec(x: Any, options: Options, epilogue: Epilogue | None) -> OutputSpec:
+    """Return the properties that all output blocks share; `x` is the input, or its expression."""
+    after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
+    return OutputSpec((x.name,), x.dtype, backend_for(x._meta).name, options, *after)
+
+
+def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:
+    """Return the tasks, by key, that assemble a plan's output blocks. The output has this name."""
+    shared: dict[tuple[Index, ...], Blocks] = {}
+    tasks = {}
+    for index in block_indices(plan.chunks):
+        key = (name, *index)
+        sources = plan.sources(index)
+        blocks = shared.get(sources)
+        if blocks is None:
+            blocks = shared[sources] = Blocks(*map(output.key, sources))
+        tasks[key] = AssembleTask.of(key, plan, index, output, blocks, on_missing=on_missing_plugin)
+    return tasks

@@ -22,10 +22,10 @@ from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import arrays_with_halos
-from dask_p2p.graph.redistribution import check_one_library, functions_of
+from dask_p2p.graph.libraries import check_one_library, functions_of
 from dask_p2p.inputs import as_integer
 from dask_p2p.on_gpu.block import Argument, GpuMap, GpuMapFunction
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known, check_function, check_names
+from dask_p2p.ops.arguments import check_function, check_known_array, check_names
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import aligned
 from dask_p2p.plans import GridPlan, halo_plan
@@ -234,8 +234,7 @@ def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
     if not arrays:
         raise InputError("expected an array after the function. Call map_on_gpu(func, x).")
     for x in arrays:
-        check_array(x)
-        check_chunks_are_known(x)
+        check_known_array(x)
         if x.dtype.hasobject or not x.dtype.isnative:
             raise UnsupportedArrayError(
                 f"expected a dtype that GPUs compute with, got {x.dtype!r}. Convert it with "

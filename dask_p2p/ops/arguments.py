@@ -14,7 +14,7 @@ from dask.array.rechunk import _balance_chunksizes
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normal_axes
-from dask_p2p.graph.redistribution import is_dask_array
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import name_of_function
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
@@ -113,6 +113,12 @@ def check_chunks_are_known(x: DaskArray) -> None:
         raise InputError(
             f"expected known chunk sizes, got {x.chunks}. Call x.compute_chunk_sizes() first."
         )
+
+
+def check_known_array(x: DaskArray) -> None:
+    """Raise the errors of `check_array`, or `InputError` if `x` has unknown chunk sizes."""
+    check_array(x)
+    check_chunks_are_known(x)
 
 
 def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:

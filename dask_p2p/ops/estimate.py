@@ -18,10 +18,11 @@ from dask_p2p.engine.task import FUSABLE, AssembleTask, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.graph.arrays import is_expression, layer_of
-from dask_p2p.graph.redistribution import is_dask_array
+from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph.redistribution import plan_redistribution
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array
-from dask_p2p.ops.rechunk import plan_redistribution, transposed
+from dask_p2p.ops.rechunk import checked_transpose
 from dask_p2p.plans import Plan
 from dask_p2p.plugins.registration import cluster_size
 from dask_p2p.transports.buffers import idle_bytes, packed_bytes
@@ -141,7 +142,7 @@ def estimate(
             )
         found: MemoryEstimate = section.estimate()
         return found
-    order, after = transposed(x, axes, chunks)
+    order, after = checked_transpose(x, axes, chunks)
     options = checked_options()
     cluster = cluster_size() if workers is None else (workers, 1)
     n_workers, threads = cluster or (max(map(len, x.chunks), default=1), 1)

@@ -25,15 +25,14 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.config import checked_options
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Chunks, Index
-from dask_p2p.graph.arrays import arrays_with_halos, planned_array
-from dask_p2p.graph.redistribution import (
-    Epilogue,
+from dask_p2p.graph.arrays import Epilogue, arrays_with_halos, planned_array
+from dask_p2p.graph.libraries import (
     check_one_library,
     functions_of,
     is_dask_array,
     is_of_dask_array,
 )
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known, check_function, check_names
+from dask_p2p.ops.arguments import check_function, check_known_array, check_names
 from dask_p2p.ops.halo import checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import aligned, rechunk
 from dask_p2p.plans import GridPlan, halo_plan
@@ -192,8 +191,7 @@ def _checked_arguments(
     count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
     arrays, others = list(args[:count]), list(args[count:])
     for x in (*arrays, *(x for x in others if getattr(x, "ndim", 0)), *others[: not arrays]):
-        check_array(x)
-        check_chunks_are_known(x)
+        check_known_array(x)
     if not arrays:
         raise InputError("expected an array after the function. Call map_overlap(func, x, depth).")
     check_one_library(arrays)

@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 from dask.array.core import broadcast_dimensions, common_blockdim
 
-from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import (
-    before_transpose,
-    is_expression,
-    planned_array,
-    redistributed_expression,
-)
-from dask_p2p.graph.redistribution import rechunk_by_tasks, transpose_by_tasks
+from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
+from dask_p2p.graph.redistribution import redistributed
 from dask_p2p.ops.arguments import (
     check_array,
-    check_chunks_are_known,
+    check_known_array,
     checked_axes,
     checked_chunks,
     has_unknown_chunks,
 )
-from dask_p2p.plans import GridPlan, grouped, redistribution, slab_chunks
-from dask_p2p.plugins.registration import cluster_size, register_if_possible
-from dask_p2p.shared import named_fields
+from dask_p2p.plans import slab_chunks
 from dask_p2p.types import ChunksLike, DaskArray
 
 
@@ -88,15 +78,14 @@ def transpose(
     array([ 2,  5,  8, 11])
     """
     order: Any = (axes, *more_axes) if more_axes or isinstance(axes, Integral) else axes
-    return redistributed(x, *transposed(x, order, chunks))
+    return redistributed(x, *checked_transpose(x, order, chunks))
 
 
-def transposed(
+def checked_transpose(
     x: DaskArray, axes: Sequence[int] | None, chunks: ChunksLike
 ) -> tuple[tuple[int, ...], Chunks]:
     """Return the axes and the chunks of a transpose; raises the errors of `transpose`."""
-    check_array(x)
-    check_chunks_are_known(x)
+    check_known_array(x)
     order = checked_axes(axes, x.ndim)
     if chunks is None:
         return order, slab_chunks(x.chunks, order)
@@ -224,58 +213,3 @@ def aligned(arrays: Sequence[DaskArray]) -> list[DaskArray]:
         rechunk(x, tuple(common[a] if n > 1 else (n,) for a, n in zip(along, x.shape, strict=True)))
         for x, along in zip(arrays, axes, strict=True)
     ]
-
-
-def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:
-    """Return an array with other chunks and axis order; the caller has checked all arguments."""
-    same = tuple(range(x.ndim))
-    if after == x.chunks and order == same:
-        return x
-    if (found := before_transpose(x)) is not None:  # read its blocks, and permute them once
-        x, before = found
-        return redistributed(x, tuple(before[axis] for axis in order), after)
-    register_if_possible()
-    options = checked_options()
-    if is_expression(x):
-        return redistributed_expression(x, order, after, RedistributionPlanner(options))
-    prefix = "p2p-rechunk" if order == same else "p2p-transpose"
-    plan = plan_redistribution(x.chunks, order, after, options)
-    x = planned_array(prefix, x, plan, options)
-    # Larger blocks than requested are only split: views, on the same worker.
-    return x if plan.chunks == after else rechunk_by_tasks(x, after)
-
-
-@dataclass(frozen=True)
-class RedistributionPlanner:
-    """The planner of a redistribution that is planned when it is computed."""
-
-    options: Options  # sent with the tasks
-
-    def __dask_tokenize__(self) -> Any:
-        return type(self).__name__, named_fields(self.options)
-
-    def __call__(self, before: Chunks, axes: tuple[int, ...], after: Chunks) -> GridPlan:
-        """Return the plan of a redistribution."""
-        register_if_possible()  # the client may be newer than the array
-        return plan_redistribution(before, axes, after, self.options)
-
-
-def cluster_threads() -> int | None:
-    """Return the total number of threads of the current client's workers; None without a client."""
-    size = cluster_size()
-    return None if size is None else prod(size)
-
-
-def plan_redistribution(
-    before: Chunks,
-    axes: tuple[int, ...],
-    after: Chunks,
-    options: Options,
-    threads: Callable[[], int | None] = cluster_threads,
-) -> GridPlan:
-    """Return the plan of a redistribution.
-
-    The plan's blocks may be larger than the chunks `after`, to limit the graph's edges. Then the
-    caller splits them.
-    """
-    return grouped(redistribution(before, axes, after), options.groups, threads)

@@ -14,7 +14,6 @@ functions reject: those with several blocks along a transformed axis. It replace
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -26,23 +25,22 @@ import dask.array as da
 import numpy as np
 
 from dask_p2p import fft
-from dask_p2p.errors import InputError, P2PWarning, RegistrationError
-from dask_p2p.graph.redistribution import is_dask_array
+from dask_p2p.errors import InputError
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.loading import when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk as own_rechunk
 from dask_p2p.tools import zarr_stores
-from dask_p2p.tools.taken import (
+from dask_p2p.tools.dispatch import (
     COUNTING,
     LACKING,
     LOCK,
     TAKING_ALL,
     is_taken_in_any_case,
-    tried,
+    try_replace,
 )
 from dask_p2p.types import DaskArray
-from dask_p2p.versions import check_dask_array
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
 _watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package
@@ -128,9 +126,6 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     Each task of ``da.store`` and ``to_zarr`` writes whole chunks, or shards, of a Zarr array. Where
     blocks do not fit them, one exchange makes larger or smaller ones.
 
-    The same holds for arrays of the package `dask_array`. There, rechunks and `map_overlap` are
-    taken, and counted, when the optimiser makes tasks of them.
-
     Parameters
     ----------
     rechunk : {"p2p", "all"}, optional
@@ -215,31 +210,28 @@ def _put_in_place() -> None:
 def _replace_all() -> None:
     import distributed.shuffle
 
-    _replace(distributed.shuffle, "rechunk_p2p", partial(tried, "rechunk", rechunked))
+    _replace(distributed.shuffle, "rechunk_p2p", partial(try_replace, "rechunk", rechunked))
     # `da.rechunk` is the function, not the module.
     _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _chosen)
     is_expression = da._array_expr_enabled()
     where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
     for owner in (da, import_module(where)):
-        _replace(owner, "map_overlap", partial(tried, "map_overlap", overlapped))
+        _replace(owner, "map_overlap", partial(try_replace, "map_overlap", overlapped))
     _replace_transforms(import_module("dask.array.fft"))
     if not is_expression:  # there Dask has no function of these
         _replace_stores(da, import_module("dask.array.core"))
         _watched.append(when_imported("xarray", _replace_writers))
-    _watched.append(when_imported("dask_array", _replace_methods))
     if is_expression:
-        # Imported only here, since it imports parts of Dask that are still private.
-        from dask_p2p.tools import expressions
+        from dask.array._array_expr._expr import ArrayExpr  # private
 
-        _replace(expressions.ArrayExpr, "rechunk", expressions.rechunked)
-        _replace(expressions.Rechunk, "_lower", expressions.lowered)
+        _replace(ArrayExpr, "rechunk", _rechunk_expression, calls_original=True)
 
 
 def _replace_transforms(module: Any) -> None:
     for name in fft.__all__:
         if not name.endswith(("fft", "fft2", "fftn")):
             continue  # frequencies and shifts, which Dask supports for all chunks
-        _replace(module, name, partial(tried, "fft", _transformed, getattr(fft, name)))
+        _replace(module, name, partial(try_replace, "fft", _transformed, getattr(fft, name)))
 
 
 def _replace_stores(*owners: Any) -> None:
@@ -257,26 +249,6 @@ def _replace_writers(package: Any) -> None:
             _replace(owner, "to_zarr", zarr_stores.xarray_to_zarr, calls_original=True)
 
 
-def _replace_methods(package: Any) -> None:
-    """Replace functions of the package `dask_array`, and methods of its expressions."""
-    try:
-        check_dask_array()
-    except RegistrationError as exc:
-        warnings.warn(f"dask_p2p: dask_array's own functions are used: {exc}", P2PWarning, 2)
-        return
-    # Imported only here, since it imports private parts of that package.
-    from dask_p2p.tools import planned_late
-
-    with LOCK:
-        if not _replaced:  # uninstalled by another thread
-            return
-        _replace_transforms(package.fft)
-        _replace_stores(package, package.io)
-        for rule in planned_late.RULES:
-            _replace(*rule)
-        planned_late.forget_lowered()
-
-
 def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:
     return "p2p" if is_taken_in_any_case(before, after) else None
 
@@ -284,8 +256,6 @@ def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:
 def _take_off_unless_needed() -> None:
     if _lasting or _entered:
         return
-    if _replaced and (late := sys.modules.get("dask_p2p.tools.planned_late")) is not None:
-        late.forget_lowered()
     for owner, name, original, replacement in _replaced:
         if getattr(owner, name) is replacement:  # not replaced by other code
             setattr(owner, name, original)
@@ -326,6 +296,25 @@ def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:
     if has_unknown_chunks(x) and isinstance(x._meta, np.ndarray):
         return None
     return own_rechunk(x, chunks)
+
+
+def _rechunk_expression(original: Any, expr: Any, *args: Any, **kwargs: Any) -> Any:
+    """Rechunk an expression, in place of `ArrayExpr.rechunk`.
+
+    The method is chosen now. Dask would choose it when it computes, perhaps after `uninstall`, and
+    its own ``p2p`` raises NotImplementedError for expressions.
+    """
+    rechunk = original(expr, *args, **kwargs)
+    if rechunk.chunks == expr.chunks:
+        return expr
+    choose = sys.modules["dask.array.rechunk"]._choose_rechunk_method
+    method = rechunk.method or choose(expr.chunks, rechunk.chunks, threshold=rechunk.threshold)
+    if method == "p2p":
+        x = da.Array(expr)
+        result = try_replace("rechunk", own_rechunk, x, rechunk.chunks)
+        if result is not None:
+            return result.expr
+    return rechunk if rechunk.method else rechunk.substitute_parameters({"method": "tasks"})
 
 
 def overlapped(

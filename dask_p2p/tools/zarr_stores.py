@@ -18,11 +18,11 @@ from dask.array.core import normalize_chunks
 from dask.array.slicing import normalize_index
 
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.redistribution import functions_of, is_dask_array, rechunk_by_tasks
+from dask_p2p.graph.libraries import functions_of, is_dask_array, rechunk_by_tasks
 from dask_p2p.ops.arguments import check_chunks_are_known, has_unknown_chunks
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.regular import aligned_chunks, is_regular, regular_size
-from dask_p2p.tools.taken import tried
+from dask_p2p.tools.dispatch import try_replace
 from dask_p2p.types import DaskArray
 
 
@@ -178,7 +178,7 @@ def _aligned(x: DaskArray, target: Any, area: Area) -> DaskArray:
 
 def _rechunked(x: DaskArray, chunks: Chunks) -> DaskArray:
     """Return an array in other blocks; by Dask's tasks if this package does not support it."""
-    result = tried("store", rechunk, x, chunks)
+    result = try_replace("store", rechunk, x, chunks)
     return rechunk_by_tasks(x, chunks) if result is None else result
 
 

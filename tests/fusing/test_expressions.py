@@ -19,8 +19,8 @@ from xarray.namedarray.parallelcompat import list_chunkmanagers
 import dask_p2p
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.fusing.expressions import FusedExpression, arrays_of
 from dask_p2p.fusing.optimizer import AtScheduler
+from dask_p2p.fusing.option import FusedExpression, arrays_of
 from dask_p2p.fusing.planning.tasks import before_stores, unfused
 from tests.fusing import programs
 from tests.fusing.programs import PROGRAMS, array, same_bits, stencils

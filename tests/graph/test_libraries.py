@@ -7,7 +7,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.graph.redistribution import check_one_library, functions_of, library_of
+from dask_p2p.graph.libraries import check_one_library, functions_of, library_of
 from tests.graph.random_programs import check_program
 from tests.support import output_of
 

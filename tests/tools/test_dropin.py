@@ -22,7 +22,7 @@ from distributed.shuffle._rechunk import rechunk_p2p
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
-from dask_p2p.tools import dropin, taken
+from dask_p2p.tools import dispatch, dropin
 from tests.support import BOUND_S, added, parameter_names, persisted, spread, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
@@ -59,7 +59,7 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
 
     first, second = Connection(), Connection()
     client = SimpleNamespace(scheduler_comm=first)
-    monkeypatch.setattr(taken, "current_client", lambda: client)
+    monkeypatch.setattr(dispatch, "current_client", lambda: client)
     asked = []
 
     def make():
@@ -67,10 +67,10 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
         raise RegistrationError("no dask_p2p there")
 
     with pytest.warns(P2PWarning, match="Dask's own function is used"):
-        assert taken.tried("rechunk", make) is None
-    assert taken.tried("rechunk", make) is None, "without a second warning"
+        assert dispatch.try_replace("rechunk", make) is None
+    assert dispatch.try_replace("rechunk", make) is None, "without a second warning"
     client.scheduler_comm = second
-    assert taken.tried("rechunk", lambda: "made") == "made"
+    assert dispatch.try_replace("rechunk", lambda: "made") == "made"
     assert asked == [first]
 
 
@@ -123,34 +123,6 @@ def test_what_dask_does_by_tasks_it_still_does(client, x):
             assert not is_dasks(y)
     with dask.config.set({"array.rechunk.method": "tasks"}), dask_p2p.install():
         assert not is_ours(x.rechunk((-1, 6)))
-
-
-def names(y):
-    """Beginnings of the names of an array's layers, without its input's."""
-    return sorted({name.rpartition("-")[0] for name in y.dask.layers} - {"array"})
-
-
-@pytest.mark.parametrize("change", [lambda x: x, lambda x: x + 1], ids=["array", "lazy"])
-def test_a_transpose_before_a_rechunk_is_part_of_it(client, change, x):
-    x, wanted = change(x), change(X).T
-    before = names(x)
-    calls = {
-        "T": lambda: x.T.rechunk((6, -1)),
-        "axes": lambda: x.transpose(1, 0).rechunk((20, 20), method="p2p"),
-        "function": lambda: da.rechunk(da.moveaxis(x, 0, 1), (6, -1)),
-        "twice": lambda: x.T.T.T.rechunk((6, -1)),
-        "two axes": lambda: x.swapaxes(0, -1).rechunk((6, -1)),
-    }
-    for name, call in calls.items():
-        stock = call()
-        with dask_p2p.install():
-            y = call()
-        assert y.chunks == stock.chunks, name
-        assert names(y) == [*before, "p2p-transpose"], name
-        np.testing.assert_array_equal(y.compute(), wanted, name)
-    with dask_p2p.install():  # also other arrays that have the transpose
-        y = x.T.rechunk((6, -1)) + x.T
-    np.testing.assert_array_equal(y.compute(), 2 * wanted)
 
 
 def test_all_rechunks_that_move_bytes(client, x):

@@ -29,7 +29,7 @@ from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES
 from dask_p2p.fusing.resident.replayed_calls import message_of
 from dask_p2p.fusing.running.assembling import nested
 from dask_p2p.fusing.running.gang import array_of_tasks
-from dask_p2p.graph.redistribution import is_dask_array
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import DaskArray, Key
 
 _PREFIX = "p2p-resident"  # of the names of arrays

@@ -16,10 +16,16 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import planned_array
-from dask_p2p.graph.redistribution import Epilogue, functions_of, is_dask_array, with_fixed_blocks
+from dask_p2p.graph.arrays import Epilogue, planned_array
+from dask_p2p.graph.libraries import functions_of, is_dask_array, with_fixed_blocks
+from dask_p2p.graph.redistribution import redistributed
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known, checked_chunks
+from dask_p2p.ops.arguments import (
+    check_array,
+    check_chunks_are_known,
+    check_known_array,
+    checked_chunks,
+)
 from dask_p2p.ops.fft.local import (
     INVERSE,
     TO_COMPLEX,
@@ -31,7 +37,7 @@ from dask_p2p.ops.fft.local import (
     scale_of,
 )
 from dask_p2p.ops.fft.long_axes import Long, along_long_axis, long_axis
-from dask_p2p.ops.rechunk import rechunk, redistributed
+from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans import GridPlan
 from dask_p2p.plans.fft import FftStage, Rolled, Transform, stages
 from dask_p2p.plans.grid import SplitAxis
@@ -394,8 +400,7 @@ def _frequencies(numbers: Any, n: int, step: float) -> Any:
 
 
 def _rolled(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> DaskArray:
-    check_array(x)
-    check_chunks_are_known(x)
+    check_known_array(x)
     along = range(x.ndim) if axes is None else checked_numbered_axes(np.atleast_1d(axes), x.ndim)
     before = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
     after = before if chunks is None else checked_chunks(chunks, before, x.dtype)

@@ -27,9 +27,9 @@ from dask_p2p.config import Options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
-from dask_p2p.graph.redistribution import check_one_library
+from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.arguments import check_array, check_chunks_are_known
+from dask_p2p.ops.arguments import check_known_array
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid, divided_alike
 from dask_p2p.plugins.placement import ranks_for, room
@@ -270,8 +270,7 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
         raise InputError("expected at least one Dask array after the function, got none.")
     check_one_library(arrays)
     for x in arrays:
-        check_array(x)
-        check_chunks_are_known(x)
+        check_known_array(x)
         check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
         if x.shape != arrays[0].shape:
             raise InputError(
@@ -313,8 +312,7 @@ def checked_inputs(given: Sequence[Any], ranks: RankGrid) -> Inputs:
 
 def check_input(x: Any, first: DaskArray) -> None:
     """Refuse anything but a Dask array of known chunks, of the first array's library."""
-    check_array(x)
-    check_chunks_are_known(x)
+    check_known_array(x)
     check_same_kind(backend_for(first._meta), x._meta, "an array")
 
 

@@ -24,11 +24,6 @@ LACKING: WeakSet[Any] = WeakSet()
 TAKING_ALL: set[Any] = set()
 
 
-def method_of(choose: Callable[..., str], before: Any, after: Any, threshold: Any = None) -> str:
-    """Return the method of a rechunk without one: "p2p" or "tasks"; `choose` is Dask's choice."""
-    return "p2p" if is_taken_in_any_case(before, after) else choose(before, after, threshold)
-
-
 def is_taken_in_any_case(before: Any, after: Any) -> bool:
     """Return whether an installation takes a rechunk, even if Dask would choose tasks."""
     if not TAKING_ALL or config.get("array.rechunk.method", None) is not None:
@@ -43,7 +38,7 @@ def is_taken_in_any_case(before: Any, after: Any) -> bool:
     return any(not {*accumulate(old)} <= {*accumulate(new)} for old, new in pairs)
 
 
-def tried(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def try_replace(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Return the array that `make` returns, and count the call under `verb`.
 
     None if this package does not support the arguments, or the cluster lacks the package.

@@ -1,0 +1,203 @@
+"""Expressions: arrays of `dask.array` with query planning, and of the package `dask_array`."""
+
+from __future__ import annotations
+
+import pickle
+from importlib.util import find_spec
+from threading import Lock
+
+import numpy as np
+import pytest
+from dask.tokenize import TokenizationError
+
+import dask_p2p
+from dask_p2p import versions
+from dask_p2p.engine.task import AssembleTask
+from dask_p2p.errors import RegistrationError
+from tests.support import indexed, output_of
+
+needs_dask_array = pytest.mark.skipif(
+    find_spec("dask_array") is None, reason="needs it: pip install dask-array"
+)
+
+VALUES = indexed((64, 48)).astype(float)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(
+    ("library", "planning"),
+    [
+        ("dask.array", "False"),
+        ("dask.array", "True"),
+        pytest.param("dask_array", "False", marks=needs_dask_array),
+    ],
+)
+def test_results_are_arrays_of_the_library_of_their_inputs(library, planning):
+    """Dask decides when `dask.array` is imported; no option changes it later."""
+    variables = {"DASK_ARRAY__QUERY_PLANNING": planning, "ARRAY_LIBRARY": library}
+    output_of("-W", "error", "-m", "tests.query_planning", **variables)
+
+
+def test_private_parts_of_dask():
+    """What this package uses of expressions of `dask.array`."""
+    from dask.array._array_expr._blockwise import Elemwise
+    from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
+    from dask.array._array_expr._rechunk import Rechunk
+
+    assert Elemwise._parameters == ["op", "dtype", "name", "where"]
+    assert {"threshold", "method"} <= {*Rechunk._parameters}
+    assert unify_chunks_expr() == ({}, [], False)
+    for name in ("_simplify_up", "rechunk", "substitute_parameters", "dependencies"):
+        assert hasattr(ArrayExpr, name), name
+
+
+# --- arrays of `dask_array`
+
+
+@pytest.fixture
+def x(dask_array):
+    return dask_array.from_array(VALUES, chunks=(8, 48))
+
+
+def exchanges(y):
+    """Number of arrays that this package's tasks assemble."""
+    graph = y.__dask_graph__()
+    return len({key[0] for key, task in graph.items() if isinstance(task, AssembleTask)})
+
+
+SLICES = {
+    "rows": np.s_[:10],
+    "columns": np.s_[:, 5:9],
+    "a row": np.s_[3],
+    "a column": np.s_[:, -1],
+    "backwards": np.s_[::-2, 3:],
+    "nothing": np.s_[4:4],
+    "one element": np.s_[7, 9],
+    "a list": np.s_[[3, 1, 5]],
+    "a new axis": np.s_[None, :3],
+}
+
+
+@pytest.mark.parametrize("index", SLICES.values(), ids=SLICES)
+def test_slices(index, x):
+    y = dask_p2p.transpose(x)
+    sliced = y[index]
+    np.testing.assert_array_equal(sliced.compute(scheduler="sync"), VALUES.T[index])
+    assert sliced.chunks == y.persist(scheduler="sync")[index].chunks
+
+
+def test_an_array_that_others_need_is_made_once(x):
+    y = dask_p2p.transpose(x)
+    total = y[:5].sum() + y.mean() + y.T.sum()
+    assert exchanges(total) == 1
+    expected = VALUES.T[:5].sum() + VALUES.mean() + VALUES.sum()
+    assert total.compute(scheduler="sync") == pytest.approx(expected)
+
+
+OPERATIONS = {
+    "rechunk": lambda x: dask_p2p.rechunk(x, (64, 6)),
+    "transpose": lambda x: dask_p2p.transpose(x),
+    "overlap": lambda x: dask_p2p.map_overlap(np.negative, x, depth=1),
+    "fft": lambda x: dask_p2p.fft.fft(x, axis=0),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_pickles(name, x):
+    expr = OPERATIONS[name](x).expr.optimize(fuse=False)
+    copy = pickle.loads(pickle.dumps(expr))
+    assert type(copy) is type(expr)
+    assert copy._name == expr._name
+
+
+def doubled(block):
+    return block * 2
+
+
+def of_rank(ctx, block):
+    return block * 2
+
+
+#: Operations whose plans, or arguments, follow from the chunks of their input.
+DOUBLED = {
+    "map_overlap": lambda y: dask_p2p.map_overlap(doubled, y, 1),
+    "without a halo": lambda y: dask_p2p.map_overlap(lambda a, b: a + b, y, y, depth=0),
+    "map_on_gpu": lambda y: dask_p2p.map_on_gpu(doubled, y, fallback="numpy"),
+    "spmd": lambda y: dask_p2p.spmd(of_rank, y, ranks=1),
+    "transpose": lambda y: dask_p2p.transpose(dask_p2p.transpose(y) * 2),
+    "fft": lambda y: 2 * dask_p2p.fft.ifft2(dask_p2p.fft.fft2(y)).real,
+    "fft of a whole axis": lambda y: 2 * dask_p2p.fft.ifft(dask_p2p.fft.fft(y)).real,
+    "fused": lambda y: dask_p2p.fused(dask_p2p.rechunk(y, (7, -1)) * 2, ranks=1),
+}
+
+
+@pytest.mark.parametrize("operation", DOUBLED)
+def test_an_optimiser_that_changes_chunks(operation, dask_array):
+    """`dask_array` computes moving means in smaller blocks than it has declared."""
+    values = indexed((60, 4)).astype(float)
+    x = dask_array.from_array(values, chunks=(4, 4))
+    moving = dask_array.sliding_window_view(x, 9, axis=0).mean(axis=-1)
+    assert moving.expr.optimize().chunks != moving.chunks
+    wanted = np.lib.stride_tricks.sliding_window_view(values, 9, axis=0).mean(axis=-1)
+    found = DOUBLED[operation](moving).compute(scheduler="sync")
+    np.testing.assert_allclose(found, 2 * wanted)
+
+
+def test_estimates(x):
+    y = dask_p2p.fft.ifft2(dask_p2p.fft.fft2(x) * 2)
+    assert y.chunks == x.chunks
+    assert len(dask_p2p.fft.estimate(y, workers=3).exchanges) == 2
+    assert dask_p2p.estimate(x, workers=2).input_bytes == VALUES.nbytes // 2
+    assert dask_p2p.estimate(dask_p2p.spmd(of_rank, x, ranks=1)).workers == 1
+    mapped = dask_p2p.map_on_gpu(doubled, x, part_bytes=800, fallback="numpy")
+    assert dask_p2p.estimate(mapped).parts > 1
+
+
+def test_persisted_and_lazy_arrays_mix(x):
+    y = dask_p2p.transpose(x).persist(scheduler="sync")
+    both = dask_p2p.map_overlap(np.add, dask_p2p.transpose(y), x + 1, depth=1)
+    np.testing.assert_array_equal(both.compute(scheduler="sync"), 2 * VALUES + 1)
+
+
+def test_functions_that_dask_cannot_tokenize(x):
+    """Expressions refuse them, and so does `dask_array`; here they get a token of their own."""
+    lock = Lock()
+
+    def locked(ctx, block):
+        with lock:
+            return block * 2, block.sum()
+
+    with pytest.raises(TokenizationError):
+        x.map_blocks(lambda block: locked(None, block)[0])
+    y, sums = dask_p2p.spmd(locked, x, ranks=1, per_rank=[0.0])
+    both = y.sum() + sums.sum()
+    assert len({key[0] for key in both.__dask_graph__() if "-ranks-" in str(key[0])}) == 1
+    assert both.compute(scheduler="sync") == 3 * VALUES.sum()
+    z = dask_p2p.map_overlap(lambda block: locked(None, block)[0], x, 1, dtype=float)
+    np.testing.assert_array_equal((z + z.T.T).compute(scheduler="sync"), 4 * VALUES)
+
+
+@pytest.mark.parametrize("make", ["ones", "full", "arange", "linspace", "random", "normal"])
+def test_ranks_of_fused_graphs_make_arrays_of_few_numbers(make, dask_array):
+    x = {
+        "ones": lambda: dask_array.ones(8, chunks=2),
+        "full": lambda: dask_array.full(8, 3.0, chunks=2),
+        "arange": lambda: dask_array.arange(8, chunks=2),
+        "linspace": lambda: dask_array.linspace(0, 1, 8, chunks=2),
+        "random": lambda: dask_array.random.RandomState(0).random(8, chunks=2),
+        "normal": lambda: dask_array.random.default_rng(0).normal(size=8, chunks=2),
+    }[make]()
+    y = dask_p2p.fused(dask_p2p.rechunk(x + 1, 3) * 2, ranks=1)
+    names = {"-".join(str(key[0]).split("-")[:2]) for key in y.__dask_graph__()}
+    assert names <= {"p2p-fused", y.name}
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), 2 * (x.compute() + 1))
+
+
+def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):
+    monkeypatch.setattr(versions, "DASK_ARRAY_RELEASES", "<0.1")
+    versions.check_dask_array.cache_clear()
+    try:
+        with pytest.raises(RegistrationError, match=r"expected dask-array <0\.1 .* pip install"):
+            dask_p2p.transpose(x)
+    finally:
+        versions.check_dask_array.cache_clear()
