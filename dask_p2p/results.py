@@ -20,14 +20,14 @@ from dask_p2p.sections.context.messages import Transfer
 from dask_p2p.sections.context.state import State
 from dask_p2p.sections.exchange.boundaries import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloPart, Pending
+from dask_p2p.tools.check import Link, Problem, Report
 from dask_p2p.tools.dropin import Installation
 from dask_p2p.tools.progress import RankReport
-from dask_p2p.tools.report import HostPair, Link, Problem, Report, Status
 
 # fmt: off
 __all__ = [
     "At", "Communicator", "CompiledFunction", "Context", "Grid", "HaloArray", "HaloPart",
-    "Handle", "HostPair", "Installation", "Link", "LocalPoints", "MemoryEstimate",
+    "Handle", "Installation", "Link", "LocalPoints", "MemoryEstimate",
     "Pending", "Problem", "RankReport", "Report", "ResidentGang", "Run",
-    "RunTable", "SectionEstimate", "State", "Status", "TaskRecord", "Transfer",
+    "RunTable", "SectionEstimate", "State", "TaskRecord", "Transfer",
 ]

@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from html import escape
+from statistics import median
 from typing import Any, overload
 
 from dask_p2p import tuning
@@ -29,17 +31,19 @@ from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import Obstacle, P2PError
 from dask_p2p.inputs import checked_client
+from dask_p2p.monitoring.runs import html_table, text_table
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import register
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
-from dask_p2p.tools.report import EXPECTED, Link, Problem, Report, Status
 from dask_p2p.transports.base import PROBE_DTYPE, check_probe, most_probe_bytes, probe_key
 from dask_p2p.transports.cuda_ipc import POOL_REMEDY
 from dask_p2p.types import AsynchronousClient, Client, Kind
 
+# Obstacles between workers of one process, which share blocks without a transport.
+_EXPECTED = ("other-kind", "same-process")
 # Workers on different hosts cannot read each other's memory.
-_NO_PROBLEM = (*EXPECTED, "other-host")
+_NO_PROBLEM = (*_EXPECTED, "other-host")
 _LATENCY_BYTES = 1024
 _FEW_REPEATS = 2  # repeats for other transports, which are reported only if much faster
 
@@ -68,7 +72,7 @@ def check(client: Any = None) -> Any:
     Report or awaitable
         A report, or an awaitable of one if the client is asynchronous. ``workers`` includes the
         rates of copies between host and GPU. ``links`` has an entry for each ordered pair of
-        workers, ``hosts`` for each ordered pair of hosts. ``problems`` has causes and cures.
+        workers. ``problems`` has causes and cures.
 
     Raises
     ------
@@ -80,17 +84,12 @@ def check(client: Any = None) -> Any:
 
 
 async def _check(client: Any) -> Report:
-    name = PLUGIN_NAME  # local: the lambda must not refer to the package, which workers may lack
-    had_plugin = await client.run(lambda dask_worker: name in dask_worker.plugins)
     await register(client)
     statuses, host_links = await client.run(_status), await client.run(_host_link)
-    workers = [
-        Status(had_plugin=had_plugin.get(a, False), **statuses[a], **host_links.get(a, {}))
-        for a in sorted(statuses)
-    ]
-    kinds = {worker.kind for worker in workers}
+    addresses = sorted(statuses)
+    workers = [statuses[address] | host_links.get(address, {}) for address in addresses]
+    kinds = {worker["kind"] for worker in workers}
     kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
-    addresses = [worker.address for worker in workers]
     links: list[Link] = []
     try:
         for stage in range(1, len(addresses)):
@@ -98,13 +97,189 @@ async def _check(client: Any) -> Report:
             # As with tasks, the client's options are sent along.
             links += (await client.run(_measure_from, holders, kind, options())).values()
     finally:
-        await client.run(lambda dask_worker: dask_worker.plugins[name].clear_probes())
+        await client.run(lambda dask_worker: dask_worker.plugins[PLUGIN_NAME].clear_probes())
     links.sort(key=lambda link: (link.reader, link.holder))
     return Report(workers, links, find_problems(workers, links, versions()))
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class Report:
+    """The result of `check`: text if it is printed, tables in a notebook.
+
+    Attributes
+    ----------
+    workers : list of dict
+        The state of each worker: its ``address``, ``host``, the ``kind`` of the measured blocks and
+        the ``versions`` of packages. With a GPU also its name, ``gpu``, whether it is a MIG
+        instance, ``mig``, RMM's ``memory_resource`` and ``pool_bytes``, ``cupy_uses_rmm``, the
+        nominal rate of its NVLinks in one direction, ``link_gbs``, and the measured rates of copies
+        to it, from it and in both directions, ``host_link``. ``cannot_pin`` is the reason why no
+        host memory could be pinned for them. Rates are in 1e9 bytes per second.
+    links : list of Link
+        Measurement of each ordered pair of workers.
+    problems : list of Problem
+        Causes of slow transfers, with cures.
+    """
+
+    workers: list[dict[str, Any]]
+    links: list[Link]
+    problems: list[Problem]
+
+    def _tables(self) -> dict[str, list[tuple[str, ...]]]:
+        """Return the rows of tables by title; rows of the matrix are readers, columns holders."""
+        tables = {"Workers": _worker_rows(self.workers)}
+        if len({worker["host"] for worker in self.workers}) > 1:
+            tables["Between hosts"] = _host_rows(self.workers, self.links)
+        if self.links:
+            cells = {(link.reader, link.holder): _cell(link) for link in self.links}
+            addresses = [worker["address"] for worker in self.workers]
+            tables["Transport, GB/s of one large block, ms of a small block"] = [
+                ("from", *map(str, range(len(addresses)))),
+                *(
+                    (f"to {n}", *(cells.get((reader, holder), "-") for holder in addresses))
+                    for n, reader in enumerate(addresses)
+                ),
+            ]
+        return tables
+
+    def _lines(self) -> list[str]:
+        """Return the summary: median rate and problems, one line each."""
+        lines = []
+        rates = [link.gbs for link in self.links if link.error is None]
+        nominal = [worker["link_gbs"] for worker in self.workers if worker.get("link_gbs")]
+        if rates:
+            lines.append(f"Median of all pairs: {median(rates):.3g} GB/s")
+        if rates and nominal:
+            lines[0] += f"; the NVLinks of a GPU should carry {min(nominal):.3g} GB/s one way"
+        numbers = {worker["address"]: str(n) for n, worker in enumerate(self.workers)}
+        for problem in self.problems:
+            named = ", ".join(numbers.get(address, address) for address in problem.workers)
+            lines.append(f"Worker {named}: {problem.fault}. {problem.cure}.")
+        if len(self.workers) < 2:
+            lines.append("No pair of workers to check: have the others joined?")
+        elif not self.problems:
+            lines.append("No problems found.")
+        return lines
+
+    def __repr__(self) -> str:
+        tables = [f"{title}\n{text_table(rows)}" for title, rows in self._tables().items()]
+        return "\n\n".join([*tables, "\n".join(self._lines())])
+
+    def _repr_html_(self) -> str:
+        tables = [f"<h4>{title}</h4>{html_table(rows)}" for title, rows in self._tables().items()]
+        lines = "".join(f"<li>{escape(line)}</li>" for line in self._lines())
+        return f"{''.join(tables)}<ul>{lines}</ul>"
+
+
+def _worker_rows(workers: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    head = ("worker", "host", "address", "blocks", "GPU", "RMM", "pool", "to, from GPU, both, GB/s")
+    rows: list[tuple[str, ...]] = [head]
+    for number, worker in enumerate(workers):
+        pool_bytes, rates = worker.get("pool_bytes"), worker.get("host_link")
+        rows.append(
+            (
+                *(str(number), worker["host"], worker["address"], worker["kind"]),
+                *(worker.get(name) or "-" for name in ("gpu", "memory_resource")),
+                "-" if pool_bytes is None else f"{pool_bytes / 2**30:.1f} GiB",
+                "-" if rates is None else ", ".join(f"{gbs:.3g}" for gbs in rates),
+            )
+        )
+    # Columns of GPUs only if a worker has one.
+    columns = [column for column in zip(*rows, strict=True) if {*column[1:]} != {"-"}]
+    return [*zip(*columns, strict=True)]
+
+
+def _host_rows(
+    workers: Iterable[Mapping[str, Any]], links: Iterable[Link]
+) -> list[tuple[str, ...]]:
+    """Return a row for each ordered pair of hosts: medians of the pairs of their workers."""
+    host_of = {worker["address"]: worker["host"] for worker in workers}
+    pairs: defaultdict[tuple[str, str], list[Link]] = defaultdict(list)
+    for link in links:
+        pairs[host_of[link.reader], host_of[link.holder]].append(link)
+    rows: list[tuple[str, ...]] = [
+        ("to host", "from host", "transport", "GB/s", "latency, ms", "in the way")
+    ]
+    for pair, of_pair in sorted(pairs.items()):
+        latencies_s = [link.latency_s for link in of_pair if link.error is None] or [0.0]
+        counts = Counter(link.transport or "none" for link in of_pair).most_common()
+        obstacles = dict.fromkeys(
+            f"{transport}: {obstacle.text}"
+            for link in of_pair
+            for transport, obstacle in link.obstacles.items()
+            if obstacle.code not in _EXPECTED
+        ) | dict.fromkeys(link.error for link in of_pair if link.error)
+        rows.append(
+            (
+                *pair,
+                ", ".join(f"{name} {count}" for name, count in counts),
+                f"{median(link.gbs for link in of_pair):.3g}",
+                f"{median(latencies_s) * 1e3:.2f}",
+                "; ".join(obstacles) or "-",
+            )
+        )
+    return rows
+
+
+def _cell(link: Link) -> str:
+    if link.transport is None:
+        return "none"
+    return f"{link.transport} {link.gbs:.3g} {link.latency_s * 1e3:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """The measured transfer from one worker to another.
+
+    Attributes
+    ----------
+    reader, holder : str
+        Addresses of the workers.
+    transport : str or None
+        Transport in use; None if none works.
+    gbs : float
+        Rate for one large block, in 1e9 bytes per second.
+    latency_s : float
+        Seconds for one small block.
+    obstacles : mapping of str to Obstacle
+        Obstacles to preferred transports, by transport.
+    error : str or None
+        Reason why the block could not be read.
+    quicker : str or None
+        Transport later in the order that takes less than half the time.
+    """
+
+    reader: str
+    holder: str
+    transport: str | None
+    gbs: float
+    latency_s: float
+    obstacles: Mapping[str, Obstacle] = field(default_factory=dict)
+    error: str | None = None
+    quicker: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A cause of slow transfers, or the reason why a preferred transport is not used.
+
+    Attributes
+    ----------
+    workers : tuple of str
+        Addresses of the affected workers.
+    fault : str
+        The cause.
+    cure : str
+        The remedy.
+    """
+
+    workers: tuple[str, ...]
+    fault: str
+    cure: str
+
+
 def find_problems(
-    workers: Iterable[Status],
+    workers: Iterable[Mapping[str, Any]],
     links: Iterable[Link],
     client_versions: Mapping[str, str | None],  # versions of libraries in the client
 ) -> list[Problem]:
@@ -112,7 +287,7 @@ def find_problems(
     causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for worker in workers:
         for cause in _problems_of(worker, client_versions):
-            causes[cause].append(worker.address)
+            causes[cause].append(worker["address"])
     for link in links:
         if link.error is not None:
             text = f"no transport brings blocks from {link.holder}: {link.error}"
@@ -129,30 +304,30 @@ def find_problems(
 
 
 def _problems_of(
-    worker: Status, client_versions: Mapping[str, str | None]
+    worker: Mapping[str, Any], client_versions: Mapping[str, str | None]
 ) -> Iterable[tuple[str, str]]:
     different = ", ".join(
         f"{name} {theirs}, here {ours}"
-        for name, theirs in worker.versions.items()
+        for name, theirs in worker["versions"].items()
         if None not in (theirs, ours := client_versions.get(name)) and theirs != ours
     )
     if different:
         text = f"versions differ from the client's: {different}"
         yield text, "Install the same versions everywhere"
-    if worker.mig:
+    if worker.get("mig"):
         yield (
             "the GPU is a MIG instance, which has no CUDA IPC and no NVLink",
             "Use whole GPUs, or accept the transport comm",
         )
-    if worker.cannot_pin is not None:
-        yield f"{CANNOT_PIN} ({worker.cannot_pin})", REMEDY.removesuffix(".")
-    resource, pool_bytes = worker.memory_resource, worker.pool_bytes
+    if (cause := worker.get("cannot_pin")) is not None:
+        yield f"{CANNOT_PIN} ({cause})", REMEDY.removesuffix(".")
+    resource, pool_bytes = worker.get("memory_resource"), worker.get("pool_bytes")
     if pool_bytes and pool_bytes % POOL_GRANULE_BYTES:
         text = f"RMM's pool of {pool_bytes} bytes is not a multiple of 2 MiB"
         yield f"{text}: mapping it takes seconds for each peer", POOL_REMEDY
     if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
         yield f"CUDA IPC cannot share memory of RMM's {resource}", POOL_REMEDY
-    if resource not in (None, "CudaMemoryResource") and worker.cupy_uses_rmm is False:
+    if resource not in (None, "CudaMemoryResource") and worker.get("cupy_uses_rmm") is False:
         text = "CuPy does not allocate from RMM's pool, so two pools compete for the GPU's memory"
         yield text, POOL_REMEDY
 
@@ -161,12 +336,11 @@ def _problems_of(
 
 
 def _status(dask_worker: Any) -> dict[str, Any]:
-    """Return this worker's `Status` as a dict of plain values."""
+    """Return this worker's entry in a `Report`, without the rates of copies."""
     status: dict[str, Any] = {
         "address": dask_worker.address,
         "host": socket.gethostname(),
         "kind": NUMPY.name,
-        "leased_bytes": dask_worker.plugins[PLUGIN_NAME].leased_bytes,
         "versions": versions(),
     }
     return status | worker_backend().device_status()

@@ -57,8 +57,7 @@ def test_one_worker_makes_no_pair(run):
 def test_problems_and_links_that_do_not_work(run, cluster, monkeypatch):
     broken = diagnosis.Link("b", "a", None, 0.0, 0.0, {}, "TransferError: no answer")
     problem = diagnosis.Problem(("a", "b"), "something is slow", "Do this")
-    other = diagnosis.Status(**{**{n: getattr(GOOD, n) for n in GOOD.__slots__}, "address": "b"})
-    report = diagnosis.Report([GOOD, other], [LINK, broken], [problem])
+    report = diagnosis.Report([GOOD, GOOD | {"address": "b"}], [LINK, broken], [problem])
     monkeypatch.setattr(diagnosis, "check", lambda client: report)
     result = run("--scheduler", cluster.scheduler_address)
     assert result.exit_code == 1

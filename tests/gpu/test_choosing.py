@@ -29,10 +29,10 @@ def test_check_finds_nothing_in_the_way(client):
     assert all(link.gbs > 2 and link.latency_s < 5 for link in report.links)
     assert report.problems == []
     for worker in report.workers:
-        assert (worker.kind, worker.cupy_uses_rmm) == ("cupy", True)
-        assert worker.pool_bytes % 2**21 == 0
-        assert worker.link_gbs is None or worker.link_gbs > 10
-        assert min(worker.host_link) > 0
+        assert (worker["kind"], worker["cupy_uses_rmm"]) == ("cupy", True)
+        assert worker["pool_bytes"] % 2**21 == 0
+        assert worker["link_gbs"] is None or worker["link_gbs"] > 10
+        assert min(worker["host_link"]) > 0
 
 
 @pytest.mark.parametrize(
