@@ -17,11 +17,12 @@ import numpy as np
 from dask.array.core import normalize_chunks
 from numpy.lib.format import open_memmap
 
-from dask_p2p import tuning
 from dask_p2p.errors import FileError, MissingPackageError, P2PError, needs
 from dask_p2p.ops.zarr_arrays import CONFIG, zarr_format
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.types import Array, DaskArray
+
+BLOCK_BYTES = 16 << 20  # of an .npy file: small enough for many workers
 
 _POLL_S = 0.02
 
@@ -71,7 +72,7 @@ def opened(name: str) -> DaskArray:
         elif path.suffix == ".npy":
             mapped = open_memmap(path, "r")
             array = _NpyFile(str(path), mapped.shape, mapped.dtype)
-            block_bytes = tuning.current.npy_block_bytes
+            block_bytes = BLOCK_BYTES
             chunks = normalize_chunks("auto", array.shape, block_bytes, array.dtype)
         else:
             raise FileError(f"{name} has an unknown file type: pass an .npy file or a Zarr array")
