@@ -46,8 +46,11 @@ class P2PError(Exception):
     """Base of all errors of this package."""
 
 
-class InputError(P2PError, ValueError):
-    """The arguments of a call are invalid."""
+class InputError(P2PError, ValueError, TypeError):
+    """The arguments of a call are invalid.
+
+    It is both of Python's errors: Dask raises one or the other for the same arguments.
+    """
 
 
 class UnsupportedArrayError(InputError):

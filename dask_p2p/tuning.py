@@ -1,7 +1,7 @@
-"""Thresholds, sizes and times that measurements or experience chose, and that tests replace.
+"""Thresholds and sizes that measurements chose, and times of gangs, which tests replace.
 
-A number belongs here if a test needs another value: one that lets small arrays or short waits reach
-all code. All other constants are in the modules that use them. Code reads `tuning.current` at each
+All other constants are in the modules that use them. Tests replace a number by one that lets small
+arrays or short waits reach all code. Code reads `tuning.current` at each
 use, but not in inner loops, so that it uses a replaced number.
 """
 
@@ -39,46 +39,16 @@ class Tuning:
     #: Bytes of a row that a GPU kernel writes at a time: one side of its tiles, of items up to 8
     #: bytes.
     gpu_row_bytes: int = 512
-    #: Size of a copy that measures the link of a GPU to its host: less than a millisecond, but much
-    #: more than its start takes.
-    link_copy_bytes: int = 2**25
-    link_copies: int = 5
 
-    # monitoring.
-    counted_arrays: int = 10_000  # most arrays with separate runs
-    counted_runs: int = 1_000  # most runs of one array
-    chart_bars: int = 4000  # most bars of a chart
-    #: Interval of the page. A request takes the scheduler a quarter of this time.
-    page_s_per_worker: float = 2e-3
-    speed_points: int = 600  # most points of a section's speed; later ones replace every second one
-    speed_sections: int = 20  # most sections with such points
-    waiting_ranks: int = 64  # most ranks in the chart of waits: those that wait longest
-
-    # interprocess.
+    # transports.
     #: Shortest run that a system call copies between processes. NumPy packs and copies shorter ones
     #: faster.
     process_run_bytes: int = 256
-    runs_per_call: int = 1024  # most runs of one system call: IOV_MAX
-    unused_mapping_s: float = 60.0  # lifetime of an unused mapping
-    #: Smallest slot for copy engines. A kernel reads fewer bytes faster than a copy engine starts.
-    copy_engine_bytes: int = 2**16
-    #: Delay before an endpoint of UCX to another host is closed, as a multiple of a message's
-    #: timeout.
-    ucx_close_timeouts: int = 10
     #: Additional wait after a call's own deadline. Then this worker's event loop does not respond.
     event_loop_grace_s: float = 10.0
 
-    # transports.
-    descriptor_expiry_s: float = 0.1  # interval of checks for descriptors that have expired
-    close_s: float = 5.0  # longest wait of a closing transport for readers
-    #: Most readers' segments that stay mapped, each with a file descriptor. A task has 7 of them.
-    mapped_segments: int = 256
-    ucx_rest_s: float = 1.0  # time without messages until UCX's progress thread stops
-
     # engine and plugins.
-    counted_tasks: int = 10_000  # most tasks in the log of failed attempts
     worker_answer_s: float = 10.0  # longest wait of the scheduler for a worker
-    gang_reminder_s: float = 60.0  # interval of warnings about a gang that waits
 
     # on_gpu.
     #: Smallest block of a layer that starts another task ahead, which takes the host 1 ms. On an
@@ -163,9 +133,6 @@ class Tuning:
     check_repeats: int = 5  # measurements of a transport by `check`
     #: Least speed-up of another transport that `check` names.
     check_speed_up: float = 2
-    npy_block_bytes: int = 16 << 20  # block size of an .npy file: small enough for many workers
-    connect_s: float = 10  # longest wait of a command for its scheduler
-    workers_wait_s: float = 10  # longest wait of a command for the first worker
 
 
 #: The numbers in use in this process.

@@ -12,7 +12,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p import backends
-from tests.support import import_path, indexed, output_of
+from tests.support import indexed, output_of
 
 ROOT = Path(dask_p2p.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
@@ -52,16 +52,6 @@ def test_the_transport(example, tmp_path):
     assert int(re.search(r"(\d+) passed", output)[1]) > 20
 
 
-def test_the_transport_deflates(example):
-    made = example("deflate")
-    data = np.zeros((4, 5))
-    packed = made.zlib.compress(data)
-    assert len(packed) < data.nbytes
-    np.testing.assert_array_equal(made.inflate(packed, data.dtype.str, data.shape), data)
-    for garbage in ((packed, "f8", (3, 3)), (b"1", "f8", (1,)), (None, None, ())):
-        assert made.inflate(*garbage) is None
-
-
 def test_the_backend(example, monkeypatch):
     made = example("tagged")
     monkeypatch.setitem(backends.BACKENDS, "tagged", made.TaggedBackend())
@@ -75,20 +65,6 @@ def test_the_backend(example, monkeypatch):
     assert type(block.compute(scheduler="sync")) is made.Array
     with pytest.raises(dask_p2p.UnsupportedArrayError, match=r"expected a tagged\.Array"):
         backends.backend_named("tagged").check(x)
-
-
-@pytest.mark.slow
-def test_pytest_runs_beside_a_plugin_that_warns(tmp_path):
-    """As pytest-benchmark does where tests run in parallel; warnings are errors here."""
-    (tmp_path / "warns.py").write_text(
-        "import warnings\n\ndef pytest_configure():\n    warnings.warn('no benchmarks here')\n"
-    )
-    installed = tmp_path / "warns-1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text("Name: warns\nVersion: 1.0\n")
-    (installed / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns\n")
-    arguments = ["-m", "pytest", "-q", "-n", "1", "-k", "axes", "tests/test_geometry.py"]
-    output_of(*arguments, cwd=ROOT, PYTHONPATH=f"{tmp_path}:{import_path()}")
 
 
 def test_commands_and_paths_are_there():

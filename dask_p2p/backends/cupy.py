@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p import tuning
 from dask_p2p.backends.base import Backend, HostLink
 from dask_p2p.backends.device import device_work, gpu_obstacle, is_shareable, private_stream
 from dask_p2p.backends.device_queue import DeviceQueue, Slot
@@ -22,6 +21,9 @@ from dask_p2p.backends.host_memory import is_pinned
 from dask_p2p.backends.pipelines import HostStreams
 from dask_p2p.errors import UnsupportedArrayError, install_command
 from dask_p2p.types import Array, DTypeLike
+
+LINK_COPY_BYTES = 2**25  # takes less than a millisecond, but much more than its start
+LINK_COPIES = 5  # of a measurement of the link of a GPU to its host
 
 # RMM resources that allocate GPU memory only. Managed memory can exceed it.
 _WITHIN_THE_GPU = ("CudaMemoryResource", "CudaAsyncMemoryResource")
@@ -210,7 +212,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
     If no memory can be pinned, call `warn` with the reason and return None. The call blocks: make
     it from a thread, in `device_work`.
     """
-    half, copies = tuning.current.link_copy_bytes, tuning.current.link_copies
+    half, copies = LINK_COPY_BYTES, LINK_COPIES
     whole = 2 * half
     streams = HostStreams(warn)
     slots = streams.device_slots(1, whole)
@@ -233,7 +235,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
 
 def _seconds(of: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
     """Return the seconds of copies that start together, until the end of the last one."""
-    half = tuning.current.link_copy_bytes
+    half = LINK_COPY_BYTES
     cuda = of.cupy.cuda
     first, *others = (of.streams[direction] for direction in directions)
     start, stop = cuda.Event(), cuda.Event()

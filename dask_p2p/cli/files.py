@@ -28,7 +28,6 @@ from dask.utils import format_bytes
 from numpy.lib.format import open_memmap
 
 import dask_p2p
-from dask_p2p import tuning
 from dask_p2p.cli import options as shared
 from dask_p2p.errors import FileError, MissingPackageError, P2PError, needs
 from dask_p2p.monitoring.runs import format_duration
@@ -184,6 +183,8 @@ def ctrl_c_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+BLOCK_BYTES = 16 << 20  # of an .npy file: small enough for many workers
+
 _POLL_S = 0.02
 
 
@@ -232,7 +233,7 @@ def opened(name: str) -> DaskArray:
         elif path.suffix == ".npy":
             mapped = open_memmap(path, "r")
             array = _NpyFile(str(path), mapped.shape, mapped.dtype)
-            block_bytes = tuning.current.npy_block_bytes
+            block_bytes = BLOCK_BYTES
             chunks = normalize_chunks("auto", array.shape, block_bytes, array.dtype)
         else:
             raise FileError(f"{name} has an unknown file type: pass an .npy file or a Zarr array")

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 from dask.utils import format_bytes
 
-from dask_p2p import tuning
 from dask_p2p.errors import P2PError
 from dask_p2p.types import DType
+
+CONNECT_S = 10  # longest wait of a command for its scheduler
+WORKERS_S = 10  # longest wait of a command for the first worker
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -165,7 +167,7 @@ def connect(scheduler: str) -> Any:
     try:
         # With an address that it cannot parse, Client hangs on closing.
         resolve_address(scheduler)
-        return Client(scheduler, timeout=tuning.current.connect_s, set_as_default=False)
+        return Client(scheduler, timeout=CONNECT_S, set_as_default=False)
     except (OSError, ValueError) as exc:
         raise P2PError(
             f"no scheduler answers at {scheduler}: {exc}; pass the address that `dask scheduler` "
@@ -181,7 +183,7 @@ def worker_count(client: Any) -> int:
     from dask_p2p.plugins.registration import workers_of
 
     try:
-        client.wait_for_workers(1, timeout=tuning.current.workers_wait_s)
+        client.wait_for_workers(1, timeout=WORKERS_S)
     except TimeoutError as exc:
         raise P2PError(
             f"the scheduler at {client.scheduler.address} has no workers; start some with "

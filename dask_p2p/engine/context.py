@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from dask.utils import format_bytes
 
-from dask_p2p import tuning
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.host_memory import bases
@@ -22,6 +21,8 @@ from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
 from dask_p2p.transports.base import PROBE_TIMEOUT_S
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
+
+MOST_TASKS = 10_000  # in the log of failed attempts
 
 
 def where_is(worker: Any) -> str:
@@ -160,7 +161,7 @@ class AttemptLog:
                 first, *_ = causes.pop()
             causes.append((first, count, cause))
             self.failed[key] = causes
-            while len(self.failed) > tuning.current.counted_tasks:
+            while len(self.failed) > MOST_TASKS:
                 self.failed.popitem(last=False)
             return count, "; ".join(
                 f"attempt{f' {first}' if first == last else f's {first} to {last}'}: {cause}"

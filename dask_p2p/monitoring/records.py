@@ -17,9 +17,11 @@ from typing import NamedTuple
 
 from dask.utils import key_split
 
-from dask_p2p import tuning
 from dask_p2p.types import Key
 from dask_p2p.versions import check_version, own_version
+
+MOST_ARRAYS = 10_000  # with separate runs
+MOST_RUNS = 1_000  # of one array
 
 #: RPC operation of requests for records, from scheduler to workers and from client to scheduler.
 RECORDS_OP = "p2p_records"
@@ -285,8 +287,8 @@ class RunLog:
         if name not in self._open:
             self._open.add(name)
             starts = self._starts.setdefault(name, [])
-            starts[:] = [*starts[1 - tuning.current.counted_runs :], number]
-            if len(self._starts) > tuning.current.counted_arrays:
+            starts[:] = [*starts[1 - MOST_RUNS :], number]
+            if len(self._starts) > MOST_ARRAYS:
                 del self._starts[next(iter(self._starts))]
 
     def newest(self, name: str) -> int:
@@ -308,7 +310,7 @@ class RunLog:
         """
         if name in self._open and (starts := self._starts.get(name)):
             self._outcomes.setdefault((name, starts[-1]), outcome)
-            if len(self._outcomes) > tuning.current.counted_arrays:
+            if len(self._outcomes) > MOST_ARRAYS:
                 del self._outcomes[next(iter(self._outcomes))]
 
     def with_outcomes(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-from dask_p2p import tuning
 from dask_p2p.backends import SLOTS
 from dask_p2p.backends.device import (
     allocation,
@@ -29,6 +28,9 @@ from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, Obstacle, TransferError
 from dask_p2p.transports.process_memory import PROCESSES, Peer
 from dask_p2p.types import Array, DType
+
+UNUSED_S = 60.0  # lifetime of an unused mapping
+_LEAST_SLOT_BYTES = 2**16  # a kernel reads fewer bytes faster than a copy engine starts
 
 #: Settings that make all memory of a worker shareable, and fast to map.
 POOL_REMEDY = (
@@ -196,7 +198,7 @@ class Mappings:
         self._open: dict[tuple[str, int], MappedAllocation] = {}
         self._lock = threading.Lock()  # not held during driver calls
         self._opening: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by process
-        self._timer = RepeatingTimer(tuning.current.unused_mapping_s, self.close_unused)
+        self._timer = RepeatingTimer(UNUSED_S, self.close_unused)
 
     def __len__(self) -> int:
         """Return the number of open mappings."""
@@ -298,7 +300,7 @@ class Mappings:
 
         Return true if any mapping is left. The call may block: make it from a thread.
         """
-        oldest_s = time.monotonic() - tuning.current.unused_mapping_s
+        oldest_s = time.monotonic() - UNUSED_S
 
         def is_due(mapping: MappedAllocation) -> bool:
             is_unwanted = mapping.process == process or not mapping.is_kept
@@ -347,4 +349,4 @@ def ipc_part_bytes(options: Options) -> int | None:
     # At most half of the limit: the rest is for parts from other hosts.
     slots_bytes = min(options.ipc_staging_bytes, options.staging_limit_bytes // 2)
     slot_bytes = slots_bytes // SLOTS
-    return slot_bytes if slot_bytes >= tuning.current.copy_engine_bytes else None
+    return slot_bytes if slot_bytes >= _LEAST_SLOT_BYTES else None

@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from dask_p2p import tuning
 from dask_p2p.backends import BACKENDS, Backend, backend_named
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError
@@ -46,6 +45,8 @@ from dask_p2p.transports.packed import Asked, MemoryTarget, PackedTransport
 from dask_p2p.transports.packed_reading import Landing, MemoryLanding, PackedReading
 from dask_p2p.transports.rpc import ask_and_wait
 from dask_p2p.types import Array, Kind
+
+MOST_MAPPED = 256  # segments of readers, each with a file descriptor. A task has 7 of them
 
 _PART_BYTES = 2**25
 # Parts requested ahead. A reply takes 5 ms, including 1 ms of copies (two H200: 17 GB/s per reader
@@ -171,7 +172,7 @@ class PinnedTransport(PackedTransport):
                     del self.mapped[other]
                 self.mapped[name] = Segment.open(name)
             self.mapped.move_to_end(name)
-            while len(self.mapped) > tuning.current.mapped_segments:
+            while len(self.mapped) > MOST_MAPPED:
                 self.mapped.popitem(last=False)
             return self.mapped[name]
 

@@ -32,6 +32,8 @@ from dask_p2p.errors import Obstacle
 from dask_p2p.geometry import gapless_from
 from dask_p2p.types import Array, DType
 
+MOST_RUNS = 1024  # of one system call: IOV_MAX
+
 TOKEN_BYTES = 16
 _PROOF = struct.Struct(f"<QQ{TOKEN_BYTES}s")  # process, its token's address, the token
 PROOF_BYTES = _PROOF.size
@@ -147,7 +149,7 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
     elif len(there) == 1:
         there, run_bytes_there = _cut(int(there[0]), local)
     shortest, longest = sorted((run_bytes_here, run_bytes_there))
-    least_bytes, ratio = tuning.current.process_run_bytes, tuning.current.runs_per_call
+    least_bytes, ratio = tuning.current.process_run_bytes, MOST_RUNS
     if not least_bytes <= shortest <= longest <= ratio * shortest:
         return False
     _read_runs(pid, there, run_bytes_there, here, run_bytes_here)
@@ -156,7 +158,7 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
 
 def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous memory for all runs as runs of its own, one for each system call."""
-    run_bytes = tuning.current.runs_per_call * runs.run_bytes
+    run_bytes = MOST_RUNS * runs.run_bytes
     end = address + len(runs.addresses) * runs.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
 
@@ -164,7 +166,7 @@ def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int
 def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
     count = len(local.addresses)
-    most = min(count, tuning.current.runs_per_call)
+    most = min(count, MOST_RUNS)
     at_once = next(n for n in range(most, 0, -1) if count % n == 0)
     run_bytes = at_once * local.run_bytes
     end = address + count * local.run_bytes
@@ -181,7 +183,7 @@ def _read_runs(
     """Copy runs of another process to local runs. One length divides the other."""
     remote, local = _iovecs(there, run_bytes), _iovecs(here, local_run_bytes)
     longest = max(run_bytes, local_run_bytes)
-    step_bytes = tuning.current.runs_per_call * min(run_bytes, local_run_bytes) // longest * longest
+    step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
     steps = step_bytes // run_bytes, step_bytes // local_run_bytes
     for number in range(-(-len(remote) // steps[0])):
         src, dst = (

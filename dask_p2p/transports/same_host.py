@@ -23,7 +23,6 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from dask_p2p import tuning
 from dask_p2p.backends import backend_for, backend_named
 from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
 from dask_p2p.backends.host import kernel_and_namespace
@@ -44,6 +43,9 @@ from dask_p2p.transports.leases import Leases, PublishedBlocks
 from dask_p2p.transports.process_memory import Peer, no_directory, separation
 from dask_p2p.transports.rpc import Handler, ask_and_wait, check_reply
 from dask_p2p.types import Array, Key
+
+EXPIRY_S = 0.1  # interval of checks for descriptors that have expired
+CLOSE_S = 5.0  # longest wait of a closing transport for readers
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +170,7 @@ class SameHostTransport(Transport):
         self.is_closed = True
         if self.expiring is not None:
             self.expiring.cancel()
-        deadline_s = time.monotonic() + tuning.current.close_s
+        deadline_s = time.monotonic() + CLOSE_S
         while self.directory.close():
             if time.monotonic() > deadline_s:
                 self.directory.linger()
@@ -224,7 +226,7 @@ class SameHostTransport(Transport):
 
     def _expire_later(self) -> None:
         if self.expiring is None and not self.is_closed:
-            after_s = tuning.current.descriptor_expiry_s
+            after_s = EXPIRY_S
             self.expiring = self.worker.loop.call_later(after_s, self._expire)
 
     def _expire(self) -> None:

@@ -25,7 +25,6 @@ from dataclasses import replace
 from itertools import count, islice
 from typing import Any, ClassVar
 
-from dask_p2p import tuning
 from dask_p2p.backends import backend_named, device_of
 from dask_p2p.backends.device import current_device
 from dask_p2p.config import Options
@@ -47,6 +46,8 @@ from dask_p2p.transports.rpc import Handler, ask, check_reply, refuse
 from dask_p2p.transports.streamed import Incoming, Mailboxes, Outgoing, StreamedReading
 from dask_p2p.transports.ucx_messenger import Messenger, ucxx_obstacle
 from dask_p2p.types import Kind
+
+REST_S = 1.0  # time without messages until UCX's progress thread stops
 
 _PEER_OP = "p2p_ucx_peer"
 _PART_BYTES = 2**28  # of device memory
@@ -116,8 +117,8 @@ class UcxTransport(PackedTransport):
     async def _rest(self, messenger: Messenger) -> None:
         """Stop UCX's progress thread whenever no message is in transfer."""
         while True:
-            await asyncio.sleep(tuning.current.ucx_rest_s)
-            await self.worker.offload(messenger.rest, tuning.current.ucx_rest_s)
+            await asyncio.sleep(REST_S)
+            await self.worker.offload(messenger.rest, REST_S)
 
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)

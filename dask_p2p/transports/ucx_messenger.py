@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p import tuning
 from dask_p2p.backends.device import relax_capture
 from dask_p2p.errors import Obstacle, TransferError, install_command
 from dask_p2p.types import Array
+
+CLOSE_TIMEOUTS = 10  # of a message, until an endpoint to another host is closed
 
 NAP_S = 20e-6
 _EPOLL_MS = 1
@@ -185,7 +186,7 @@ class Messenger:
             if not message.done:
                 self.forget(address)
 
-        timer = threading.Timer(tuning.current.ucx_close_timeouts * timeout_s, look)
+        timer = threading.Timer(CLOSE_TIMEOUTS * timeout_s, look)
         timer.daemon = True
         with self._lock:
             if not self._closed:

@@ -6,7 +6,6 @@ from distributed import Client, LocalCluster
 
 from dask_p2p.cli.options import own_cluster, worker_count
 from dask_p2p.errors import P2PError
-from tests.support import tune
 
 
 def fail_when_closed(dask_worker):
@@ -35,7 +34,7 @@ def test_processes_of_an_own_cluster_log_nothing(capfd):
 
 
 def test_a_scheduler_without_workers(monkeypatch):
-    tune(monkeypatch, workers_wait_s=0.2)
+    monkeypatch.setattr("dask_p2p.cli.options.WORKERS_S", 0.2)
     with (
         LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         Client(cluster, set_as_default=False) as client,

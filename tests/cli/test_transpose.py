@@ -15,7 +15,7 @@ from skimage import data
 
 from dask_p2p.cli import files as command
 from dask_p2p.cli import p2p
-from tests.support import output_of, tune
+from tests.support import output_of
 from tests.transports.loopback import wait_until
 
 pytestmark = pytest.mark.programs
@@ -129,7 +129,7 @@ def test_wrong_usage(dask, args):
     "address", ["tcp://127.0.0.1:1", "tcp://no.such.host.invalid:8786", "no address", "what://a:1"]
 )
 def test_scheduler_that_does_not_answer(dask, monkeypatch, address):
-    tune(monkeypatch, connect_s=0.5)
+    monkeypatch.setattr("dask_p2p.cli.options.CONNECT_S", 0.5)
     result = dask("in.npy", "out.npy", "--scheduler", address, here=False)
     one_line(result, f"no scheduler answers at {address}")
     assert os.listdir() == ["in.npy"]

@@ -146,11 +146,11 @@ def test_an_optimiser_that_changes_chunks(operation, dask_array):
 def test_estimates(x):
     y = dask_p2p.fft.ifft2(dask_p2p.fft.fft2(x) * 2)
     assert y.chunks == x.chunks
-    assert len(dask_p2p.fft.estimate(y, workers=3).exchanges) == 2
+    assert dask_p2p.fft.estimate(y, workers=3).exchanges == 2
     assert dask_p2p.estimate(x, workers=2).input_bytes == VALUES.nbytes // 2
     assert dask_p2p.estimate(dask_p2p.spmd(of_rank, x, ranks=1)).workers == 1
     mapped = dask_p2p.map_on_gpu(doubled, x, part_bytes=800, fallback="numpy")
-    assert dask_p2p.estimate(mapped).parts > 1
+    assert 0 < dask_p2p.estimate(mapped).total_bytes < VALUES.nbytes * 2
 
 
 def test_persisted_and_lazy_arrays_mix(x):

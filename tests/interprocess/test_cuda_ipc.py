@@ -13,7 +13,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.cuda_ipc import IpcHandle, Mappings, array_at
 from dask_p2p.transports.process_memory import Peer
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 MIB = 2**20
@@ -153,7 +153,7 @@ def test_an_allocation_of_one_block_is_closed_with_its_last_user(runtime, mappin
 
 
 def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
-    tune(monkeypatch, unused_mapping_s=0.1)
+    monkeypatch.setattr("dask_p2p.transports.cuda_ipc.UNUSED_S", 0.1)
     mappings = Mappings()
     used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
     mappings.release(idle)

@@ -57,7 +57,8 @@ def test_a_region_is_copied_to_where_it_belongs(view, data):
     expected = whole.copy()
     runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     with pytest.MonkeyPatch.context() as patch:
-        tune(patch, process_run_bytes=1, runs_per_call=data.draw(st.integers(1, 5)))
+        patch.setattr("dask_p2p.transports.process_memory.MOST_RUNS", data.draw(st.integers(1, 5)))
+        tune(patch, process_run_bytes=1)
         is_done = read_into(os.getpid(), runs, whole[(*inner, ...)])
     if is_done:
         expected[inner] = view

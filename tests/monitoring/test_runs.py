@@ -15,7 +15,7 @@ import dask_p2p
 from dask_p2p.monitoring.records import RunLog
 from dask_p2p.plugins.registration import workers_of
 from tests.monitoring.support import NAME, record
-from tests.support import BOUND_S, import_path, indexed, own_client, spread, tune
+from tests.support import BOUND_S, import_path, indexed, own_client, spread
 from tests.transports.loopback import wait_until
 
 X = indexed((64, 64), float)
@@ -123,7 +123,8 @@ def test_starts():
 
 
 def test_starts_are_bounded(monkeypatch):
-    tune(monkeypatch, counted_arrays=3, counted_runs=2)
+    monkeypatch.setattr("dask_p2p.monitoring.records.MOST_ARRAYS", 3)
+    monkeypatch.setattr("dask_p2p.monitoring.records.MOST_RUNS", 2)
     starts = RunLog()
     for number in range(1, 10):
         starts.sent(NAME, number)

@@ -16,7 +16,7 @@ from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
-from tests.support import BOUND_S, ran, tune
+from tests.support import BOUND_S, ran
 from tests.transports.loopback import true_later
 from tests.usage import usage_of_worker
 
@@ -131,7 +131,7 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
 
 
 def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
-    tune(monkeypatch, counted_tasks=3)
+    monkeypatch.setattr("dask_p2p.engine.context.MOST_TASKS", 3)
     context = deaf_context()
     for key in range(10):
         assert context.count_attempt(key, "why") == (1, "attempt 1: why")

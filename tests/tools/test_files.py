@@ -16,7 +16,7 @@ import pytest
 import dask_p2p
 from dask_p2p.cli import files
 from dask_p2p.errors import FileError
-from tests.support import persisted, tune
+from tests.support import persisted
 
 zarr = pytest.importorskip("zarr", minversion="3.1")
 data = pytest.importorskip("skimage.data")
@@ -102,7 +102,7 @@ def test_arrays_of_all_kinds_there_and_back(client, tmp_path, name):
 
 
 def test_npy_files_of_many_blocks(client, tmp_path, monkeypatch):
-    tune(monkeypatch, npy_block_bytes=10_000)
+    monkeypatch.setattr("dask_p2p.tools.files.BLOCK_BYTES", 10_000)
     image = data.coins()
     source, target = tmp_path / "in.npy", tmp_path / "out.npy"
     assert convert(client, put(source, image), target) > 10

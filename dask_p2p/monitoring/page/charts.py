@@ -14,9 +14,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 from dask.utils import format_bytes, natural_sort_key
 
-from dask_p2p import tuning
 from dask_p2p.monitoring.records import Stage, TaskRecord
 from dask_p2p.monitoring.runs import Run, pace_text, waits_text
+
+MOST_BARS = 4000  # of a chart
+MOST_POINTS = 600  # of a section's speed; later ones replace every second one
+MOST_SECTIONS = 20  # with such points
+MOST_RANKS = 64  # in the chart of waits: those that wait longest
 
 Columns: TypeAlias = dict[str, list[Any]]
 _Stages: TypeAlias = dict[str, list[Stage]]  # by transport
@@ -207,7 +211,7 @@ def _first(records: list[TaskRecord]) -> list[TaskRecord]:
     """Return the first records, up to the maximum number of bars."""
     most = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
     ends = accumulate(1 + most * (len(r.stages) + bool(r.parts)) for r in records)
-    most_bars = tuning.current.chart_bars
+    most_bars = MOST_BARS
     return [r for r, end in zip(records, ends, strict=True) if end <= most_bars]
 
 
@@ -288,12 +292,12 @@ class Speeds:
         start_s, first = min((record.start_s, record.first_step) for record in own)
         key = run.name, run.records[0].run, attempt
         points = self._points.setdefault(key, [(start_s, first)])
-        if len(self._points) > tuning.current.speed_sections:
+        if len(self._points) > MOST_SECTIONS:
             del self._points[next(iter(self._points))]
         at_s, step = max(record.stop_s for record in own), min(record.step for record in own)
         if at_s > points[-1][0] and step >= points[-1][1]:
             points.append((at_s, step))
-        if len(points) > tuning.current.speed_points:
+        if len(points) > MOST_POINTS:
             del points[1:-1:2]
         return points
 
@@ -335,7 +339,7 @@ def waiting_chart(run: Run | None) -> Chart:
     if run is None:
         return Chart(title, [], as_columns([], RankWait._fields))
     by_wait = sorted(run.latest, key=lambda record: -record.waited_share)
-    most = by_wait[: tuning.current.waiting_ranks]
+    most = by_wait[:MOST_RANKS]
     if len(most) < len(run.latest):
         title += f": the longest {len(most)} of {len(run.latest)}"
     found = [

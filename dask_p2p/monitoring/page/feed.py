@@ -12,7 +12,6 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p import tuning
 from dask_p2p.monitoring.page.charts import (
     Chart,
     Columns,
@@ -26,6 +25,8 @@ from dask_p2p.monitoring.page.charts import (
 )
 from dask_p2p.monitoring.records import RecordStore, TaskRecord
 from dask_p2p.monitoring.runs import Run, cells, runs_of
+
+INTERVAL_S_PER_WORKER = 2e-3  # a request takes the scheduler a quarter of this time
 
 #: Shortest interval between two requests to a worker.
 INTERVAL_S = 0.5
@@ -89,7 +90,7 @@ class Feed:
         """Return the current picture, and request new records. Call it while a page is open."""
         workers = [*self._workers()]
         since_s = self._clock() - self.last_round_s
-        if since_s >= max(INTERVAL_S, tuning.current.page_s_per_worker * len(workers)):
+        if since_s >= max(INTERVAL_S, INTERVAL_S_PER_WORKER * len(workers)):
             if since_s > _FORGET_S:
                 self._under_way.clear()
             self.last_round_s += since_s

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 
 import dask.order
 
-from dask_p2p import tuning
 from dask_p2p.config import options
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.dask_internals import warn_client
@@ -28,6 +27,8 @@ from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.placement import has_room, needs_of
 from dask_p2p.transports.rpc import Background, answering
 from dask_p2p.types import Key
+
+REMINDER_S = 60.0  # interval of warnings about a gang that waits
 
 logger = logging.getLogger(__name__)
 
@@ -397,7 +398,7 @@ class Waiting:
             # No warning while the inputs are being computed, which the dashboard shows.
             if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
                 warn_client(self._scheduler, text, P2PWarning)
-            self._look_after(tuning.current.gang_reminder_s, gang, attempt, waited_s)
+            self._look_after(REMINDER_S, gang, attempt, waited_s)
 
     def _reason(self, gang: str, wait: Wait) -> str:
         if not wait.missing:

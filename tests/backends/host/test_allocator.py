@@ -7,9 +7,6 @@ import os
 import resource
 import subprocess
 import sys
-from functools import partial
-from itertools import count
-from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -75,124 +72,6 @@ def test_no_call_of_a_ufunc_touches_new_pages(threshold):
 
 def test_dask_s_own_threshold_gives_buffers_back():
     assert faults(ALONE.format(path=""), "65536") > 1000
-
-
-@pytest.fixture
-def called(monkeypatch, tmp_path):
-    """Calls of a C library whose process was started with the environment in `environ`."""
-    found = []
-    guards = count(1)
-    libc = SimpleNamespace(
-        mallopt=lambda *args: found.append(args),
-        malloc=lambda size_bytes: next(guards),
-        free=lambda address: None,
-        malloc_trim=lambda pad: found.append("trim"),
-    )
-    monkeypatch.setattr(allocator, "_resident_bytes", lambda: 0)
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: libc)
-    monkeypatch.setattr(allocator, "_ENVIRONMENT", tmp_path / "environ")
-    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "65536")
-    allocator._glibc.cache_clear()
-    yield found
-    allocator._glibc.cache_clear()
-
-
-def started_with(tmp_path, variables):
-    (tmp_path / "environ").write_bytes(variables)
-    allocator._glibc.cache_clear()
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [None, b"", b"A=1\0B=MALLOC_TRIM_THRESHOLD_=0\0", b"MALLOC_TRIM_THRESHOLD_=1048576\0"],
-)
-def test_where_glibc_chooses_itself_nothing_changes(called, tmp_path, variables):
-    """Not even on a system without such files: glibc would stop to adapt its limits."""
-    if variables is not None:
-        started_with(tmp_path, variables)
-    allocator.keep_small_buffers()
-    with allocator.temporaries_kept():
-        pass
-    assert not called
-
-
-LOW = b"A=1\0MALLOC_TRIM_THRESHOLD_=65536\0"
-
-
-def test_a_low_limit_is_raised(called, tmp_path, monkeypatch):
-    started_with(tmp_path, LOW)
-    allocator.keep_small_buffers()
-    assert called == [(-1, 2**20)]
-    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda _: object())
-    allocator._glibc.cache_clear()
-    allocator.keep_small_buffers()  # with another C library
-    assert len(called) == 1
-
-
-class Timer:
-    """A timer of threads that a test calls."""
-
-    def __init__(self, interval_s, function, args):
-        assert interval_s > 0
-        self.daemon, self._call, self.is_started = False, partial(function, *args), False
-
-    def start(self):
-        self.is_started = True
-
-    def end(self):
-        assert self.is_started
-        assert self.daemon
-        self._call()
-
-
-@pytest.fixture
-def timers(monkeypatch):
-    made = []
-
-    def timer(*args):
-        made.append(Timer(*args))
-        return made[-1]
-
-    monkeypatch.setattr(allocator.threading, "Timer", timer)
-    return made
-
-
-KEPT, BEFORE = [(-3, 2**25), (-1, 2**30), (-2, 2**26)], [(-3, 2**17), (-1, 2**20), (-2, 2**17)]
-
-
-TRIMMED = [*BEFORE, "trim", *KEPT]
-
-
-def test_limits_are_restored_some_time_after_the_last_context(called, tmp_path, timers):
-    started_with(tmp_path, LOW)
-    with allocator.temporaries_kept():
-        with pytest.raises(InterruptedError), allocator.temporaries_kept():
-            raise InterruptedError
-        assert not timers
-    with allocator.temporaries_kept():
-        assert called == KEPT
-    (first,) = timers
-    first.end()  # a context has begun since
-    with allocator.temporaries_kept():
-        timers[1].end()
-    assert called == KEPT
-    timers[2].end()
-    assert called == [*KEPT, *BEFORE, "trim"]
-    assert len(timers) == 3
-    with allocator.temporaries_kept():
-        assert called[7:] == KEPT
-    timers[3].end()
-
-
-def test_much_memory_returns_immediately(called, tmp_path, timers, monkeypatch):
-    started_with(tmp_path, LOW)
-    with allocator.temporaries_kept():
-        monkeypatch.setattr(allocator, "_resident_bytes", lambda: 2**30)
-    with allocator.temporaries_kept():
-        assert called == [*KEPT, *TRIMMED]
-    assert called == [*KEPT, *TRIMMED, *TRIMMED], "the growth counts since the first context"
-    timers[0].end()
-    timers[1].end()
 
 
 # Page faults of 20 temporaries of 4 MiB, and the memory of the process afterwards.

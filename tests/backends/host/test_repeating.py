@@ -37,19 +37,6 @@ def test_it_goes_on_until_the_function_says_no(timers):
     assert called_s[3:] == [began_s + 11 * INTERVAL_S]
 
 
-def test_it_can_be_ended_and_begun_again(timers):
-    called = []
-    timer = RepeatingTimer(INTERVAL_S, lambda: called.append(1) or False, timers.make)
-    timer.cancel()
-    timer.start()
-    timer.cancel()
-    timers.advance(2 * INTERVAL_S)
-    assert called == []
-    timer.start()
-    timers.advance(2 * INTERVAL_S)
-    assert called == [1]
-
-
 def test_one_that_is_cancelled_while_the_function_runs_ends(timers):
     called = []
 

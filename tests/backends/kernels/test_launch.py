@@ -1,11 +1,10 @@
 """Plans for the GPU, and the kernels' own source executed from them on the processor."""
 
-import itertools
 from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dask_p2p.backends.kernels.launch import (
@@ -54,6 +53,9 @@ def check(src, dst, dst_box, axes, **options):
     entries = permute(dst[dst_box], src, axes, **options)
     assert bits(dst) == bits(expected)
     return entries
+
+
+MOST_BYTES = 1 << 22  # of guarded memory
 
 
 def guarded_array(name, shape, itemsize, flush="end", shift=0):
@@ -111,16 +113,6 @@ class TestTwoAxes:
             used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
             assert used == [f"permute_copy_{word}"]
 
-    def test_reversed_and_stepped_sources(self, word, flush, backwards):
-        for box in [np.s_[::-1], np.s_[:, ::-1], np.s_[::2, ::3], np.s_[::-2, ::-1]]:
-            shape = np.empty((90, 95))[box].shape
-            used = self.run(word, flush, backwards, (90, 95), box, shape[::-1], ...)
-            assert len(used) == 1
-
-    def test_reversed_targets(self, word, flush, backwards):
-        for box in [np.s_[::-1], np.s_[:, ::-1], np.s_[::-1, ::-1]]:
-            self.run(word, flush, backwards, (64, 96), ..., (96, 64), box)
-
 
 @needs_compiler
 @pytest.mark.parametrize(
@@ -148,11 +140,6 @@ class TestCells:
             dst = guarded_array("dst", (40, *cell[::-1]), itemsize, flush, shift)
             assert "cells" in check(src, dst, ..., (0, 2, 1))[0]
 
-    def test_batches_of_batches(self, itemsize, cell, flush):
-        src = random_bits((5, 3, 16, *cell), f"V{itemsize}")
-        dst = np.empty((3, 5, 16, *cell[::-1]), f"V{itemsize}")
-        check(src, dst, ..., (1, 0, 2, 4, 3))
-
     def test_no_cells_where_rows_are_longer(self, itemsize, cell, flush):
         src = random_bits((20, cell[0], cell[1] + 1), f"V{itemsize}")[..., :-1]
         dst = np.empty((20, *cell[::-1]), f"V{itemsize}")
@@ -164,37 +151,6 @@ def test_cells_of_three_axes():
     src = random_bits((500, 4, 5, 6), "f4")
     dst = np.empty((500, 6, 5, 4), "f4")
     assert check(src, dst, ..., (0, 3, 2, 1)) == ["permute_cells_4"]
-
-
-def in_turn(first, second, number):
-    """Cases of all values of two lists, each of the first with only a few of the second.
-
-    `test_any_boxes` draws from all pairs.
-    """
-    of_second = itertools.cycle(second)
-    return [(a, next(of_second)) for a in first for _ in range(number)]
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("axes", "word"), in_turn(itertools.permutations(range(4)), WORD_SIZES_BYTES, 2)
-)
-def test_four_axes(axes, word):
-    src = guarded_array("src", (3, 18, 5, 32), word)
-    src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
-    dst = guarded_array("dst", [src.shape[a] for a in axes], word)
-    check(src, dst, ..., axes)
-
-
-@needs_compiler
-@pytest.mark.parametrize(
-    ("itemsize", "axes"),
-    in_turn([3, 5, 6, 12, 20, 24, 32, 48], [(0, 1, 2), (0, 2, 1), (2, 1, 0), (1, 0, 2)], 2),
-)
-def test_items_that_are_no_words(itemsize, axes):
-    src = random_bits((20, 21, 34), f"V{itemsize}")
-    dst = guarded_array("dst", [src.shape[a] for a in axes], itemsize)
-    check(src, dst, ..., axes)
 
 
 @needs_compiler
@@ -232,14 +188,6 @@ def test_more_tiles_than_a_grid_takes(axes, max_grid):
 
 
 @needs_compiler
-@pytest.mark.parametrize("base", [np.zeros((50, 1, 1), "f4"), np.ones((1, 40, 1)), np.ones(())])
-def test_broadcast_sources(base):
-    src = np.broadcast_to(base, (50, 40, 30))
-    for axes in itertools.permutations(range(3)):
-        check(src, np.empty([src.shape[a] for a in axes], src.dtype), ..., axes)
-
-
-@needs_compiler
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1, 1), (0,), (3, 0, 4), (5,), (1, 700, 1)])
 def test_least_shapes(shape):
     src = random_bits(shape, "f8")
@@ -253,15 +201,28 @@ def test_least_shapes(shape):
 
 @needs_compiler
 @settings(max_examples=150, deadline=None)
-@given(st.data(), permutations(min_side=1, max_side=40, max_ndim=4), st.integers(1, 17))
-def test_any_boxes(data, case, itemsize):
+@given(
+    st.data(),
+    permutations(min_side=1, max_side=40, max_ndim=4),
+    st.sampled_from([*range(1, 18), 20, 24, 32, 48]),
+    st.sampled_from(["start", "end"]),
+)
+def test_any_boxes(data, case, itemsize, flush):
     shape, axes = case
-    while np.prod(shape, dtype=int) > 30000:
+    while np.prod(shape, dtype=int) > 8000:
         shape = tuple(-(-extent // 2) for extent in shape)
     outer, box = data.draw(boxes(shape))
     dst_outer, dst_box = data.draw(boxes([shape[a] for a in axes]))
-    src = random_bits(outer, f"V{itemsize}")[(*box, ...)]
-    dst = np.empty(dst_outer, f"V{itemsize}")
+    assume(max(np.prod(outer), np.prod(dst_outer)) * itemsize < MOST_BYTES)
+    src, dst = (
+        guarded_array(name, of, itemsize, flush, data.draw(st.integers(0, 15)))
+        for name, of in (("src", outer), ("dst", dst_outer))
+    )
+    src.reshape(-1).view("u1")[...] = random_bits((src.nbytes,), "u1")
+    src = src[(*box, ...)]
+    for axis in data.draw(st.sets(st.sampled_from(range(len(shape))), max_size=2)) if shape else ():
+        row = src[(slice(None),) * axis + (slice(0, 1),)]
+        src = np.broadcast_to(row, src.shape)
     check(src, dst, dst_box, axes, backwards=data.draw(st.booleans()))
 
 

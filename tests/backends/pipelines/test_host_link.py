@@ -9,7 +9,6 @@ from dask_p2p.backends.cupy import CUPY, measured_host_link
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.streams import HOST, drop_host_slots
-from tests.support import tune
 
 BYTES = 2**12
 REPEATS = 3  # of each measurement
@@ -17,7 +16,8 @@ REPEATS = 3  # of each measurement
 
 @pytest.fixture
 def gpu(gpu, monkeypatch):
-    tune(monkeypatch, link_copy_bytes=BYTES, link_copies=REPEATS)
+    monkeypatch.setattr("dask_p2p.backends.cupy.LINK_COPY_BYTES", BYTES)
+    monkeypatch.setattr("dask_p2p.backends.cupy.LINK_COPIES", REPEATS)
     gpu.copies = []
     do = gpu.do
 

@@ -14,7 +14,6 @@ from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
 from dask_p2p.monitoring.runs import cells, runs_of
 from tests.clock import run_clocked
 from tests.monitoring.support import NAME, record
-from tests.support import tune
 
 FROM_B = (Stage("b", "cma", 100),)
 
@@ -93,7 +92,7 @@ def test_pages_share_the_answers_of_workers():
 
 def test_large_clusters_are_asked_less_often(monkeypatch):
     async def main():
-        tune(monkeypatch, page_s_per_worker=1.0)
+        monkeypatch.setattr("dask_p2p.monitoring.page.feed.INTERVAL_S_PER_WORKER", 1.0)
         workers = Workers(*map(str, range(100)))
         await workers.look(20)
         assert set(workers.asked.values()) == {1}

@@ -12,7 +12,6 @@ from distributed import Client, LocalCluster, worker_client
 
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
-from tests.support import tune
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -49,7 +48,7 @@ def test_a_section_of_one_rank_runs_in_the_function_of_another(client, compute):
 
 
 def test_a_warning_names_the_section_whose_workers_an_inner_one_needs(monkeypatch):
-    tune(monkeypatch, gang_reminder_s=0.5)
+    monkeypatch.setattr("dask_p2p.plugins.gangs.scheduler.REMINDER_S", 0.5)
     with (
         dask.config.set({"p2p.sections.warn-after": "100 ms"}),
         warnings.catch_warnings(record=True) as records,

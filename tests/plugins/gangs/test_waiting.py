@@ -15,7 +15,7 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
 from dask_p2p.plugins.gangs.scheduler import Waiting
 from tests.clock import run_clocked
-from tests.support import BOUND_S, in_process, tune
+from tests.support import BOUND_S, in_process
 from tests.transports.loopback import true_later
 
 AFTER_S = 1.0
@@ -129,7 +129,7 @@ def test_the_first_ones_are_named():
 
 
 def test_the_warning_is_repeated_until_the_gang_begins(monkeypatch):
-    tune(monkeypatch, gang_reminder_s=AFTER_S)
+    monkeypatch.setattr("dask_p2p.plugins.gangs.scheduler.REMINDER_S", AFTER_S)
     scheduler = Scheduler([task("processing"), task("queued")])
 
     async def main():

@@ -200,7 +200,7 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
 @pytest.mark.parametrize("sends", [True, False])
 def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends):
     """A rank's call differs: no peer sends a matching message, or receives one."""
-    tune(monkeypatch, ucx_close_timeouts=1)
+    monkeypatch.setattr("dask_p2p.transports.ucx_messenger.CLOSE_TIMEOUTS", 1)
 
     def exchange(rank, connections):
         if rank:

@@ -22,7 +22,7 @@ from dask_p2p.transports import process_memory, same_host
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.in_place import CmaTransport
 from dask_p2p.transports.leases import OWNER
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S
 from tests.transports.conformance import Conformance
 from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.usage import usage
@@ -92,7 +92,7 @@ def described(setup, monkeypatch, **changes):
 @pytest.fixture
 def _no_sweep(monkeypatch):
     """On a busy machine, published blocks would expire in the middle of a test."""
-    tune(monkeypatch, descriptor_expiry_s=3600.0)
+    monkeypatch.setattr("dask_p2p.transports.same_host.EXPIRY_S", 3600.0)
 
 
 @pytest.mark.usefixtures("_one_process")
@@ -240,7 +240,7 @@ class TestCma(Conformance):
         self, setup, block, monkeypatch
     ):
         """A reader may stand still for longer than a worker's plugin can wait for it."""
-        tune(monkeypatch, close_s=0.0)
+        monkeypatch.setattr("dask_p2p.transports.same_host.CLOSE_S", 0.0)
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         setup.close_holder()

@@ -27,7 +27,7 @@ from dask_p2p.transports import buffers as segments
 from dask_p2p.transports import packed as base
 from dask_p2p.transports.buffers import Segment, Segments
 from dask_p2p.transports.pinned import PinnedTransport
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
@@ -321,7 +321,7 @@ def test_memory_is_not_mapped_for_what_cannot_be_packed(setup, loop):
 def test_memory_that_is_mapped_is_bounded(setup, loop, monkeypatch):
     """What is used is kept, whoever asks for it; of what nobody uses for long, nothing."""
     setup.put(("x-1", 0, 0), np.ones((6, 10)))
-    tune(monkeypatch, mapped_segments=4)
+    monkeypatch.setattr("dask_p2p.transports.pinned.MOST_MAPPED", 4)
     opened, original = [], Segment.open
     monkeypatch.setattr(Segment, "open", lambda name: opened.append(name) or original(name))
     used = Segment.make(4096)

@@ -23,7 +23,7 @@ from dask_p2p.transports.buffers import ByteBudget
 from dask_p2p.transports.streamed import Outgoing
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
@@ -60,7 +60,7 @@ def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(monkeypatch, there, mo
 
 class TestUcx(PackedConformance):
     def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
-        tune(monkeypatch, ucx_rest_s=0.05)
+        monkeypatch.setattr("dask_p2p.transports.ucx.REST_S", 0.05)
         key, array = block
         for _ in range(2):
             self.read(setup, key, array, ((0, 1), (0, 1)))
