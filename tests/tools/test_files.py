@@ -102,7 +102,7 @@ def test_arrays_of_all_kinds_there_and_back(client, tmp_path, name):
 
 
 def test_npy_files_of_many_blocks(client, tmp_path, monkeypatch):
-    monkeypatch.setattr("dask_p2p.tools.files.BLOCK_BYTES", 10_000)
+    monkeypatch.setattr("dask_p2p.cli.files.BLOCK_BYTES", 10_000)
     image = data.coins()
     source, target = tmp_path / "in.npy", tmp_path / "out.npy"
     assert convert(client, put(source, image), target) > 10
