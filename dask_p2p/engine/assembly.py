@@ -34,9 +34,9 @@ from dask_p2p.backends import (
     as_array,
     backend_for,
     backend_named,
+    checked_block,
     device_of,
 )
-from dask_p2p.backends.checks import checked_block
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import temporaries_kept
 from dask_p2p.config import Options

@@ -20,7 +20,7 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError, P2PWarning
-from dask_p2p.fusing.arguments import (
+from dask_p2p.fusing.fused import (
     argument,
     array_of_value,
     check_reads,

@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, overload
 
+import dask
+import numpy as np
+from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.task_spec import DataNode, Task, TaskRef
+from dask.utils import ensure_dict
 
-from dask_p2p.config import checked_options
-from dask_p2p.fusing.arguments import ArraysGraph, graph_of
+from dask_p2p.config import Options, checked_options
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.planning.owners import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_layers, sizes_of
-from dask_p2p.fusing.planning.tasks import ReadGraph, check_arrays, kind_of, kinds_of
-from dask_p2p.fusing.running.gang import fused_gang
-from dask_p2p.graph.arrays import expression_array, is_expression
+from dask_p2p.fusing.planning.sizes import (
+    CallValue,
+    Declared,
+    DeclaredBlocks,
+    DeclaredValue,
+    blocks_of_layers,
+    sizes_of,
+)
+from dask_p2p.fusing.planning.tasks import (
+    ReadGraph,
+    check_annotations,
+    check_arrays,
+    check_tasks,
+    is_fused,
+    is_random,
+    keys_of,
+    kind_of,
+    kinds_of,
+    name_of,
+    read_graph,
+    tasks_of_layer,
+)
+from dask_p2p.fusing.running.gang import array_of_tasks, fused_gang
+from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
 from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.graph import GangLayer, GangTasks, most_ranks
-from dask_p2p.types import DaskArray
+from dask_p2p.types import DaskArray, Key
 
 
 @overload
@@ -146,3 +173,198 @@ def _input_layers(graph: ArraysGraph, token: str) -> tuple[dict[str, Any], dict[
         for name in names
     }
     return layers, dependencies
+
+
+_PREFIX = "p2p-argument"  # of the names of these arrays
+
+
+def argument(
+    x: Declared | DeclaredValue, number: int, like: DaskArray, parameter: str
+) -> DaskArray:
+    """Return an array of the library of `like` that stands for an argument.
+
+    Its tasks are replaced in each call.
+    """
+    if isinstance(x, Declared):
+        chunks, meta = x.chunks, x.meta
+    else:
+        chunks = tuple((length,) for length in x.shape)
+        meta = np.empty_like(like._meta, x.dtype, shape=(0,) * len(x.shape))
+    name = f"{_PREFIX}-{number}-{tokenize(chunks, x.dtype, number)}"
+    keys: list[Key] = [
+        (name, *index) for index in product(*(range(len(sizes)) for sizes in chunks))
+    ]
+    tasks = {key: Task(key, _no_value, parameter) for key in keys}
+    return array_of_tasks(like, name, chunks, meta, tasks)
+
+
+def reading_values(tasks: Mapping[Key, Any], values: Sequence[DaskArray]) -> dict[Key, Any]:
+    """Return tasks that read the values of a call also where they are keywords of `map_blocks`.
+
+    Dask copies the tasks of such keywords into others, or leaves them out of the graph.
+    """
+    own = {key: task for x in values for key, task in x.__dask_graph__().items()}
+    return own | {key: _without_copies(task, own) for key, task in tasks.items()}
+
+
+def _without_copies(task: Any, own: Container[Any]) -> Any:
+    if not own or not isinstance(task, Task) or not _has_copy(task):
+        return task
+    if not is_fused(task):
+        arguments = [_without_copies(each, own) for each in task.args]
+        return Task(task.key, task.func, *arguments, **task.kwargs)
+    inner, last, names, *inputs = task.args
+    copies = [key for key in inner if key in own]
+    inner = {key: each for key, each in inner.items() if key not in own}
+    names = (*names, *copies)
+    return Task(task.key, task.func, inner, last, names, *inputs, *map(TaskRef, copies))
+
+
+def with_call_values(read: ReadGraph, values: Mapping[str, CallValue]) -> ReadGraph:
+    """Return a graph whose arguments of these names are literals that come with each call."""
+    of_values = {key: values[name_of(key)] for key in read.kept if name_of(key) in values}
+    tasks = read.tasks
+    literals = {key: DataNode(key, of_call) for key, of_call in of_values.items()}
+    nodes = {**literals, **tasks.nodes}
+    reads = {**dict.fromkeys(literals, ()), **tasks.reads}
+    inputs = tuple(key for key in tasks.inputs if key not in literals)
+    kept = {key: task for key, task in read.kept.items() if key not in literals}
+    return ReadGraph(replace(tasks, nodes=nodes, reads=reads, inputs=inputs), kept)
+
+
+def array_of_value(like: DaskArray, declared: Declared, value: Any) -> DaskArray:
+    """Return the Dask array of one block that a NumPy array is."""
+    name = f"{_PREFIX}-value-{tokenize(value)}"
+    key = (name, *(0 for _ in value.shape))
+    return array_of_tasks(like, name, declared.chunks, declared.meta, {key: DataNode(key, value)})
+
+
+def _no_value(parameter: str) -> Any:
+    raise InputError(
+        f"expected a function that builds lazy arrays only, got one that reads values of its "
+        f"argument {parameter!r}, which has none in compile. Move compute(), float() and `if` out "
+        f"of the function, and test for convergence between calls."
+    )
+
+
+def pinned(
+    given: Sequence[DaskArray],
+    outputs: Sequence[DaskArray],
+    output_keys: Sequence[Sequence[Key]],  # of the blocks of each output
+    size: int,
+) -> dict[Key, int]:
+    """Return the owner of each block of the arguments, and of results with the chunks of one.
+
+    So such a result can be an argument of the next call on the same ranks.
+    """
+    chunks = [x.chunks for x in given]
+    alike = [keys for x, keys in zip(outputs, output_keys, strict=True) if x.chunks in chunks]
+    return {
+        key: number * size // len(keys)
+        for keys in (*map(keys_of, given), *alike)
+        for number, key in enumerate(keys)
+    }
+
+
+def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
+    """Refuse tasks that cannot read an argument: `UnsupportedArrayError`.
+
+    These are tasks that stay with Dask, and those with a copy of an argument's task, as Dask makes
+    them where it optimises a graph before the end.
+    """
+    for key, task in {**read.tasks.nodes, **read.kept}.items():
+        if name_of(key) not in arguments and _has_copy(task):
+            raise UnsupportedArrayError(
+                f"expected only lazy arrays between arguments and results, got the task {key!r} of "
+                f"a delayed function, or of a Dask array among the keywords of map_blocks. Give "
+                f"arrays by position, map_blocks(f, x, y). Call delayed functions outside of the "
+                f"compiled function."
+            )
+    for key, task in read.kept.items():
+        reads = getattr(task, "dependencies", ())
+        if name_of(key) not in arguments and any(name_of(each) in arguments for each in reads):
+            raise UnsupportedArrayError(
+                f"expected only tasks of ranks between arguments and results, got the task "
+                f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "
+                f"Call it outside of the compiled function."
+            )
+
+
+def _has_copy(task: Any) -> bool:
+    """Return whether a task has that of an argument among its own arguments."""
+    if isinstance(task, (list, tuple)):
+        return any(map(_has_copy, task))
+    if isinstance(task, dict):
+        return any(map(_has_copy, task.values()))
+    return isinstance(task, Task) and (task.func is _no_value or _has_copy(task.args))
+
+
+@dataclass(frozen=True)
+class ArraysGraph:
+    """The graph of some arrays together."""
+
+    tasks_of: Mapping[str, Mapping[Key, Any]]  # by layer; expressions have one
+    keys: Sequence[Sequence[Key]]  # of the blocks of each array
+    layers: HighLevelGraph  # without layers where arrays are expressions
+    read: ReadGraph  # all tasks, with those that ranks run set apart
+
+    def random_layers(self) -> dict[Any, Any]:
+        """Return the layers of `dask.array.random`, by name; None for those of expressions."""
+        nodes = {**self.read.tasks.nodes, **self.read.kept}
+        names = {name_of(key) for key, node in nodes.items() if is_random(node)}
+        return {name: self.layers.layers.get(name) for name in names}
+
+
+def graph_of(
+    arrays: Sequence[DaskArray], options: Options, values: Sequence[DaskArray] = ()
+) -> ArraysGraph:
+    """Return the graph of some arrays, whose tasks read the `values` of a call.
+
+    Raises `UnsupportedArrayError` if ranks cannot run it.
+    """
+    tasks_of: dict[str, Mapping[Key, Any]]
+    if is_expression(arrays[0]):
+        found, keys = zip(*map(optimised_tasks, arrays), strict=True)
+        layers = HighLevelGraph({}, {})
+        tasks_of = {"": {key: task for each in found for key, task in each.items()}}
+    else:
+        keys = tuple(map(keys_of, arrays))
+        layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
+        tasks_of = {name: tasks_of_layer(each, options) for name, each in layers.layers.items()}
+    tasks = {key: task for each in tasks_of.values() for key, task in each.items()}
+    read = read_graph(reading_values(tasks, values), keys)
+    check_tasks(read)
+    check_annotations(layers.layers, read.tasks)
+    return ArraysGraph(tasks_of, keys, layers, read)
+
+
+def graph_as_optimised(arrays: Sequence[DaskArray]) -> tuple[list[str], HighLevelGraph]:
+    """Return the names that the keys of arrays' blocks have in their graph, and this graph.
+
+    It has the tasks that Dask computes, since the scheduler may have some of them under their keys.
+    """
+    if is_expression(arrays[0]):
+        found, keys = zip(*map(optimised_tasks, arrays), strict=True)
+        names = [str(name_of(of_array[0])) for of_array in keys]
+        optimised = dict(zip(names, map(MaterializedLayer, found), strict=True))
+        return names, HighLevelGraph(optimised, {name: set() for name in optimised})
+    with dask.config.set({"p2p.fuse": "off"}):
+        optimise = arrays[0].__dask_optimize__
+    before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
+    tasks = ensure_dict(optimise(before, [x.__dask_keys__() for x in arrays]))
+    # Each task is in the layer that it had, which may have annotations.
+    layer_of = {key: name for name, layer in before.layers.items() for key in layer}
+    layers: dict[Any, dict[Key, Any]] = {}
+    dependencies: dict[Any, set[Any]] = {}
+    for key, task in tasks.items():
+        name = layer_of.get(key, key)
+        layers.setdefault(name, {})[key] = task
+        reads = getattr(task, "dependencies", ())
+        before_task = {layer_of.get(read, read) for read in reads if read in tasks}
+        dependencies.setdefault(name, set()).update(before_task - {name})
+    annotations = {name: before.layers[name].annotations for name in before.layers}
+    made = {
+        name: MaterializedLayer(of_layer, annotations.get(name))
+        for name, of_layer in layers.items()
+    }
+    return [x.name for x in arrays], HighLevelGraph(made, dependencies)

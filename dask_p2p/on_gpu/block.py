@@ -16,9 +16,16 @@ from typing import Any
 from dask.utils import funcname
 
 from dask_p2p import tuning
-from dask_p2p.backends import SLOTS, Queue, as_array, backend_for, backend_named, device_of
+from dask_p2p.backends import (
+    SLOTS,
+    Queue,
+    as_array,
+    backend_for,
+    backend_named,
+    checked_block,
+    device_of,
+)
 from dask_p2p.backends.base import check_plain
-from dask_p2p.backends.checks import checked_block
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
 from dask_p2p.backends.dlpack import LibraryFunction, is_block, own_function

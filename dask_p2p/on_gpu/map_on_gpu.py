@@ -25,8 +25,13 @@ from dask_p2p.graph.arrays import arrays_with_halos
 from dask_p2p.graph.libraries import check_one_library, functions_of
 from dask_p2p.inputs import as_integer
 from dask_p2p.on_gpu.block import Argument, GpuMap, GpuMapFunction
-from dask_p2p.ops.arguments import check_function, check_known_array, check_names
-from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.ops.arguments import (
+    check_function,
+    check_known_array,
+    check_names,
+    checked_boundaries,
+    checked_depths,
+)
 from dask_p2p.ops.rechunk import aligned
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import halo_widths_of

@@ -32,8 +32,13 @@ from dask_p2p.graph.libraries import (
     is_dask_array,
     is_of_dask_array,
 )
-from dask_p2p.ops.arguments import check_function, check_known_array, check_names
-from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.ops.arguments import (
+    check_function,
+    check_known_array,
+    check_names,
+    checked_boundaries,
+    checked_depths,
+)
 from dask_p2p.ops.rechunk import aligned, rechunk
 from dask_p2p.plans import GridPlan, halo_plan
 from dask_p2p.plans.halo import halo_widths_of

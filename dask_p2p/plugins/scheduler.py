@@ -29,10 +29,10 @@ from dask_p2p.engine.task import (
     unwrapped,
 )
 from dask_p2p.errors import RegistrationError
+from dask_p2p.monitoring import add_pages
 from dask_p2p.monitoring import metrics as prometheus
+from dask_p2p.monitoring.feed import Feed, Tasks
 from dask_p2p.monitoring.metrics import COUNTERS_METRIC, GAUGES, Totals, Values, sum_into
-from dask_p2p.monitoring.page import add_pages
-from dask_p2p.monitoring.page.feed import Feed, Tasks
 from dask_p2p.monitoring.records import (
     PROGRESS_OP,
     RECORDS_OP,

@@ -32,7 +32,7 @@ from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import mapped
 from dask_p2p.ops.rechunk import rechunk as own_rechunk
 from dask_p2p.tools import zarr_stores
-from dask_p2p.tools.dispatch import (
+from dask_p2p.tools.zarr_stores import (
     COUNTING,
     LACKING,
     LOCK,

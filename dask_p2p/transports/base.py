@@ -43,8 +43,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
-from dask_p2p.backends.checks import checked_block
+from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named, checked_block
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last

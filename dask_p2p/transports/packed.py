@@ -28,8 +28,16 @@ from typing import Any, ClassVar, NamedTuple
 
 from distributed.protocol import to_serialize
 
-from dask_p2p.backends import Backend, Queue, backend_for, backend_named, device_of
-from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
+from dask_p2p.backends import (
+    Backend,
+    Queue,
+    backend_for,
+    backend_named,
+    check_dtype_text,
+    device_of,
+    dtype_text,
+    mismatch,
+)
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box, Layout, box_size, box_slices

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from dask_p2p.backends.checks import dtype_text, in_dtype, mismatch
+from dask_p2p.backends import dtype_text, in_dtype, mismatch
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import Box, Layout, box_shape, box_size, round_up

@@ -23,8 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from dask_p2p.backends import backend_for, backend_named
-from dask_p2p.backends.checks import check_dtype_text, dtype_text, mismatch
+from dask_p2p.backends import backend_for, backend_named, check_dtype_text, dtype_text, mismatch
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.config import Options
 from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError

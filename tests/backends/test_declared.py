@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.backends.checks import check_dtype_text, checked_block, dtype_text
+from dask_p2p.backends import check_dtype_text, checked_block, dtype_text
 from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
 
 F8 = np.dtype("f8")

@@ -7,7 +7,7 @@ import pytest
 from distributed import Event, wait
 
 import dask_p2p
-from dask_p2p.monitoring.page.charts import Speeds, section_of, speed_chart, waiting_chart
+from dask_p2p.monitoring.charts import Speeds, section_of, speed_chart, waiting_chart
 from dask_p2p.monitoring.runs import cells
 from tests.fusing.programs import array, stencils
 from tests.transports.loopback import wait_until

@@ -126,7 +126,7 @@ def test_parts_of_a_worker_that_are_used(client):
 
 
 def test_parts_of_the_dashboard_that_are_used(client):
-    """See `dask_p2p.monitoring.page.dashboard`; `applications` are those of Dask's own pages."""
+    """See `dask_p2p.monitoring.dashboard`; `applications` are those of Dask's own pages."""
     pytest.importorskip("bokeh")
     from bokeh.server.tornado import BokehTornado
     from distributed.dashboard.scheduler import applications, template_variables

@@ -22,7 +22,8 @@ from distributed.shuffle._rechunk import rechunk_p2p
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
-from dask_p2p.tools import dispatch, dropin
+from dask_p2p.tools import dropin
+from dask_p2p.tools import zarr_stores as dispatch
 from tests.support import BOUND_S, added, parameter_names, persisted, spread, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.

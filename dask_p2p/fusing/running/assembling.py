@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 
 from dask.array.core import concatenate3
 
-from dask_p2p.backends import as_array
-from dask_p2p.backends.checks import checked_block
+from dask_p2p.backends import as_array, checked_block
 from dask_p2p.backends.host import KeptResults
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep

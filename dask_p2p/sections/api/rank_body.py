@@ -14,8 +14,7 @@ import cloudpickle  # Dask's functions would log an error for each object withou
 import numpy as np
 from dask.utils import format_bytes
 
-from dask_p2p.backends import as_array, backend_named
-from dask_p2p.backends.checks import checked_block
+from dask_p2p.backends import as_array, backend_named, checked_block
 from dask_p2p.engine.context import MemoryNeed, in_memory_bytes, where_is
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import P2PWarning

@@ -12,7 +12,7 @@ import numpy as np
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import checked_dtype, checked_flag
-from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.ops.arguments import checked_boundaries, checked_depths
 from dask_p2p.plans.halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.grids import Grid

@@ -14,7 +14,7 @@ from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, block_bounds, box_shape, box_slices
 from dask_p2p.inputs import as_integer, checked_choice, checked_dtype
-from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.ops.arguments import checked_boundaries, checked_depths
 from dask_p2p.plans.halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.boundaries import At, Ends, described, open_grid, planned

@@ -14,8 +14,7 @@ from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayErro
 from dask_p2p.geometry import Index
 from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.inputs import checked_dtype, checked_flag
-from dask_p2p.ops.arguments import check_array
-from dask_p2p.ops.halo import checked_boundaries, checked_depths
+from dask_p2p.ops.arguments import check_array, checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.graph import Whole, check_decompositions, check_input, check_same_kind

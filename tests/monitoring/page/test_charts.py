@@ -6,7 +6,7 @@ from math import isnan
 
 import pytest
 
-from dask_p2p.monitoring.page.charts import PARTS, Bar, as_columns, bars, links
+from dask_p2p.monitoring.charts import PARTS, Bar, as_columns, bars, links
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import runs_of
 from tests.monitoring.support import record
@@ -164,14 +164,14 @@ def test_the_newest_runs_are_shown_back_to_a_long_pause():
 
 
 def test_bars_are_bounded(monkeypatch):
-    monkeypatch.setattr("dask_p2p.monitoring.page.charts.MOST_BARS", 20)
+    monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_BARS", 20)
     _, found = drawn(*(record(i, i, (Stage("b", "cma", 1, 0.1, 0.1),)) for i in range(100)))
     assert [bar["block"] for bar in found["task"]] == [f"{i}, 0" for i in range(95, 100)]
     assert found["task"][0]["left"] == 0.0
 
 
 def test_where_there_are_too_many_a_task_has_one_stage(monkeypatch):
-    monkeypatch.setattr("dask_p2p.monitoring.page.charts.MOST_BARS", 20)
+    monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_BARS", 20)
     stages = [Stage(f"h{i}", "cma", 10, 0.1, 0.2, 0.1 * i, 0.05) for i in range(4)]
     _, found = drawn(*(record(0, worker=f"w{i}", stages=(*stages,)) for i in range(4)))
     assert {bar["worker"] for bar in found["task"]} == {f"w{i}" for i in range(4)}

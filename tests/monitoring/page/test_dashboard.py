@@ -18,10 +18,10 @@ import dask.array as da
 import pytest
 
 import dask_p2p
+from dask_p2p import monitoring as module
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring import page as module
-from dask_p2p.monitoring.page import add_pages
-from dask_p2p.monitoring.page.feed import INTERVAL_S
+from dask_p2p.monitoring import add_pages
+from dask_p2p.monitoring.feed import INTERVAL_S
 from tests.support import in_process, own_client
 from tests.transports.loopback import true_later, wait_until
 

@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from dask_p2p.monitoring.page import feed as module
-from dask_p2p.monitoring.page.feed import INTERVAL_S, Feed, Tasks, picture
+from dask_p2p.monitoring import feed as module
+from dask_p2p.monitoring.feed import INTERVAL_S, Feed, Tasks, picture
 from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
 from dask_p2p.monitoring.runs import cells, runs_of
 from tests.clock import run_clocked
@@ -92,7 +92,7 @@ def test_pages_share_the_answers_of_workers():
 
 def test_large_clusters_are_asked_less_often(monkeypatch):
     async def main():
-        monkeypatch.setattr("dask_p2p.monitoring.page.feed.INTERVAL_S_PER_WORKER", 1.0)
+        monkeypatch.setattr("dask_p2p.monitoring.feed.INTERVAL_S_PER_WORKER", 1.0)
         workers = Workers(*map(str, range(100)))
         await workers.look(20)
         assert set(workers.asked.values()) == {1}

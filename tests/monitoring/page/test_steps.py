@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dask_p2p.monitoring.page.charts import Speeds, section_of, speed_chart, waiting_chart
-from dask_p2p.monitoring.page.feed import picture
+from dask_p2p.monitoring.charts import Speeds, section_of, speed_chart, waiting_chart
+from dask_p2p.monitoring.feed import picture
 from dask_p2p.monitoring.records import Stage
 from dask_p2p.monitoring.runs import runs_of
 from tests.monitoring.support import record
@@ -58,8 +58,8 @@ def test_a_later_attempt_has_points_of_its_own():
 
 
 def test_points_and_sections_are_bounded(monkeypatch):
-    monkeypatch.setattr("dask_p2p.monitoring.page.charts.MOST_POINTS", 10)
-    monkeypatch.setattr("dask_p2p.monitoring.page.charts.MOST_SECTIONS", 2)
+    monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_POINTS", 10)
+    monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_SECTIONS", 2)
     speeds = Speeds()
     for step in range(1, 100):
         chart = speed_chart(run_at(10.0 + step, step), speeds)
@@ -90,7 +90,7 @@ def test_waits_of_ranks():
 
 
 def test_of_many_ranks_those_that_wait_longest_are_shown(monkeypatch):
-    monkeypatch.setattr("dask_p2p.monitoring.page.charts.MOST_RANKS", 2)
+    monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_RANKS", 2)
     (run,) = runs_of(rank_record(rank, 10, 12.0, rank / 10) for rank in range(4))
     chart = waiting_chart(run)
     assert chart.title == "Waiting by rank: the longest 2 of 4"

@@ -10,7 +10,7 @@ from distributed import Event, wait
 import dask_p2p
 from dask_p2p import estimate, iterate, last_runs, spmd
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring.page.feed import TABLE
+from dask_p2p.monitoring.feed import TABLE
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dask_p2p.backends.checks import dtype_text
+from dask_p2p.backends import dtype_text
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.same_host import Descriptor

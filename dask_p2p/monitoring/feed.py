@@ -12,7 +12,7 @@ from contextlib import suppress
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p.monitoring.page.charts import (
+from dask_p2p.monitoring.charts import (
     Chart,
     Columns,
     Speeds,

@@ -17,8 +17,8 @@ from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
 from tornado.ioloop import IOLoop
 
-from dask_p2p.monitoring.page.charts import PARTS, Columns
-from dask_p2p.monitoring.page.feed import TABLE, Feed, Picture, picture
+from dask_p2p.monitoring.charts import PARTS, Columns
+from dask_p2p.monitoring.feed import TABLE, Feed, Picture, picture
 
 # The plots and the table are bokeh models. The colours suit light and dark pages. All other
 # styles come from bokeh's theme and the page.
