@@ -49,13 +49,7 @@ from benchmarks.tables import (
     show_ways,
     summary,
 )
-from dask_p2p.cli.options import (
-    COUNT,
-    cpu_option,
-    one_line_errors,
-    scheduler_option,
-    workers_option,
-)
+from dask_p2p.cli import COUNT, cpu_option, one_line_errors, scheduler_option, workers_option
 from dask_p2p.geometry import box_shape
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
 

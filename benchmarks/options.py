@@ -11,9 +11,9 @@ from typing import Any
 import click
 import numpy as np
 
+from dask_p2p import cli as _options
 from dask_p2p.backends.host import on_gpu
-from dask_p2p.cli import options as _options
-from dask_p2p.cli.options import ClusterSpec, connect, own_cluster
+from dask_p2p.cli import ClusterSpec, connect, own_cluster
 from dask_p2p.geometry import normal_axes
 from dask_p2p.plugins.registration import workers_of
 

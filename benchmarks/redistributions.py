@@ -41,7 +41,7 @@ from benchmarks.tables import (
     table,
 )
 from benchmarks.transforms import DASK, Spectrum, transforms
-from dask_p2p.cli.options import COUNT, check_fits, one_line_errors
+from dask_p2p.cli import COUNT, check_fits, one_line_errors
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import Plan, halo_plan
 

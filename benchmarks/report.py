@@ -33,7 +33,7 @@ from benchmarks.measure import (
 )
 from benchmarks.options import AnyClusterSpec, order_of_axes, start
 from benchmarks.tables import OURS, OURS_SYNC, progress
-from dask_p2p.cli.options import check_fits, default_side
+from dask_p2p.cli import check_fits, default_side
 from dask_p2p.geometry import split_evenly
 from dask_p2p.tools.cluster import device_names
 from dask_p2p.types import DType

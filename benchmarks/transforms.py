@@ -25,7 +25,7 @@ from benchmarks.report import NO_OP
 from benchmarks.rivals import jax_fft, mpi_fftn
 from benchmarks.tables import OURS, output, table
 from dask_p2p import fft
-from dask_p2p.cli.options import COUNT, one_line_errors
+from dask_p2p.cli import COUNT, one_line_errors
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import Plan, redistribution
 

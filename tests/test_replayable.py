@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy import roll, save
 
-from dask_p2p.replayable import is_constant, is_replayable
+from dask_p2p.sections.iterate.functions import is_constant, is_replayable
 
 RATE, SHAPE = 0.1, (3, 4)
 COUNTS, TOTAL = {"steps": 0}, 0

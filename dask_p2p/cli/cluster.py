@@ -16,8 +16,8 @@ import numpy as np
 from dask.utils import format_bytes
 from distributed import wait
 
+from dask_p2p import cli
 from dask_p2p.backends import backend_named
-from dask_p2p.cli import options as shared
 from dask_p2p.errors import install_command
 from dask_p2p.geometry import split_evenly
 from dask_p2p.monitoring.runs import cells, last_runs, text_table
@@ -43,28 +43,28 @@ _NEXT = (
 @click.command()
 @click.option(
     "--size",
-    type=shared.COUNT,
+    type=cli.COUNT,
     metavar="N",
     help="Rows and columns of the matrix.  [default: 6000, on GPUs 32768, or fewer to fit memory]",
 )
-@shared.workers_option
-@shared.cpu_option
+@cli.workers_option
+@cli.cpu_option
 def demo(size: int | None, workers: int | None, cpu: bool) -> None:
     """Start a cluster, transpose a generated matrix, and check every element.
 
     Dask's own methods are timed too. The cluster uses GPUs if there is more than one, else CPUs.
     """
-    with shared.one_line_errors():
-        spec = shared.choose_cluster(workers, cpu)
+    with cli.one_line_errors():
+        spec = cli.choose_cluster(workers, cpu)
         dtype = np.dtype("float32" if spec.gpus else "float64")
-        side = size or shared.default_side(spec, dtype.itemsize)
-        shared.check_fits(spec, (side, side), dtype, (1, 0), "--size")
+        side = size or cli.default_side(spec, dtype.itemsize)
+        cli.check_fits(spec, (side, side), dtype, (1, 0), "--size")
         if spec.note:
             click.echo(spec.note)
         click.echo("Starting a cluster ...")
         tried: dict[str, tuple[list[float], int]] = {}  # by method: seconds a run, wrong elements
         for options, named in methods(bool(spec.gpus)):
-            own = shared.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+            own = cli.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
             with own as client, client.as_current():
                 if not tried:
                     _introduce(client, spec, side, dtype)
@@ -98,9 +98,9 @@ def _rechunked(method: str, x: DaskArray) -> DaskArray:
     return x.T.rechunk(slab_chunks(x.chunks, (1, 0)), method=method)
 
 
-def _introduce(client: Any, spec: shared.ClusterSpec, side: int, dtype: Any) -> None:
+def _introduce(client: Any, spec: cli.ClusterSpec, side: int, dtype: Any) -> None:
     """Print the workers, the matrix and the algorithm."""
-    click.echo(f"Started {shared.devices_text(spec, device_names(client, spec.kind))}.")
+    click.echo(f"Started {cli.devices_text(spec, device_names(client, spec.kind))}.")
     if find_spec("bokeh") is None:
         click.echo(f"Dashboard: none without bokeh. Run: {install_command('dashboard')}")
     else:
@@ -114,7 +114,7 @@ def _introduce(client: Any, spec: shared.ClusterSpec, side: int, dtype: Any) -> 
 
 
 def _tried(
-    client: Any, method: Callable[[DaskArray], Any], spec: shared.ClusterSpec, side: int, dtype: Any
+    client: Any, method: Callable[[DaskArray], Any], spec: cli.ClusterSpec, side: int, dtype: Any
 ) -> tuple[list[float], int]:
     """Return the times of a transpose method, and the number of wrong elements of its last run."""
     shape, kind = (side, side), spec.kind
@@ -162,9 +162,9 @@ def _show(tried: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -
 
 
 @click.command()
-@shared.scheduler_option
-@shared.workers_option
-@shared.cpu_option
+@cli.scheduler_option
+@cli.workers_option
+@cli.cpu_option
 @click.pass_context
 def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: bool) -> None:
     """Show transports and speeds between workers, and any problems.
@@ -173,9 +173,9 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
     """
     from dask_p2p.tools.check import check as find
 
-    with shared.one_line_errors(), _cluster(scheduler, workers, cpu) as client:
+    with cli.one_line_errors(), _cluster(scheduler, workers, cpu) as client:
         if scheduler is not None:
-            shared.worker_count(client)  # there is at least one
+            cli.worker_count(client)  # there is at least one
         report = find(client)
     click.echo(report)
     if any(link.error for link in report.links):
@@ -185,13 +185,13 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 def _cluster(scheduler: str | None, workers: int | None, cpu: bool) -> Any:
     """Return a client of the given cluster, or of a new one on this machine, as a context."""
     if scheduler is None:
-        spec = shared.choose_cluster(workers, cpu)
-        return shared.own_cluster(spec.workers, gpus=bool(spec.gpus))
+        spec = cli.choose_cluster(workers, cpu)
+        return cli.own_cluster(spec.workers, gpus=bool(spec.gpus))
     if workers or cpu:
         raise click.UsageError(
             "--workers and --cpu are for a cluster on this machine, not for --scheduler"
         )
-    return shared.connect(scheduler)
+    return cli.connect(scheduler)
 
 
 # By item size: the largest prime that the type represents exactly. Values are linear indices modulo

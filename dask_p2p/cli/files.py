@@ -28,7 +28,7 @@ from dask.utils import format_bytes
 from numpy.lib.format import open_memmap
 
 import dask_p2p
-from dask_p2p.cli import options as shared
+from dask_p2p import cli
 from dask_p2p.errors import FileError, MissingPackageError, P2PError, needs
 from dask_p2p.monitoring.runs import format_duration
 from dask_p2p.plugins.registration import workers_of
@@ -53,8 +53,8 @@ _OPTIONS = (
         help="Chunks of a Zarr output: one size, or one for each axis (-1: the whole axis).  "
         "[default: chunks of a Zarr input, or about 16 MiB]",
     ),
-    shared.scheduler_option,
-    click.option("--workers", type=shared.COUNT, metavar="N", help="Number of workers to start."),
+    cli.scheduler_option,
+    click.option("--workers", type=cli.COUNT, metavar="N", help="Number of workers to start."),
     click.option("--overwrite", is_flag=True, help="Replace an existing OUTPUT."),
     click.option("--quiet", is_flag=True, help="Print no progress bar and no report."),
 )
@@ -96,7 +96,7 @@ def _run(
         raise click.UsageError("--workers is for a cluster on this machine, not for --scheduler")
     if chunks and output.endswith(".npy"):
         raise click.UsageError("an .npy file has no chunks: leave out --chunks")
-    with shared.one_line_errors(), stoppable() as stopped:
+    with cli.one_line_errors(), stoppable() as stopped:
         from dask_p2p.cli import files
 
         x = files.opened(input)
@@ -127,9 +127,9 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
     # Errors come as the command's own error, in one line.
     with silence_logging_cmgr(logging.CRITICAL), contextlib.ExitStack() as stack:
         with ctrl_c_later():  # together the workers may use all of the memory
-            own = shared.own_cluster(workers, gpus=False, memory_limit=1 / workers)
-            client = stack.enter_context(shared.connect(scheduler) if scheduler else own)
-        shared.worker_count(client)  # raises without workers
+            own = cli.own_cluster(workers, gpus=False, memory_limit=1 / workers)
+            client = stack.enter_context(cli.connect(scheduler) if scheduler else own)
+        cli.worker_count(client)  # raises without workers
         with client.as_current():
             yield client
 

@@ -17,10 +17,9 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import CHUNKS_REMEDY, check_chunks_are_known, checked_chunks
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.plans.regular import is_regular, regular_size
 from dask_p2p.sections.iterate.iterate import iterate
 from dask_p2p.sections.iterate.output.stores import Save
-from dask_p2p.tools.zarr_stores import regular_chunks
+from dask_p2p.tools.zarr_stores import is_regular, regular_chunks, regular_size
 from dask_p2p.xarray.variables import (
     as_dask,
     changed,

@@ -6,10 +6,9 @@ import re
 import pytest
 from click.testing import CliRunner
 
+from dask_p2p import cli as _options
+from dask_p2p.cli import ClusterSpec, choose_cluster, default_side, p2p
 from dask_p2p.cli import cluster as command
-from dask_p2p.cli import options as _options
-from dask_p2p.cli import p2p
-from dask_p2p.cli.options import ClusterSpec, choose_cluster, default_side
 from tests.support import output_of, ran
 
 pytestmark = pytest.mark.programs

@@ -4,7 +4,7 @@ import dask
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_p2p.cli.options import own_cluster, worker_count
+from dask_p2p.cli import own_cluster, worker_count
 from dask_p2p.errors import P2PError
 
 
@@ -34,7 +34,7 @@ def test_processes_of_an_own_cluster_log_nothing(capfd):
 
 
 def test_a_scheduler_without_workers(monkeypatch):
-    monkeypatch.setattr("dask_p2p.cli.options.WORKERS_S", 0.2)
+    monkeypatch.setattr("dask_p2p.cli.WORKERS_S", 0.2)
     with (
         LocalCluster(n_workers=0, dashboard_address=":0") as cluster,
         Client(cluster, set_as_default=False) as client,

@@ -129,7 +129,7 @@ def test_wrong_usage(dask, args):
     "address", ["tcp://127.0.0.1:1", "tcp://no.such.host.invalid:8786", "no address", "what://a:1"]
 )
 def test_scheduler_that_does_not_answer(dask, monkeypatch, address):
-    monkeypatch.setattr("dask_p2p.cli.options.CONNECT_S", 0.5)
+    monkeypatch.setattr("dask_p2p.cli.CONNECT_S", 0.5)
     result = dask("in.npy", "out.npy", "--scheduler", address, here=False)
     one_line(result, f"no scheduler answers at {address}")
     assert os.listdir() == ["in.npy"]

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.plans.regular import _moved, is_regular, regular_size
+from dask_p2p.tools.zarr_stores import _moved, is_regular, regular_size
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=12).map(tuple)
 

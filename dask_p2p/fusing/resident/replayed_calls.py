@@ -28,7 +28,6 @@ from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program, Sup
 from dask_p2p.fusing.running.gang import ProgramContext, Runner, exchanging, on_device
 from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, quick_form, text_of
 from dask_p2p.fusing.running.program import ReadyProgram, parts_of
-from dask_p2p.replayable import is_constant, is_replayable
 from dask_p2p.sections.exchange.device import HOST, Host, HostLending, SourcePieces
 from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.gpu.device import (
@@ -39,6 +38,7 @@ from dask_p2p.sections.gpu.device import (
     own_gpu,
     share_gpus,
 )
+from dask_p2p.sections.iterate.functions import is_constant, is_replayable
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import Array, Key
 
@@ -260,7 +260,7 @@ def _whole(shape: tuple[int, ...]) -> SourcePieces:
 
 # Tasks whose kernels a GPU may replay in place of further calls.
 #
-# Such a task depends on its inputs alone: `dask_p2p.replayable`. Functions of Dask
+# Such a task depends on its inputs alone: `dask_p2p.sections.iterate.functions`. Functions of Dask
 # and of this package do so, apart from random numbers. A call of a task gets its own copies of all
 # other objects among its arguments, so they have no state. NumPy arrays among them are refused: a
 # task would upload them.

@@ -24,7 +24,7 @@ from distributed.protocol.pickle import dumps, loads
 from numpy.lib.array_utils import byte_bounds
 
 from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program
-from dask_p2p.replayable import closure_values, codes_in
+from dask_p2p.sections.iterate.functions import closure_values, codes_in
 from dask_p2p.types import Array, Key, Kind
 
 #: Returns the value of a task from those that it reads.

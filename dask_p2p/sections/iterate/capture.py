@@ -11,12 +11,12 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.replayable import is_replayable
 from dask_p2p.sections.checks import is_close
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu, can_wait_for_peers, captured, own_gpu, share_gpus
+from dask_p2p.sections.iterate.functions import is_replayable
 from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connection import AttemptEndedError

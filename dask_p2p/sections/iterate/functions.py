@@ -1,13 +1,19 @@
-"""Arguments of the function of `iterate`: values by position, or by the names of parameters."""
+"""The functions of users: arguments of that of `iterate`, and whether kernels may be replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 from dask.utils import has_keyword
 
 from dask_p2p.errors import InputError
@@ -128,3 +134,149 @@ def _unknown(function: Callable[..., Any], name: str, names: Collection[str]) ->
         f"{OUT!r} or {AT!r}, got parameter {name!r} of {name_of_function(function)}. Rename it, or "
         f"give it a default value."
     )
+
+
+# Functions whose kernels may be replayed in place of further calls.
+#
+# Such a function depends on its arguments alone, and changes nothing but its results: it has no
+# counter, no random numbers, no output. Its code shows this, and the code of the functions that it
+# calls. The rules refuse some functions that would do, such as methods: these are called.
+
+#: Packages whose functions keep no state, apart from their modules of random numbers.
+_PACKAGES = frozenset({"cupy", "cupyx", "numpy", "scipy", "math", "operator", "_operator"})
+#: Modules that draw random numbers, or use files; functions, methods and classes that write files.
+_STATEFUL = frozenset({
+    *("random", "stats", "io", "save", "savez", "savez_compressed", "save_npz", "savetxt"),
+    *("tofile", "dump", "memmap", "open_memmap"),
+})  # fmt: skip
+_CONSTANT = (
+    *(bool, int, float, complex, str, bytes, slice, range, type(None), type(Ellipsis)),
+    *(np.generic, np.dtype),
+)
+#: Classes of these packages whose objects are functions.
+_KERNELS = frozenset({
+    *("ufunc", "RawKernel", "ElementwiseKernel", "ReductionKernel", "Fusion", "vectorize"),
+    *("_JitRawKernel", "_ArrayFunctionDispatcher"),
+})  # fmt: skip
+_BUILTINS = frozenset({
+    *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float"),
+    *("int", "isinstance", "len", "list", "map", "max", "min", "pow", "range", "reversed"),
+    *("round", "set", "slice", "sorted", "str", "sum", "tuple", "type", "zip"),
+    *("AssertionError", "IndexError", "NotImplementedError", "RuntimeError", "TypeError"),
+    "ValueError",
+})  # fmt: skip
+_STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME"})
+_GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
+def is_replayable(function: Callable[..., Any]) -> bool:
+    """Return whether a function is known to depend on its arguments alone."""
+    return _is_plain(function, set())
+
+
+def is_constant(value: Any) -> bool:
+    """Return whether no function can change an argument: a number, a text, or an array.
+
+    The first step finds functions that write into arrays.
+    """
+    is_array = _package(type(value)) in _PACKAGES and type(value).__name__ == "ndarray"
+    is_tuple = type(value) is tuple and all(map(is_constant, value))
+    return is_array or is_tuple or isinstance(value, _CONSTANT)
+
+
+def _is_plain(value: Any, seen: set[int]) -> bool:
+    """Return whether a value that a function uses neither changes nor has a state."""
+    if isinstance(value, _CONSTANT) or id(value) in seen:
+        return True
+    seen.add(id(value))
+    if type(value) in (tuple, frozenset):
+        return all(_is_plain(each, seen) for each in value)
+    if type(value) is functools.partial:
+        parts = value.func, value.args, tuple(value.keywords.values())
+        return not vars(value) and all(_is_plain(each, seen) for each in parts)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return _is_plain(value.__wrapped__, seen)
+    if _is_kernel(value) or _is_of_library(value):
+        return True
+    if type(value) is FunctionType:
+        return _is_plain_function(value, seen)
+    return False
+
+
+def _is_plain_function(function: FunctionType, seen: set[int]) -> bool:
+    code = function.__code__
+    values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    if code.co_flags & _GENERATORS or vars(function):
+        return False
+    if not all(_is_plain(each, seen) for each in values):
+        return False
+    if not all(_is_plain(each, seen) for each in closure_values(function)):
+        return False
+    return all(_is_plain_code(each, function, seen) for each in codes_in(code))
+
+
+def _is_plain_code(code: CodeType, function: FunctionType, seen: set[int]) -> bool:
+    outer = function.__code__.co_freevars
+    before: str | None = None  # the attribute that the previous instruction reads
+    for instruction in dis.get_instructions(code):
+        name, kind = instruction.argval, instruction.opname
+        if kind in _STORES:
+            return False
+        if kind in ("STORE_DEREF", "DELETE_DEREF") and name in outer:
+            return False
+        if kind == "IMPORT_NAME" and not _is_stateless(name):
+            return False
+        if before in _STATEFUL:
+            return False
+        before = None
+        if kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
+            before = name
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_plain_global(name, function, seen):
+            return False
+    return True
+
+
+def _is_plain_global(name: str, function: FunctionType, seen: set[int]) -> bool:
+    if name in function.__globals__:
+        return _is_plain(function.__globals__[name], seen)
+    return name in _BUILTINS
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code, and those of the functions inside."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from codes_in(each)
+
+
+def closure_values(function: FunctionType) -> Iterator[Any]:
+    """Yield the variables of a function's closure that have values."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # of a function that is being defined
+            yield cell.cell_contents
+
+
+def _is_kernel(value: Any) -> bool:
+    kind = type(value)
+    is_stateful = getattr(value, "__name__", None) in _STATEFUL  # as numpy.save
+    return kind.__name__ in _KERNELS and _package(kind) in _PACKAGES and not is_stateful
+
+
+def _is_of_library(value: Any) -> bool:
+    """Return whether a module, function or class belongs to a package without a state."""
+    if isinstance(value, ModuleType):
+        return _is_stateless(value.__name__)
+    if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):
+        return False  # a method of an object
+    is_known = isinstance(value, (type, FunctionType, BuiltinFunctionType))
+    return is_known and _is_stateless(f"{value.__module__}.{value.__name__}")
+
+
+def _is_stateless(module: str) -> bool:
+    package, *others = module.split(".")
+    return package in _PACKAGES and _STATEFUL.isdisjoint(others)
+
+
+def _package(value: Any) -> str:
+    return str(getattr(value, "__module__", None)).partition(".")[0]

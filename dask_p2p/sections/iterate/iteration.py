@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from dask_p2p.plans.halo import halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.replayable import is_constant
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
 from dask_p2p.sections.exchange.boundaries import functions_of, planned
@@ -18,7 +17,7 @@ from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec, ScalarSpec
-from dask_p2p.sections.iterate.functions import AT, VALUES
+from dask_p2p.sections.iterate.functions import AT, VALUES, is_constant
 from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
 from dask_p2p.sections.iterate.output.specs import StoreSpecs
