@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import time
-from operator import neg
 
 import dask
-import dask.array as da
-import numpy as np
 import pytest
-from distributed import Client, get_worker, wait
+from distributed import get_worker
 
 import dask_p2p
 from dask_p2p.errors import SectionError
 from tests.fusing.programs import array, same_bits
-from tests.fusing.resident.test_client import heat, no_rank_is_left, positive, queues_on, repeated
+from tests.fusing.resident.test_client import heat, no_rank_is_left, queues_on, repeated
 from tests.fusing.resident.test_idle import are_back
 from tests.fusing.resident.test_kills import kill, workers_of
-from tests.fusing.support import integers
-from tests.support import BOUND_S, restart, tune
+from tests.support import restart, tune
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "resources": {"GPU": 1}}
@@ -120,23 +116,6 @@ def test_calls_while_a_gang_ends(client, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_gangs(client):
-    x = array()
-    step = dask_p2p.compile(heat, x)
-    with step.resident(x) as first, step.resident(x) as second:
-        u = v = x
-        for _ in range(3):
-            u, v = repeated(first, u, 5), repeated(second, v, 5)
-            assert same_bits(first.fetch(u), second.fetch(v))
-            ends(client, first, second)
-        u = first(u)
-        assert same_bits(first.fetch(u), repeated(heat, x, 16).compute())
-        ends(client, first)
-    del u, v
-    no_rank_is_left(client)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("are_all", [False, True])
 def test_workers_are_killed_after_the_end(client, are_all):
     """A copy of the handles is left, or the client repeats all calls."""
@@ -184,43 +163,4 @@ def test_all_workers_retire_after_the_end(client):
         assert run._streams.log.kept > 0
         assert same_bits(run.fetch(run(u)), repeated(heat, x, 11).compute())
     del u
-    no_rank_is_left(client)
-
-
-def test_a_failed_call_stays_failed(client):
-    x = abs(array()) + 1
-    with dask_p2p.compile(lambda u: u.map_blocks(positive, meta=u._meta) - 9, x).resident(x) as run:
-        low = run(x)
-        bad = run(low)
-        ends(client, run)
-        worse = run(bad)
-        for handle in (bad, worse):
-            with pytest.raises(ArithmeticError, match="found -") as caught:
-                run.fetch(handle)
-            assert "In call 2 of a resident gang." in "".join(caught.value.__notes__)
-        assert same_bits(run.fetch(low), (x - 9).compute())
-        del bad, worse, caught
-
-
-def test_other_work_has_the_workers(client):
-    x = client.persist(array())
-    wait(x)
-    with dask_p2p.compile(lambda u: integers(u) @ integers(u).T, x).resident(x) as run:
-        u = run(x)
-        ends(client, run)
-        others = [client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)]
-        wait(others, timeout=BOUND_S)
-        assert same_bits(run.fetch(u), (integers(x) @ integers(x).T).compute())
-
-
-def test_a_client_that_is_closed_after_the_end(cluster, client):
-    with Client(cluster, set_as_default=False) as other, other.as_current():
-        x = da.ones((8, 4), chunks=(4, 4))
-        run = dask_p2p.compile(lambda u: u + 1, x).resident(x)
-        run.__enter__()
-        np.testing.assert_array_equal(run.fetch(run(x)), np.full((8, 4), 2.0))
-        ends(client, run)
-    with pytest.raises(SectionError, match="has ended"):
-        run(x)
-    wait_until(lambda: not any(client.run(stored_on).values()))
     no_rank_is_left(client)
