@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
+from distributed import wait
 
 import dask_p2p
 from tests.fusing.support import generated, integers, smooth
@@ -89,3 +91,16 @@ def same_bits(got, expected):
         expected.shape,
         expected.tobytes(),
     )
+
+
+def check_values(client, program, mode):
+    """Compare the values of a program with those without the option."""
+    x = array()
+    expected = program(x).compute()
+    inputs = client.persist(x)
+    with dask.config.set({"p2p.fuse": mode}):
+        got = program(x).compute()
+        on_workers = program(inputs).persist()
+        wait(on_workers)
+    assert same_bits(got, expected)
+    assert same_bits(on_workers.compute(), expected)

@@ -13,18 +13,17 @@ import dask.array as graphs
 import numpy as np
 import pytest
 from dask.core import flatten
-from distributed import Client, wait
+from distributed import wait
 from xarray.namedarray.parallelcompat import list_chunkmanagers
 
 import dask_p2p
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.optimizer import AtScheduler
-from dask_p2p.fusing.option import FusedExpression, arrays_of
+from dask_p2p.fusing.option import FusedExpression
 from dask_p2p.fusing.planning.tasks import before_stores, unfused
 from tests.fusing import programs
-from tests.fusing.programs import PROGRAMS, array, same_bits, stencils
-from tests.fusing.test_option import check_values, gangs  # noqa: F401  # a fixture
+from tests.fusing.programs import PROGRAMS, array, check_values, same_bits, stencils
 from tests.sections.support import nothing_is_left
 from tests.support import mostly_slow
 
@@ -46,7 +45,7 @@ def da(dask_array, monkeypatch):
 
 @pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils]))
 @pytest.mark.parametrize("mode", ["on", "auto"])
-def test_values_are_those_without_the_option(client, da, program, mode, gangs):  # noqa: F811
+def test_values_are_those_without_the_option(client, da, program, mode, gangs):
     check_values(client, program, mode)
     if mode == "on" or program is stencils:
         assert gangs
@@ -63,17 +62,6 @@ def test_compiled_programs(client, da, program):
         assert same_bits(got.compute(), expected.compute())
     del x, got, expected
     nothing_is_left(client)
-
-
-def test_results_of_a_call_share_one_gang(client, da, gangs):  # noqa: F811
-    compiled = dask_p2p.compile(lambda u: (stencils(u), u.sum(axis=0)), array())
-    y, z = compiled(array() + 1)
-    names = {key[0] for each in (y, z) for key in each.__dask_graph__() if "-ranks-" in str(key)}
-    assert len(names) == 1
-    for got, expected in zip(
-        dask.compute(y, z), (stencils(array() + 1), (array() + 1).sum(axis=0)), strict=True
-    ):
-        assert same_bits(got, expected.compute())
 
 
 def test_resident_gangs(client, da):
@@ -115,22 +103,7 @@ def test_collections_of_two_libraries_in_one_call(client, da):
     assert all(map(same_bits, got, expected))
 
 
-def test_several_arrays_and_datasets(client, da, gangs):  # noqa: F811
-    xr = pytest.importorskip("xarray")
-    y = stencils(array())
-    data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y.sum(axis=1))})
-    expected = data.compute()
-    assert dask_p2p.explain(data).startswith("by one gang: ")
-    assert dask_p2p.explain(y, y.sum()).startswith("by one gang: ")
-    with dask.config.set({"p2p.fuse": "auto"}):
-        got, (again,), both = data.compute(), dask.compute(data), dask.compute(y, y.sum())
-    assert len(gangs) == 3
-    assert got.identical(expected)
-    assert again.identical(expected)
-    assert same_bits(both[0], expected.a.data)
-
-
-def test_auto_leaves_small_programs_to_dask(client, da, gangs):  # noqa: F811
+def test_auto_leaves_small_programs_to_dask(client, da, gangs):
     x = array()
     assert "too small to gain: at most 1 exchange" in dask_p2p.explain(x + 1)
     assert "all tasks stay" in dask_p2p.explain(client.persist(x))
@@ -144,38 +117,7 @@ def test_auto_leaves_small_programs_to_dask(client, da, gangs):  # noqa: F811
     assert not gangs
 
 
-def test_computations_without_a_gang(client, da, gangs):  # noqa: F811
-    """Other schedulers, functions, and clients that are not the current one."""
-    y = dask_p2p.rechunk(array(), (-1, 8)) + 1
-    expected = y.compute(scheduler="sync")
-    option = dask.config.set({"p2p.fuse": "on"})
-    with option, Client(client.scheduler.address, set_as_default=False) as other:
-        assert same_bits(y.compute(scheduler="threads"), expected)
-        assert same_bits(other.compute(y).result(), expected)
-        assert client.submit(np.add, 1, 2).result() == 3
-    assert not gangs
-
-
-def test_an_operation_twice(client, da):
-    """The optimiser gives the two a name, whose alias is the name of the second one."""
-    x = array()
-    with dask.config.set({"p2p.fuse": "on"}):
-        y, z = dask.compute(abs(abs(x)), abs(x))
-        assert same_bits(abs(abs(x)).compute(), y)
-    assert same_bits(y, z)
-
-
-def test_reads_of_files_stay_with_dask(client, da, tmp_path):
-    zarr = pytest.importorskip("zarr")
-    values = np.random.default_rng(0).normal(size=(48, 48))
-    stored = zarr.create_array(str(tmp_path / "x.zarr"), shape=(48, 48), chunks=(6, 48), dtype="f8")
-    stored[:] = values
-    y = dask_p2p.fused(stencils(da.from_zarr(stored)))
-    assert sum(str(key[0]).startswith("from-zarr") for key in y.__dask_graph__()) == 8
-    assert same_bits(y.compute(), stencils(da.from_array(values, chunks=(6, 48))).compute())
-
-
-def test_writes_stay_with_dask(client, da, tmp_path, gangs):  # noqa: F811
+def test_writes_stay_with_dask(client, da, tmp_path, gangs):
     zarr = pytest.importorskip("zarr")
     y = stencils(array())
     expected = y.compute()
@@ -190,25 +132,6 @@ def test_writes_stay_with_dask(client, da, tmp_path, gangs):  # noqa: F811
     assert {*keys} <= {*after}
 
 
-def test_blocks_of_objects(client, da):
-    with dask.config.set({"p2p.fuse": "on"}):
-        objects = da.from_array(np.array([1, "a"], dtype=object), chunks=1)
-        assert (objects + objects).compute().tolist() == [2, "aa"]
-
-
-def test_a_task_that_computes_arrays(client, da):
-    """It would wait for a gang on its own worker."""
-
-    def computed(values):
-        import dask_array
-
-        return (dask_array.from_array(values, chunks=2) + 1).compute()
-
-    with dask.config.set({"p2p.fuse": "on"}):
-        got = client.submit(computed, np.ones(4)).result()
-    np.testing.assert_array_equal(got, 2)
-
-
 def test_an_optimiser_that_changes_chunks(client, da):
     """`dask_array` computes moving means in smaller blocks than it has declared."""
     values = np.arange(240.0).reshape(60, 4)
@@ -220,16 +143,6 @@ def test_an_optimiser_that_changes_chunks(client, da):
     compiled = dask_p2p.compile(lambda u: da.sliding_window_view(u, 9, axis=0).mean(axis=-1), x)
     np.testing.assert_allclose(compiled(x).compute(), expected)
     np.testing.assert_allclose(dask_p2p.compile(lambda u: u * 2, moving)(moving), 2 * expected)
-
-
-def test_arrays_of_an_expression(dask_array):
-    from dask.base import collections_to_expr
-
-    x, y = dask_array.ones(4, chunks=2), dask_array.zeros(4, chunks=2)
-    found = arrays_of(collections_to_expr([x, y]))
-    assert {each._name for each in found} == {x.name, y.name}
-    assert not arrays_of(collections_to_expr([x, dask.delayed(1)]))
-    assert not arrays_of({"a": 1})
 
 
 class Annotated:

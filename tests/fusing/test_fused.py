@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import signal
 import threading
 from functools import partial
 
@@ -15,11 +16,14 @@ from distributed import wait
 from hypothesis import HealthCheck, given, settings
 
 import dask_p2p
+from dask_p2p.config import checked_options
 from dask_p2p.engine.task import RankTask
-from dask_p2p.errors import SectionError
-from tests.fusing.support import check_blocks, generated, graphs, smooth, waiting
+from dask_p2p.errors import InputError, SectionError, UnsupportedArrayError
+from dask_p2p.fusing.planning.tasks import keys_of, kind_of, kinds_of, read_graph, tasks_of_layer
+from tests.fusing.support import generated, graphs, smooth, waiting
+from tests.sections.emulated import on_gpu
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S
+from tests.support import BOUND_S, die_once, result_of
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2}
@@ -47,38 +51,6 @@ def test_random_graphs_are_equal_bit_for_bit(client, arrays):
         assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
 
 
-def test_a_program_as_one_writes_it(client):
-    _, x = array()
-    for _ in range(10):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
-        x = x / abs(x).max()
-    y = dask_p2p.fused(dask_p2p.transpose(x))
-    assert ranks_in(y) == 2
-    assert y.compute().tobytes() == dask_p2p.transpose(x).compute().tobytes()
-
-
-def test_inputs_on_workers_and_in_functions(client):
-    values, x = array()
-    on_workers = client.persist(x)
-    scaled = on_workers.map_blocks(np.multiply, client.submit(float, 3), dtype=float)
-    y = dask_p2p.fused(dask_p2p.transpose(on_workers + scaled))
-    del on_workers, scaled
-    np.testing.assert_array_equal(y.compute(), values.T + 3 * values.T)
-    np.testing.assert_array_equal(y[:5].compute(), (values.T + 3 * values.T)[:5])
-
-
-def test_fused_arrays_are_arrays_of_dask(client):
-    values, x = array()
-    y = dask_p2p.fused(x.T + 1)
-    np.testing.assert_array_equal((dask_p2p.rechunk(y, (-1, 7)) * 2).compute(), (values.T + 1) * 2)
-    z = client.persist(y)
-    wait(z)
-    np.testing.assert_array_equal(dask_p2p.fused(z.T - 1).compute(), values)
-    first, second = dask.compute(y, x + 1)  # which have tasks in common
-    np.testing.assert_array_equal(first.T, second)
-    del y, z
-
-
 def test_other_arrays_of_the_same_inputs(client):
     """The inputs of the gang are a part of those of the other array."""
     x = da.map_blocks(generated, (12, 8), 0, chunks=((3, 3, 3, 3), (8,)), dtype=float)
@@ -86,15 +58,6 @@ def test_other_arrays_of_the_same_inputs(client):
     for arrays in ([part, x], [x, part]):
         expected = [whole[:2] + 1 if each is part else whole for each in arrays]
         np.testing.assert_array_equal(da.concatenate(arrays).compute(), np.concatenate(expected))
-
-
-def test_an_array_alone(client):
-    values, x = array()
-    np.testing.assert_array_equal(dask_p2p.fused(x).compute(), values)
-    on_workers = client.persist(x)
-    both = dask_p2p.fused(on_workers, on_workers)
-    for got in dask.compute(*both):
-        np.testing.assert_array_equal(got, values)
 
 
 def test_functions_of_numpy_that_fill_an_array(client):
@@ -120,20 +83,6 @@ def test_operators_that_overwrite_blocks_in_use(client):
     for each, wanted in zip(found, expected, strict=True):
         np.testing.assert_array_equal(each, wanted)
     np.testing.assert_array_equal(x.compute(), values)
-
-
-def test_unknown_chunk_sizes(client):
-    values, x = array()
-    y = dask_p2p.fused(x[x > 0])
-    np.testing.assert_array_equal(y.compute(), values[values > 0])
-
-
-def test_several_ranks_on_a_worker(client):
-    _, x = array()
-    y = dask_p2p.transpose(x) @ x
-    z = dask_p2p.fused(y, ranks=5)
-    assert ranks_in(z) == 5
-    assert z.compute().tobytes() == y.compute(scheduler="sync").tobytes()
 
 
 def test_an_exception_arrives_as_itself(client):
@@ -227,15 +176,6 @@ def test_a_cancelled_gang_leaves_nothing(client, tmp_path):
     nothing_is_left(client)
 
 
-def test_progress_is_that_of_supersteps(client):
-    _, x = array()
-    y = client.persist(dask_p2p.fused(dask_p2p.transpose(x + 1) * 2))
-    wait(y)
-    run = next(run for run in dask_p2p.last_runs() if run.operation == "p2p-fused")
-    assert run.steps == 2
-    del y
-
-
 def test_annotations_apply_to_the_gang(client):
     _, x = array()
     worker = min(client.nthreads())
@@ -245,18 +185,6 @@ def test_annotations_apply_to_the_gang(client):
     y = client.persist(y, optimize_graph=False)
     wait(y, timeout=BOUND_S)
     assert {holder for holders in client.who_has(y).values() for holder in holders} == {worker}
-
-
-def test_blocks_are_those_of_the_layers(client):
-    _, x = array()
-    y = (dask_p2p.transpose(x), x.sum(axis=0))
-    fused = dask_p2p.fused(*y)
-    blocks = {}
-    for before, after in zip(y, fused, strict=True):
-        keys = [(before.name, *index) for index in np.ndindex(before.numblocks)]
-        made = client.get(after.__dask_graph__(), [(after.name, *key[1:]) for key in keys])
-        blocks |= dict(zip(keys, made, strict=True))
-    check_blocks(y, blocks)
 
 
 def test_the_same_arrays_have_the_same_name(client):
@@ -285,3 +213,113 @@ def test_without_a_cluster_there_is_one_rank(scheduler):
     values, x = array()
     y = dask_p2p.fused(x.T + 1, ranks=1)
     np.testing.assert_array_equal(y.compute(scheduler=scheduler), values.T + 1)
+
+
+def test_no_array_and_no_dask_array():
+    with pytest.raises(InputError, match="at least one Dask array"):
+        dask_p2p.fused()
+    with pytest.raises(UnsupportedArrayError, match="from_array"):
+        dask_p2p.fused(np.ones(3))
+    with pytest.raises(InputError, match="ranks=0"):
+        dask_p2p.fused(da.ones(3), ranks=0)
+
+
+def test_python_objects():
+    x = da.from_array(np.array([1, "a", None], dtype=object), chunks=1)
+    with pytest.raises(UnsupportedArrayError, match=r"without Python objects.*astype"):
+        dask_p2p.fused(x)
+    with pytest.raises(UnsupportedArrayError, match=r"p2p-rechunk.*without Python objects"):
+        dask_p2p.fused(dask_p2p.rechunk(x, 2).astype(str))
+
+
+def test_masked_blocks():
+    with pytest.raises(UnsupportedArrayError, match="mask"):
+        dask_p2p.fused(da.ma.masked_less(da.ones(4, chunks=2), 2))
+
+
+def test_the_kind_of_blocks(gpu):
+    """That of GPUs, if any array of the graph has such blocks."""
+    x = on_gpu(gpu, da.ones((4, 4), chunks=2))
+    on_host = np.empty((0, 0))
+    for y, kind in (
+        (x, "cupy"),
+        (x.map_blocks(np.copy, meta=on_host), "numpy"),  # nothing shows what it was made of
+        (dask_p2p.transpose(x).map_blocks(np.copy, meta=on_host), "cupy"),
+        (da.ones((4, 4), chunks=2), "numpy"),
+    ):
+        layers = [tasks_of_layer(layer, checked_options()) for layer in y.dask.layers.values()]
+        tasks = {key: task for layer in layers for key, task in layer.items()}
+        assert kind_of(kinds_of([y]), read_graph(tasks, [keys_of(y)])) == kind
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [{"workers": ["alice"]}, {"resources": {"GPU": 1}}, {"retries": 2}, {"priority": 3}],
+)
+def test_annotations(annotations):
+    with dask.annotate(**annotations):
+        x = da.ones((8, 8), chunks=(2, 8)) + 1
+    with pytest.raises(
+        UnsupportedArrayError, match=f"is annotated with {next(iter(annotations))}="
+    ):
+        dask_p2p.fused(x * 2)
+    with dask.annotate(colour="red"):
+        x = da.ones((8, 8), chunks=(2, 8)) + 1
+    assert dask_p2p.fused(x).compute(scheduler="sync").sum() == 128
+
+
+def read_twice(block_info=None):
+    return np.ones(block_info[None]["chunk-shape"])
+
+
+def test_annotations_of_tasks_that_stay_with_dask():
+    with dask.annotate(retries=2):
+        x = da.map_blocks(read_twice, chunks=((2, 2), (8,)), dtype=float)
+    y = dask_p2p.fused(x + 1)
+    layers = y.__dask_graph__().layers.values()
+    assert {tuple((layer.annotations or {}).items()) for layer in layers} == {(), (("retries", 2),)}
+    assert y.compute(scheduler="sync").sum() == 64
+
+
+def smoothed(x, steps):
+    for _ in range(steps):
+        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
+    return x
+
+
+def killed_once(block, path):
+    """Kill this worker once, when a rank has the block."""
+    die_once(path)
+    return block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 6])
+def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, steps):
+    client.wait_for_workers(2)
+    x = client.persist(da.random.default_rng(0).normal(size=(32, 16), chunks=(4, 16)))
+    wait(x)
+    expected, y = smoothed(x, 8), smoothed(x, steps)
+    y = smoothed(y.map_blocks(killed_once, tmp_path / "killed", meta=y._meta), 8 - steps)
+    future = client.compute(dask_p2p.fused(dask_p2p.transpose(y)))
+    assert result_of(client, future).tobytes() == expected.compute().T.copy().tobytes()
+    assert (tmp_path / "killed").exists()
+    del future, x, y, expected
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("by_option", [False, True])
+def test_an_output_that_is_lost_is_made_again(client, by_option):
+    client.wait_for_workers(2)
+    x = da.random.default_rng(0).normal(size=(32, 16), chunks=(4, 16))
+    y = smoothed(x, 8)
+    expected = y.compute()
+    with dask.config.set({"p2p.fuse": "on" if by_option else "off"}):
+        y = client.persist(y if by_option else dask_p2p.fused(y))
+    wait(y)
+    for _ in range(2):
+        victim = next(iter(client.who_has(y).values()))[0]
+        client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
+        assert result_of(client, client.compute(y)).tobytes() == expected.tobytes()
+    del y
+    nothing_is_left(client)

@@ -85,14 +85,6 @@ def test_no_worker_fetches_inputs(client, layout, option):
     assert got.tobytes() == expected.compute(scheduler="sync").tobytes()
 
 
-def test_some_blocks_of_a_result(client):
-    x = on_workers(client, [0, 1, 1, 0, 1, 0, 0, 1])
-    y = dask_p2p.fused(program(x, x))
-    whole = program(x, x).compute()
-    for index in (slice(8), slice(40, 50)):
-        assert y[index].compute().tobytes() == whole[index].tobytes()
-
-
 def test_inputs_that_are_lost_are_made_again(client):
     """Elsewhere than the programs expect them."""
     x = on_workers(client, [0, 1, 1, 0, 1, 0, 0, 1])

@@ -63,20 +63,3 @@ def test_a_fused_graph_that_runs_and_has_run(client, mode):
     assert cells(run)["steps"].startswith(f"{run.steps} of {run.steps}")
     assert 0 <= run.waited_share <= 1
     del made
-
-
-def test_calls_of_a_resident_gang_are_its_steps(client):
-    x = array()
-    with dask_p2p.compile(stencils, x).resident(x) as run:
-        u = x
-        for _ in range(20):
-            u = run(u)
-        run.fetch(u)
-        wait_until(lambda: (found := newest()) is not None and found.steps == 20)
-        found = newest()
-        assert found.under_way
-        assert (found.state, found.shape) == ("running", x.shape)
-        assert speed_chart(found, Speeds()).title.startswith("p2p-fused: 20 steps")
-    del u
-    wait_until(lambda: not newest().under_way)
-    assert newest().steps == 20

@@ -8,52 +8,26 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, get_client, wait
+from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.errors import ConfigError, UnsupportedArrayError
 from dask_p2p.fusing import suitability as graph
-from dask_p2p.fusing.running.gang import fused_gang
 from tests.fusing.programs import (
     PROGRAMS,
     array,
+    check_values,
     rechunks,
     rechunks_of_dask,
     same_bits,
     solver,
     stencils,
 )
-from tests.fusing.support import generated, smooth
+from tests.fusing.support import smooth
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, mostly_slow, output_of
 
 CLUSTER = {"n_workers": 2}
-
-
-@pytest.fixture
-def gangs(monkeypatch):
-    """The gangs that the scheduler, in this process, has made."""
-    made = []
-
-    def counted(*given):
-        made.append(fused_gang(*given))
-        return made[-1]
-
-    monkeypatch.setattr(graph, "fused_gang", counted)
-    return made
-
-
-def check_values(client, program, mode):
-    """Compare the values of a program with those without the option."""
-    x = array()
-    expected = program(x).compute()
-    inputs = client.persist(x)
-    with dask.config.set({"p2p.fuse": mode}):
-        got = program(x).compute()
-        on_workers = program(inputs).persist()
-        wait(on_workers)
-    assert same_bits(got, expected)
-    assert same_bits(on_workers.compute(), expected)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -84,46 +58,6 @@ def test_one_gang_computes_several_collections(client, gangs):
     for one, other, on_workers in zip(got, expected, both, strict=True):
         assert same_bits(one, other)
         assert same_bits(on_workers, other)
-
-
-def test_datasets_of_xarray(client, gangs):
-    xr = pytest.importorskip("xarray")
-    y = stencils(array())
-    data = xr.Dataset({"a": (("x", "y"), y), "b": ("x", y.sum(axis=1))})
-    expected = data.compute()
-    with dask.config.set({"p2p.fuse": "auto"}):
-        got, on_workers = data.compute(), data.persist()
-        wait(on_workers)
-    assert len(gangs) == 2
-    for each in (got, on_workers.compute()):
-        assert same_bits(each.a.data, expected.a.data)
-        assert same_bits(each.b.data, expected.b.data)
-
-
-def test_futures_and_delayed_values(client):
-    x = array()
-    y, total = stencils(x), dask.delayed(np.sum)(stencils(x))
-    expected = dask.compute(y, total)
-    with dask.config.set({"p2p.fuse": "on"}):
-        for one, other in zip(dask.compute(y, total), expected, strict=True):
-            assert same_bits(one, other)
-        futures = client.compute([y, y.sum()])
-        assert same_bits(client.gather(futures)[0], expected[0])
-
-
-def test_tasks_that_the_scheduler_has_already(client):
-    """Another call computes a part of the graph, and Dask has its tasks."""
-    x = da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
-    y = stencils(x)
-    expected = (y.sum().compute(), y.compute())
-    known = client.persist(y)
-    wait(known)
-    with dask.config.set({"p2p.fuse": "on"}):
-        with dask.config.set({"logging.distributed": "warning"}):
-            assert same_bits(y.sum().compute(), expected[0])
-        again = client.persist(y)
-        wait(again, timeout=BOUND_S)
-    assert same_bits(again, expected[1])
 
 
 def test_a_section_runs_before_the_gang(client, gangs):
@@ -166,35 +100,6 @@ def test_an_exception_arrives_as_itself(client):
     nothing_is_left(client)
 
 
-class OwnError(Exception):
-    """An exception that pickle does not make again from its text."""
-
-    def __init__(self, place, number):
-        super().__init__(f"{place}: {number}")
-
-
-def test_an_exception_with_arguments_of_its_own(client):
-    def failing(block):
-        raise OwnError("here", 3)
-
-    y = dask_p2p.transpose(array().map_blocks(failing, dtype=float))
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(OwnError, match="here: 3"):
-        y.compute()
-
-
-def inner(block):
-    with dask.config.set({"p2p.fuse": "on"}):
-        x = stencils(da.from_array(block, chunks=2))
-        get_client()
-        return x.compute()
-
-
-def test_arrays_in_tasks_are_computed_by_dask(client, gangs):
-    expected = stencils(da.from_array(np.ones((6, 48)), chunks=2)).compute(scheduler="sync")
-    assert same_bits(client.submit(inner, np.ones((6, 48))).result(BOUND_S), expected)
-    assert not gangs
-
-
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_other_schedulers_and_optimize(client, mode, tmp_path):
     x = array()
@@ -225,17 +130,6 @@ def test_tasks_that_write_stay_with_dask(mode, gangs, tmp_path):
         stored = da.store(y, target * 0, return_stored=True, compute=False)
         assert same_bits(stored.sum().compute(), y.sum().compute(scheduler="sync"))
     assert gangs
-
-
-@pytest.mark.parametrize("mode", ["auto", "on"])
-def test_masked_blocks(client, mode):
-    x = da.ma.masked_less(stencils(array()), 0)
-    expected = x.compute()
-    with dask.config.set({"p2p.fuse": mode}):
-        got = stencils(array()).compute(), x.compute(), x.sum().compute()
-    np.testing.assert_array_equal(got[1].mask, expected.mask)
-    assert same_bits(got[1].filled(0), expected.filled(0))
-    assert same_bits(got[2], x.sum().compute(scheduler="sync"))
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])

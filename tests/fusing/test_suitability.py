@@ -20,10 +20,7 @@ from dask_p2p.fusing.suitability import (
     check_gain,
     check_layers,
     check_suitable,
-    exchanges_of,
-    most_bytes_of,
     ranks_for,
-    tasks_of_dask,
 )
 from tests.fusing.support import graphs, read_arrays, smooth
 from tests.support import tune
@@ -47,18 +44,6 @@ def check(x, size=4, cluster=CLUSTER_OF_4, kind="numpy"):
     check_suitable(tasks, programs_of(tasks, size, sizes), sizes, cluster, kind)
 
 
-def test_a_chain_of_stencils_is_suitable():
-    check(stencils(array()))
-
-
-def test_an_exchange_in_parts_counts_once():
-    x = da.ones((2048, 2048), chunks=(128, 2048))
-    programs = programs_of(read_arrays(dask_p2p.transpose(x))[1].tasks, 2)
-    assert sum(bool(each.sends) for each in programs[0].supersteps) > 1
-    assert exchanges_of(programs) == 1
-    assert exchanges_of(programs_of(read_arrays(stencils(array()))[1].tasks, 4)) == 5
-
-
 def test_few_tasks():
     with pytest.raises(
         UnsupportedArrayError, match=r"and no tasks besides the 8 outputs \(4 for each of 4 r"
@@ -73,25 +58,6 @@ def test_few_tasks():
     check(stencils(array(rows=16), 3))
 
 
-def test_operations_that_dask_fuses_count_once():
-    x = dask_p2p.transpose(array())
-    assert tasks_of_dask(read_arrays((x + 1) * 2 - 3)[1].tasks) == pytest.approx(8 * 1.7 + 8)
-    assert tasks_of_dask(read_arrays(array().sum())[1].tasks) == pytest.approx(8 + 4.4 + 2.2 + 1.1)
-
-
-def test_a_task_of_many_inputs_costs_more():
-    assert tasks_of_dask(read_arrays(dask_p2p.transpose(array()))[1].tasks) == pytest.approx(
-        8 * 1.7
-    )
-    check(dask_p2p.transpose(array(rows=1)))  # each of 64 tasks has 64 inputs
-
-
-def test_exchanges_are_those_of_any_rank():
-    tasks = read_arrays(stencils(array()))[1].tasks
-    assert exchanges_of(programs_of(tasks, 4)) == 5  # each rank has the small blocks of the input
-    assert exchanges_of(programs_of(tasks, 1)) == 0
-
-
 def test_memory():
     small = Cluster(workers=4, threads=4, memory_bytes=2**13, has_resources=False)
     with pytest.raises(
@@ -99,35 +65,6 @@ def test_memory():
     ):
         check(stencils(array()), 4, small)
     check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
-
-
-def test_ranks_leave_memory_for_results_of_dask():
-    """Dask fills 60 % with results, and kills workers at 95 %. A process has 100 MiB."""
-
-    def most_bytes(limit_bytes):
-        return most_bytes_of(replace(CLUSTER_OF_4, memory_bytes=limit_bytes))
-
-    for limit_mib in (600, 2_000, 16_000):
-        limit_bytes = limit_mib * 2**20
-        of_two_gangs = 2 * most_bytes(limit_bytes)
-        assert of_two_gangs + 0.6 * limit_bytes + 100 * 2**20 < limit_bytes
-    assert most_bytes(2**28) == 2**28 // 20
-    assert most_bytes(0) == 0
-
-
-def test_gangs_that_run_at_the_same_time_in_several_threads():
-    peak = least_memory(1)
-    assert least_memory(4) == 4 * peak
-
-
-def least_memory(threads):
-    """Return the least memory of a worker with some threads for which a program is suitable."""
-    limit_bytes = 2**13
-    cluster = Cluster(2, 2 * threads, limit_bytes, has_resources=False)
-    while refuses(check, stencils(array()), 2, cluster):
-        limit_bytes *= 2
-        cluster = replace(cluster, memory_bytes=limit_bytes)
-    return limit_bytes
 
 
 def read():
@@ -163,11 +100,6 @@ def test_balance():
         x = x * 2 + x.sum()
     with pytest.raises(UnsupportedArrayError, match="about the same work for all ranks"):
         check(x)
-
-
-def test_resources():
-    with pytest.raises(UnsupportedArrayError, match="workers without resources"):
-        check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=True))
 
 
 def test_very_many_tasks(monkeypatch):

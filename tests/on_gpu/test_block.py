@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import dask
@@ -14,11 +13,9 @@ import pytest
 from distributed import Reschedule
 
 import dask_p2p
-from dask_p2p.backends import pipelines as part_streams
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from dask_p2p.on_gpu import block as module
 from tests.simulation.streams import HOST
-from tests.support import tune
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
 
@@ -80,26 +77,9 @@ def test_values_are_those_of_whole_blocks(gpu, x, register_from, monkeypatch):
     assert gpu.pageable_copies == 0
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_another_dtype_and_another_length(gpu, x, axis):
-    if axis == 0:
-        y = on_gpu(gpu, lambda a: a[:, ::2] > 9, x, chunks=((12, 12), 32), dtype=bool)
-        expected = VALUES[:, ::2] > 9
-    else:
-        y = on_gpu(gpu, lambda a: a[:6] > 9, x, axis=1, chunks=(6, 64), dtype=bool)
-        expected = np.concatenate([VALUES[:6], VALUES[12:18]]) > 9
-    np.testing.assert_array_equal(computed(gpu, y), expected)
-
-
 def test_parts_are_reduced_where_they_are(gpu, x):
     y = on_gpu(gpu, lambda a: a.sum(0, keepdims=True), x, reduce=kernel(gpu, lambda a, b: a + b))
     np.testing.assert_array_equal(computed(gpu, y), VALUES.reshape(2, 12, 64).sum(1))
-
-
-def test_several_arrays_with_one_that_is_broadcast(gpu, x):
-    row = np.arange(64.0)
-    y = on_gpu(gpu, lambda a, b: a * b, x, da.from_array(row))
-    np.testing.assert_array_equal(computed(gpu, y), VALUES * row)
 
 
 def around(a):
@@ -201,37 +181,6 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
     with pytest.raises(Reschedule):
         computed(gpu, on_gpu(gpu, np.negative, x))
     assert notes[0].error == "DeviceLostError: it works no more"
-
-
-@pytest.mark.parametrize(
-    ("from_bytes", "is_alone", "begun"),
-    [
-        (0, True, 1),
-        (0, False, 0),  # it goes on after the call: all that do would be at work at once
-        (2**30, True, 0),  # it is done before the next one has begun
-    ],
-)
-def test_the_next_task_begins_while_the_last_parts_of_one_come_back(
-    gpu, x, worker, monkeypatch, from_bytes, is_alone, begun
-):
-    notes = worker.notes
-    worker.context.only_waiting = lambda: nullcontext(notes.append("the next"))
-    tune(monkeypatch, task_ahead_bytes=from_bytes)
-    monkeypatch.setattr(part_streams, "is_pinned", lambda array: True)
-    task = worker.state.tasks["fused-0123"]
-    task.run_spec = SimpleNamespace(func=max)
-    called = module.GpuMapFunction.__call__
-
-    def alone(function, *args, **kwargs):
-        task.run_spec = SimpleNamespace(func=function)
-        return called(function, *args, **kwargs)
-
-    if is_alone:
-        monkeypatch.setattr(module.GpuMapFunction, "__call__", alone)
-    y = on_gpu(gpu, np.negative, x)
-    np.testing.assert_array_equal(computed(gpu, y.blocks[0]), -VALUES[:12])
-    assert notes.count("the next") == begun
-    assert notes[-1].is_made
 
 
 def test_with_too_little_memory_parts_are_smaller(gpu, x):

@@ -34,17 +34,6 @@ def test_at_each_stage_every_holder_of_several_hosts_serves_one_reader(hosts, wo
         assert len(set(stage)) == len(addresses)
 
 
-@given(names, st.text(max_size=3))
-def test_one_host_has_the_same_order_as_none(workers, reader):
-    assert stage_order(workers, reader, lambda name: "here") == stage_order(workers, reader)
-
-
-@given(names, st.text(max_size=3))
-def test_hosts_may_have_any_number_of_holders(workers, reader):
-    order = stage_order(workers, reader, lambda name: name[:1])
-    assert sorted(order) == sorted(workers)
-
-
 def host_of(address):
     return address.split(":")[0]
 

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import pickle
 from itertools import pairwise, product
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import split_evenly
-from dask_p2p.plans.fft import FftStage, Transform, moved_division, stages
+from dask_p2p.plans import GridPlan, block_plans, redistribution
+from dask_p2p.plans.fft import FftStage, ReorderedPlan, Rolled, Transform, stages
+from tests.plans.support import assembled, blocks_of, elements_read
 
 
 @st.composite
@@ -49,28 +53,6 @@ def test_each_axis_is_transformed_once_where_it_is_whole(request):
     assert transform.last is None or transform.last in having[-1]
     result = transform.after(way[-1].chunks, frozenset(way[-1].axes))
     assert final is None or result == final
-
-
-@given(requests())
-def test_no_exchange_is_for_nothing(request):
-    chunks, transform, _ = request
-    way = stages(chunks, transform)
-    partition = sum(len(chunks[axis]) > 1 for axis in transform.lengths)
-    assert len(way) - 1 >= (partition > 0)
-    for before, after in pairwise(way):
-        assert transform.after(before.chunks, frozenset(before.axes)) != after.chunks
-
-
-@pytest.mark.parametrize("ndim", [2, 3, 4])
-@pytest.mark.parametrize("is_inverse", [False, True])
-def test_slabs_take_one_exchange_and_keep_their_number(ndim, is_inverse):
-    for axis, parts in product(range(ndim), (2, 3, 5)):
-        chunks = tuple(split_evenly(12, parts) if a == axis else (12,) for a in range(ndim))
-        transform = Transform(dict.fromkeys(range(ndim), 12), is_inverse=is_inverse)
-        first, second = stages(chunks, transform)
-        assert second.axes == (axis,)
-        assert prod(map(len, second.chunks)) == parts
-        assert set(first.axes) == set(range(ndim)) - {axis}
 
 
 def turned(chunks, lengths, is_inverse):
@@ -147,21 +129,38 @@ def test_what_halves_goes_first_and_what_grows_last():
     assert stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
 
 
-def test_parallel_work_is_kept_where_there_is_room():
-    """An axis of one element is not divided while another has room."""
-    way = stages(((1,), (4, 4), (4, 4)), Transform({1: 8, 2: 8}))
-    assert min(prod(map(len, stage.chunks)) for stage in way) == 4
+@st.composite
+def rolled_axes(draw):
+    old = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    inner = draw(st.lists(st.integers(0, sum(old)), max_size=3))
+    new = tuple(b - a for a, b in pairwise(sorted([0, *inner, sum(old)])))
+    return Rolled(tuple(old), new, draw(st.integers(-9, 9)))
 
 
-@pytest.mark.parametrize(
-    ("sizes", "others", "expected"),
-    [
-        ((4, 4), (8,), (4, 4)),
-        ((1, 7), (8,), (1, 7)),
-        ((4, 4), (2, 2), (1, 1, 1, 1)),
-        ((4, 4), (1,), (1,)),
-        ((2, 2), (0,), (0,)),
-    ],
-)
-def test_divided_axes_that_move(sizes, others, expected):
-    assert moved_division(sizes, others) == expected
+@given(st.lists(rolled_axes(), min_size=1, max_size=2))
+def test_blocks_are_those_of_numpy(axes):
+    plan = GridPlan(tuple(range(len(axes))), tuple(axes))
+    shape = [sum(axis.src_sizes) for axis in axes]
+    x = np.arange(int(np.prod(shape))).reshape(shape)
+    rolled = np.roll(x, [axis.shift for axis in axes], range(x.ndim))
+    sources = blocks_of(x, tuple(axis.src_sizes for axis in axes))
+    expected = blocks_of(rolled, plan.chunks)
+    for index, block in block_plans(plan):
+        np.testing.assert_array_equal(assembled(block, sources, x.dtype), expected[index])
+        assert {*plan.sources(index)} >= {*block.sources}
+        assert plan.sources(index) == block.sources
+        assert plan.source_elements(index) == elements_read(block)
+
+
+def test_blocks_keep_their_indices_and_have_another_order_in_memory():
+    x = np.arange(4 * 6 * 5).reshape(4, 6, 5)
+    before, order = ((2, 2), (6,), (3, 2)), (2, 0, 1)
+    plan = ReorderedPlan(redistribution(before, order, ((1, 4), (4,), (2, 4))), order)
+    assert plan.chunks == ((4,), (2, 4), (1, 4))
+    sources, expected = blocks_of(x, before), blocks_of(x, plan.chunks)
+    for index, block in block_plans(plan):
+        got = assembled(block, sources, x.dtype)
+        np.testing.assert_array_equal(got, expected[index].transpose(order))
+        assert plan.sources(index) == block.sources
+        assert plan.source_elements(index) == elements_read(block)
+    assert pickle.loads(pickle.dumps(plan)) == plan

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.geometry import block_shape, box_shape, box_size, split_evenly
+from dask_p2p.geometry import block_shape, split_evenly
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
 from dask_p2p.plans.halo import halo_plan
 from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
@@ -54,37 +54,6 @@ def test_plans_are_values(plan):
     assert hash(again) == hash(plan)
     for index, block_plan in block_plans(plan):
         assert pickle.loads(pickle.dumps(block_plan)) == again.block(index)
-
-
-def test_the_articles_figure():
-    # 1024 x 768 elements in Fortran's words, x fastest: (768, 1024) in NumPy's; four devices.
-    chunks = ((192,) * 4, (1024,))
-    plan = redistribution(chunks, (1, 0), slab_chunks(chunks, (1, 0)))
-    assert plan.chunks == ((256,) * 4, (768,))
-    for device in range(4):
-        pieces = plan.block((device, 0)).pieces
-        assert len(pieces) == 4
-        assert {box_shape(piece.src) for piece in pieces} == {(192, 256)}
-        assert {box_shape(piece.dst) for piece in pieces} == {(256, 192)}
-
-
-def test_sizes_of_numpy_become_plain_integers():
-    sizes = tuple(np.array([2, 2]))
-    block = redistribution((sizes, (4,)), (1, 0), ((4,), sizes)).block((0, 1))
-    numbers = [*block.shape, *block.source_shapes[0], *block.pieces[0].src[0]]
-    assert {type(number) for number in numbers} == {int}
-
-
-@given(plans())
-def test_no_piece_is_larger_than_the_bound(plan):
-    sizes = [box_size(piece.src) for _, block in block_plans(plan) for piece in block.pieces]
-    assert max(sizes, default=0) <= plan.largest_piece
-
-
-def test_blocks_that_read_the_same_sources_share_their_list():
-    plan = redistribution(((2,) * 5, (10,)), (1, 0), ((2,) * 5, (10,)))
-    assert len({id(plan.sources((i, 0))) for i in range(5)}) == 1
-    assert plan.sources((0, 0))[1] == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -135,38 +104,6 @@ def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
     assert blocks == max(n for n in map(prod, grids) if n <= wanted)
 
 
-def test_equal_plans_are_one_object():
-    """Layers of an iteration have equal plans, and each computes its sources once."""
-    chunks, named = ((4, 4), (8,)), (((1, 1), (1, 1)), ("periodic", "none"), False, 7)
-    assert halo_plan(chunks, *named) is halo_plan(chunks, *named)
-    moved = chunks, (1, 0), ((8,), (8,))
-    assert redistribution(*moved) is redistribution(*moved)
-    large = ((1,) * 200, (1,) * 200), ((1, 1),) * 2, ("none",) * 2
-    assert halo_plan(*large) is not halo_plan(*large), "it would stay in memory"
-
-
 def test_plans_of_equal_constants_with_other_bits_differ():
     plans = [halo_plan(((4,),), ((1, 1),), (end,)) for end in (0.0, -0.0)]
     assert [str(plan.block((0,)).fills[0].value) for plan in plans] == ["0.0", "-0.0"]
-
-
-@pytest.mark.parametrize("index", [(0, 0), (1, 0)])
-def test_sources_without_corners(index):
-    plan = halo_plan(((4, 4), (8,)), ((1, 1), (1, 1)), ("periodic",) * 2, has_corners=False)
-    block = plan.block(index)
-    sizes = [0] * len(block.sources)
-    for piece in block.pieces:
-        sizes[piece.source] += box_size(piece.src)
-    for _ in range(2):  # also from memory
-        assert plan.sources(index) == block.sources
-        assert plan.source_elements(index) == tuple(sizes)
-
-
-def test_plans_of_many_edges_are_not_kept_with_their_sources(monkeypatch):
-    monkeypatch.setattr("dask_p2p.plans.grid._MOST_SHARED_EDGES", 8)
-    rows, columns = ((2, 2, 2), (6,)), ((6,), (2, 2, 2))
-    first, again = (redistribution(rows, (0, 1), columns) for _ in range(2))
-    assert first == again
-    assert first.edges == 9
-    first.sources((0, 0))
-    assert not again._sources

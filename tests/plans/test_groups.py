@@ -68,11 +68,6 @@ def test_a_number_that_is_asked_for():
     assert grouped(slabs(9), 9, never).chunks == slabs(9).chunks
 
 
-def test_the_axis_that_saves_most_is_taken():
-    plan = redistribution(((1,) * 64, (64,)), (0, 1), ((4,) * 16, (4,) * 16))
-    assert [len(sizes) for sizes in grouped(plan, 16, never).chunks] == [16, 1]
-
-
 def test_no_groups_where_they_save_nothing():
     """Each block reads one other: an edge is an edge."""
     plan = redistribution(((1,) * 30_000,), (0,), ((1,) * 30_000,))

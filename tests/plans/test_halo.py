@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 from itertools import pairwise
 
 import dask.array as da
@@ -10,9 +9,9 @@ from dask.array.overlap import overlap
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.geometry import block_bounds, block_indices, box_size
+from dask_p2p.geometry import block_bounds, box_size
 from dask_p2p.plans import block_plans, halo_plan
-from dask_p2p.plans.halo import BOUNDARIES, Halo, halo_widths_of
+from dask_p2p.plans.halo import BOUNDARIES
 from tests.plans.support import assembled, blocks_of, elements_read
 
 KINDS = [*BOUNDARIES, 7]
@@ -101,26 +100,3 @@ def test_values_are_those_of_dask(kind):
     for index, block_plan in block_plans(plan):
         got = assembled(block_plan, blocks_of(x, chunks), x.dtype)
         np.testing.assert_array_equal(got, expected.blocks[index].compute(scheduler="sync"))
-
-
-def test_plans_are_values():
-    plan = halo_plan(((2, 2), (4,)), ((1, 1), (0, 0)), ("none", "none"))
-    again = pickle.loads(pickle.dumps(plan))
-    assert again == plan
-    assert hash(again) == hash(plan)
-
-
-def test_layers_of_an_iteration_compute_one_plan(monkeypatch):
-    """Its sources, edges and widths would take a loop most of its time on the client."""
-    given = ((3, 3), (4, 4)), ((1, 1), (1, 1)), ("periodic", "none")
-    first = halo_plan(*given)
-    expected = [first.sources(index) for index in block_indices(first.chunks)]
-    widths = halo_widths_of(first)
-
-    def computed(self, number):
-        raise AssertionError("an equal plan has it")
-
-    monkeypatch.setattr(Halo, "_reach", computed)
-    again = halo_plan(*given)
-    assert [again.sources(index) for index in block_indices(first.chunks)] == expected
-    assert halo_widths_of(again) == widths

@@ -113,12 +113,6 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     assert 0 <= made - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
 
 
-def test_halos_are_counted_among_the_bytes_of_a_part():
-    block = Input((12, 4), 8, 0, (2, 2), (2, 2))
-    plan = plan_parts([block], 8, 6 * 32, 32)
-    assert [part.reads for part in plan.parts] == [((i, i + 6),) for i in (0, 2, 4, 6)]
-
-
 TIMELINES = {"fill": "host", "empty": "host", "up": "up", "run": "run", "down": "down"}
 
 # The memory that each step reads and writes, on the device and on the host; one of a kind a slot.

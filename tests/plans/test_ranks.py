@@ -1,13 +1,23 @@
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.geometry import block_indices, block_shape, box_shape
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.geometry import block_indices, block_shape, box_shape, box_slices
+from dask_p2p.plans.ranks import (
+    ORDERS,
+    RankGrid,
+    branch,
+    partitioned,
+    partners,
+    redistribution_exchange,
+)
+from tests.plans.test_partitions import gangs
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=5).map(tuple)
 all_chunks = st.lists(sizes, min_size=1, max_size=3).map(tuple)
@@ -33,18 +43,6 @@ def test_each_block_is_in_one_local_block_once(chunks, most):
     assert cells == prod(map(sum, chunks))
 
 
-def test_blocks_of_a_part():
-    ranks = RankGrid.at_most(((3, 3), (1, 2, 3, 4)), 2, partition=(1,))
-    assert [ranks.shape(rank) for rank in range(2)] == [(6, 3), (6, 7)]
-    assert dict(ranks.blocks(1)) == {
-        (0, 2): ((0, 3), (0, 3)),
-        (0, 3): ((0, 3), (3, 7)),
-        (1, 2): ((3, 6), (0, 3)),
-        (1, 3): ((3, 6), (3, 7)),
-    }
-    assert ranks.box(1) == ((0, 6), (3, 10))
-
-
 @pytest.mark.parametrize(
     ("chunks", "most", "grid"),
     [
@@ -58,3 +56,55 @@ def test_blocks_of_a_part():
 )
 def test_the_grid_has_the_smallest_surface(chunks, most, grid):
     assert RankGrid.at_most(chunks, most).grid == grid
+
+
+@pytest.mark.parametrize("order", ORDERS[1:])
+@pytest.mark.parametrize("size", range(1, 18))
+def test_each_pair_comes_once_and_no_rank_twice_in_a_stage(order, size):
+    each = [partners(order, rank, size) for rank in range(size)]
+    assert len({*map(len, each)}) == 1, "all have as many stages"
+    pairs = Counter()
+    for stage in zip(*each, strict=True):
+        sent = [(rank, to) for rank, (to, _) in enumerate(stage) if to is not None]
+        received = [(source, rank) for rank, (_, source) in enumerate(stage) if source is not None]
+        assert sorted(sent) == sorted(received)
+        assert len({to for _, to in sent}) == len(sent)
+        pairs.update(sent)
+    assert pairs == Counter((a, b) for a in range(size) for b in range(size) if a != b)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9, 10, 73, 74, 1000])
+def test_a_tree_has_all_ranks_and_few_connections_of_each(size):
+    each = [branch(rank, size) for rank in range(size)]
+    assert each[0][0] == []
+    for rank, (above, below) in enumerate(each):
+        assert all(each[other][0] == [rank] for other in below)
+        assert all(rank in each[other][1] and other < rank for other in above)
+        assert len(above) + len(below) <= 9
+    assert sum(len(below) for _, below in each) == size - 1
+
+
+@given(gangs(), st.data())
+def test_ranks_that_exchange_their_boxes_have_the_array_in_the_other_partition(gang, data):
+    ranks, shape, partition, other_partition, axes = gang
+    order = data.draw(st.none() | st.permutations(range(len(axes))))
+    x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
+    y = x.transpose(axes)
+    before = partitioned(ranks, x.shape, partition)
+    after = partitioned(ranks, y.shape, other_partition)
+    each = [redistribution_exchange(before, after, axes, rank, order) for rank in range(ranks.size)]
+    for rank, own in enumerate(each):
+        made = np.zeros(own.after, int)
+        for holder, (dst,) in own.receives.items():
+            source = x[box_slices(before.box(holder))]
+            (src,) = each[holder].sends[rank]
+            made[box_slices(dst)] = source[box_slices(src)].transpose(own.axes)
+            assert own.shape_before(box_shape(dst)) == box_shape(src)
+        for src, dst in own.local:
+            source = x[box_slices(before.box(rank))][box_slices(src)]
+            made[box_slices(dst)] = source.transpose(own.axes)
+        wanted = y[box_slices(after.box(rank))]
+        assert np.array_equal(made, wanted if order is None else wanted.transpose(order))
+        assert box_shape(before.box(rank)) == own.before
+        assert all(rank in each[reader].receives for reader in own.sends)
+        assert rank not in {*own.sends, *own.receives}

@@ -5,12 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_p2p import spmd
 from dask_p2p.sections.api import graph as arguments
 from tests.docs.pages import DOCS, blocks_of
 from tests.support import mostly_slow
@@ -60,55 +58,3 @@ def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monk
                 np.testing.assert_allclose(result, wanted, atol=1e-8)
             else:
                 assert np.array_equal(result, wanted), name
-
-
-def test_alternating_directions_solve_the_heat_equation(client):
-    """Stencils along the divided axis, and solves along each axis where it is whole."""
-    n, r, steps = 42, 0.7, 20
-    second = -2 * np.eye(n) + np.roll(np.eye(n), 1, 0) + np.roll(np.eye(n), -1, 0)
-    ahead, back = np.eye(n) + r / 2 * second, np.linalg.inv(np.eye(n) - r / 2 * second)
-
-    def alternating(ctx, u, count):
-        p, columns = ctx.with_halo(u, {0: 1}, "periodic"), ctx.redistribute(u, (1,))
-        for _ in ctx.steps(count, ctx.state(p=p)):
-            halo = ctx.update_halo(p)
-            half = (p.inner + r / 2 * (halo[2:] - 2 * p.inner + halo[:-2])) @ back
-            ctx.redistribute(half @ ahead, (1,), out=columns)
-            ctx.redistribute(back @ columns, from_partition=(1,), out=half)
-            p.inner[:] = half
-        return p.inner
-
-    x = np.random.default_rng(0).normal(size=(n, n))
-    y = spmd(alternating, da.from_array(x, chunks=(9, 42)), ranks=4, count=steps).compute()
-    wanted = x
-    for _ in range(steps):
-        wanted = back @ (ahead @ wanted @ back @ ahead)
-    np.testing.assert_allclose(y, wanted, atol=1e-13)
-    angle = 2 * np.pi * np.arange(n) / n
-    x = np.sin(angle)[:, None] * np.cos(angle)
-    y = spmd(alternating, da.from_array(x, chunks=(20, 42)), count=steps).compute()
-    slowed = 2 * r * np.sin(np.pi / n) ** 2
-    np.testing.assert_allclose(y, ((1 - slowed) / (1 + slowed)) ** (2 * steps) * x, atol=1e-12)
-
-
-def test_transforms_solve_poissons_equation_in_a_periodic_box(client):
-    def solve(ctx, f, spacing):
-        waves = ctx.rfftn(f, partition=(1,))
-        squares = sum(k**2 for k in ctx.wavenumbers(spacing, partition=(1,), real=True))
-        squares[squares == 0] = np.inf  # the mean is free
-        return ctx.irfftn(-waves / squares, from_partition=(1,))
-
-    shape = (30, 21, 16)
-    angle = np.meshgrid(*(2 * np.pi * np.arange(n) / n for n in shape), indexing="ij", sparse=True)
-    u = np.sin(angle[0]) * np.cos(2 * angle[1]) * np.sin(angle[2])
-    spacing = 2 * np.pi / np.array(shape)
-    f = -6 * u
-    x = da.from_array(f, chunks=(8, 21, 16))
-    y = spmd(solve, x, spacing=spacing, ranks=4).compute()
-    np.testing.assert_allclose(y, u, atol=1e-12)
-    random = np.random.default_rng(0).normal(size=shape)
-    y = spmd(solve, da.from_array(random, chunks=(8, 21, 16)), spacing=spacing, ranks=3).compute()
-    k = np.meshgrid(*(np.fft.fftfreq(n, 1 / n) for n in shape), indexing="ij", sparse=True)
-    squares = k[0] ** 2 + k[1] ** 2 + k[2] ** 2
-    squares[0, 0, 0] = np.inf
-    np.testing.assert_allclose(y, np.fft.ifftn(-np.fft.fftn(random) / squares).real, atol=1e-12)

@@ -10,13 +10,12 @@ import threading
 import time
 from functools import partial
 
-import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client
 
-from dask_p2p import iterate, spmd
+from dask_p2p import spmd
 from dask_p2p.plugins.scheduler import P2PSchedulerPlugin
 from dask_p2p.plugins.worker import P2PPlugin
 from tests.sections.support import nothing_is_left, ranks_of
@@ -48,17 +47,7 @@ def stepped(x=X, shift=0.0, steps=20):
     return x
 
 
-def test_two_gangs_at_once(client):
-    """Each of four ranks on two workers with a thread each, beside other tasks."""
-    both = [spmd(stepping, array(), ranks=4, shift=shift) for shift in (0.25, 0.5)]
-    others = client.map(lambda i: i + 1, range(20))
-    for y, shift in zip(dask.compute(*both), (0.25, 0.5), strict=True):
-        assert np.array_equal(y, stepped(shift=shift))
-    assert client.gather(others) == [*range(1, 21)]
-    del others
-    nothing_is_left(client)
-
-
+@pytest.mark.slow
 def test_cancels_at_any_time(client):
     pauses = np.random.default_rng(0).uniform(0, 0.4, 12)
     for number, pause_s in enumerate(pauses):
@@ -92,29 +81,6 @@ def test_a_restart(client, tmp_path):
     assert np.array_equal(spmd(stepping, array(), ranks=4).compute(), stepped())
 
 
-@pytest.mark.slow
-def test_sections_leave_no_descriptor(client):
-    def descriptors():
-        return len(os.listdir("/proc/self/fd"))
-
-    def smooth(u, out, shift):
-        out[:] = (u[:-2] + u[2:]) / 2 + shift
-
-    x = da.arange(12, chunks=3, dtype=float)
-    before = None
-    for shift in range(15):
-        iterate(smooth, x, 1, 3, ranks=4, shift=shift, checkpoint_every=1).compute()
-        if shift == 4:
-            before = client.run(descriptors)
-    nothing_is_left(client)
-
-    def are_few():
-        after = client.run(descriptors)
-        return all(after[worker] <= count + 3 for worker, count in before.items())
-
-    wait_until(are_few, state=lambda: (before, client.run(descriptors)))
-
-
 @pytest.fixture
 def running(client, tmp_path):
     """A gang that runs: the future of what it makes, a worker, and its process."""
@@ -128,13 +94,6 @@ def running(client, tmp_path):
     assert np.array_equal(result_of(client, future), stepped(steps=60))
     future.release()
     nothing_is_left(client)
-
-
-def test_a_worker_that_stands_still_for_a_while(client, running):
-    _, _, pid = running
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(1)
-    os.kill(pid, signal.SIGCONT)
 
 
 def test_a_worker_that_stands_still_for_good(client, running):
@@ -164,6 +123,7 @@ def test_a_plugin_that_is_taken_off(client, running, plugin):
         client.unregister_scheduler_plugin(plugin.name)
 
 
+@pytest.mark.slow
 def test_workers_that_are_paused(client, running):
     """They begin no task, but their ranks go on."""
     future, victim, _ = running

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Points, Save, iterate, map_on_gpu, spmd
-from dask_p2p.errors import BlockMismatchError, InputError, MissingPackageError
+from dask_p2p.errors import InputError, MissingPackageError
 from tests.sections.iterate.test_coupled import inner, react
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -123,13 +123,6 @@ def test_a_function_that_writes_into_its_fields_is_refused():
     pytest.importorskip("torch")
     made = iterate(lambda u: u.mul_(2), array(U), 0, 2, as_library="torch")
     with pytest.raises(InputError, match="only reads its fields"):
-        made.compute(scheduler="sync")
-
-
-def test_a_function_with_gradients_is_refused():
-    pytest.importorskip("torch")
-    made = iterate(lambda u: u.clone().requires_grad_(), array(U), 0, 2, as_library="torch")
-    with pytest.raises(BlockMismatchError, match="without gradients"):
         made.compute(scheduler="sync")
 
 

@@ -5,12 +5,21 @@ from collections import Counter
 import dask.array as da
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.fusing.planning.owners import MOST_LITERAL_BYTES, owners_of, positions
+from dask_p2p.fusing.planning.owners import (
+    MOST_LITERAL_BYTES,
+    Locations,
+    located_owners,
+    owners_of,
+    positions,
+)
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of
-from tests.fusing.support import read_arrays
+from tests.fusing.planning.test_planner import check
+from tests.fusing.support import check_blocks, generated, graphs, read_arrays, run_programs
 
 
 def owners(size, *arrays):
@@ -31,13 +40,6 @@ def test_blocks_without_inputs_are_spread_by_position(size, expected):
     assert found == sorted(found)
     assert max(Counter(found).values()) == -(-8 // size)
     assert expected in (None, found)
-
-
-def test_tasks_go_where_their_bytes_are():
-    x = da.ones((16, 4), chunks=(2, 4))
-    y = (x + 1)[::-1]  # blocks in the reverse order
-    owned = owners(4, y)
-    assert of_blocks(owned, y) == of_blocks(owned, x)[::-1]
 
 
 def test_assembled_blocks_go_where_most_of_their_regions_are():
@@ -61,14 +63,6 @@ def test_small_literals_are_everywhere_and_large_ones_have_an_owner():
     owned = owners(2, small + 1, large + 1)
     assert keys_of(small)[0] not in owned
     assert keys_of(large)[0] in owned
-
-
-def test_words_in_keys_do_not_move_blocks():
-    """Tasks for cumulative sums have words in their keys, in addition to the index of a block."""
-    keys = [("x", i) for i in range(4)] + [("x", "extra", i) for i in range(4)]
-    assert [positions(keys, 4)[key] for key in keys] == [0, 1, 2, 3] * 2
-    strange = [("x", 1), ("x", None), ("x", 0)]
-    assert sorted(positions(strange, 3).values()) == [0, 1, 2]
 
 
 def test_delayed_values_of_one_function_are_spread():
@@ -117,10 +111,86 @@ def test_many_ranks_and_large_values_keep_their_trees():
     assert exchanges(4, x.max(axis=0)) > 1
 
 
-def test_outputs_and_tasks_with_several_readers_stay():
-    x = da.ones((32, 4), chunks=(1, 4))
-    half, rest = x[4:20].sum(), x[20:].sum()
-    owned = owners(4, half + rest, half)
-    (key,) = keys_of(half)
-    alone = owners(4, half)
-    assert owned[key] == alone[key]
+def owners_of_inputs(holders, size, workers=2):
+    """Owners of inputs on workers with names of one letter, whose positions are their order."""
+    preferred = {number: number * size // len(holders) for number in range(len(holders))}
+    found = located_owners(Locations(dict(enumerate(holders)), workers), preferred, size)
+    return [found.get(number) for number in preferred]
+
+
+@pytest.mark.parametrize(
+    ("holders", "size", "expected"),
+    [
+        ("aabb", 2, [0, 0, 1, 1]),
+        ("bbaa", 2, [0, 0, 1, 1]),
+        ("abab", 2, [0, 1, 0, 1]),
+        ("aaba", 2, [0, 0, 1, 0]),
+        ("aaaa", 2, [0, 0, 0, 0]),
+        ("babb", 2, [1, 0, 1, 1]),
+        (["a", "b", "", "b"], 2, [0, 1, None, 1]),
+        (["ab", "b", "ab", "a"], 2, [0, 0, 1, 1]),
+        ("aabb", 1, [0, 0, None, None]),
+        ("cccc", 4, [0, 1, 0, 1]),
+        ("aabb", 4, [0, 1, 2, 3]),
+        ("baba", 4, [0, 1, 2, 3]),
+        ("abbb", 4, [0, 1, 2, 1]),
+        (["", "", "", ""], 2, [None] * 4),
+    ],
+)
+def test_owners_run_where_their_inputs_are(holders, size, expected):
+    assert owners_of_inputs(holders, size) == expected
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 6))
+def test_each_rank_has_inputs_of_one_worker(data, size, workers):
+    names = "abcdef"[:workers]
+    holders = data.draw(st.lists(st.sets(st.sampled_from(names)), min_size=1, max_size=24))
+    found = owners_of_inputs(holders, size, workers)
+    ranks_of = {name: set() for name in names}
+    for of_input, owner in zip(holders, found, strict=True):
+        assert owner is None or 0 <= owner < size
+        if len(of_input) == 1:
+            ranks_of[next(iter(of_input))] |= {owner} - {None}
+    counts = Counter(rank for ranks in ranks_of.values() for rank in ranks)
+    assert max(counts.values(), default=1) == 1
+    assert all(len(ranks) <= max(1, size // workers) for ranks in ranks_of.values())
+    if size >= workers:
+        assert all((owner is None) == (not of) for of, owner in zip(holders, found, strict=True))
+
+
+def made_by_dask(count=8, n=16):
+    """An array whose blocks are inputs of a gang."""
+    return da.map_blocks(generated, (n, n), 0, chunks=((n // count,) * count, (n,)), dtype=float)
+
+
+def located(x, holders, workers=2):
+    """Owners of all values of an array of inputs whose blocks lie on these workers."""
+    tasks = read_arrays(x)[1].tasks
+    locations = Locations(dict(zip(sorted(tasks.inputs), holders, strict=True)), workers)
+    return tasks, owners_of(tasks, 2, locations=locations)
+
+
+@pytest.mark.parametrize(
+    ("holders", "expected"), [("abababab", [0, 1] * 4), ("aaaaaaab", [0] * 4 + [1] * 4)]
+)
+def test_tasks_stay_with_their_inputs_if_these_are_spread_evenly(holders, expected):
+    y = made_by_dask() + 1
+    _, owned = located(y, holders)
+    assert [owned[key] for key in keys_of(y)] == expected
+
+
+def test_large_inputs_are_read_in_place():
+    tasks = read_arrays(dask_p2p.fft.fft(made_by_dask(n=1024), axis=1))[1].tasks
+    locations = Locations(dict.fromkeys(tasks.inputs, "a"), 2)
+    sizes = dict.fromkeys((*tasks.inputs, *tasks.nodes), 2**20)
+    assert not programs_of(tasks, 2, sizes)[0].reads_memory
+    assert programs_of(tasks, 2, sizes, locations=locations)[0].reads_memory
+
+
+@given(graphs(), st.integers(2, 4), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_values_are_equal_wherever_inputs_lie(arrays, size, workers, random):
+    tasks = read_arrays(*arrays)[1].tasks
+    holders = {key: random.sample("abcd"[:workers], random.randint(0, 1)) for key in tasks.inputs}
+    locations = Locations(holders, workers)
+    check(tasks, programs_of(tasks, size, locations=locations))
+    check_blocks(arrays, run_programs(arrays, size, locations))

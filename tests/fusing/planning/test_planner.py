@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.fusing.planning import planner
-from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.owners import owners_of
+from dask_p2p.fusing.planning.planner import programs_of, supersteps_of
 from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes, sizes_of
+from dask_p2p.fusing.planning.tasks import keys_of
 from tests.fusing.support import check_blocks, graphs, read_arrays, run_programs, smooth
 
 
@@ -91,15 +93,6 @@ def chain(count, n=16):
     return x
 
 
-@pytest.mark.parametrize("count", [1, 7])
-def test_a_chain_of_halos_has_one_exchange_each(count):
-    programs = programs_of(read_arrays(chain(count))[1].tasks, 4)
-    exchanges = [
-        [bool(superstep.sends) for superstep in program.supersteps] for program in programs
-    ]
-    assert [sum(each) for each in exchanges] == [count - 1] * 4, "small inputs are literals"
-
-
 def test_equal_plans_are_sent_once():
     """A program has a few hundred bytes for each task."""
 
@@ -111,12 +104,6 @@ def test_equal_plans_are_sent_once():
         plans = {id(s.block.plan) for p in pickle.loads(dumps(program)).supersteps for s in p.steps}
         assert len(plans) == 1
     assert (sizes[1] - sizes[0]) / 100 < 800
-
-
-def test_large_blocks_are_read_in_place():
-    for n, expected in ((64, False), (1024, True)):
-        programs = programs_of(read_arrays(chain(1, n))[1].tasks, 2)
-        assert [program.reads_memory for program in programs] == [expected] * 2
 
 
 def stencils_on_the_fly(count):
@@ -173,15 +160,6 @@ def test_a_transpose_that_is_reduced_holds_few_blocks(workers):
         assert own_bytes < x.nbytes / workers / 2
 
 
-def test_regions_in_messages_are_few():
-    x = transposed()
-    tasks = read_arrays(x)[1].tasks
-    sizes, elements = sizes_of(tasks), SourceElements()
-    for program in programs_of(tasks, 2, sizes):
-        copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
-        assert copies_bytes <= 2**22
-
-
 def test_messages_of_two_ranks_are_small():
     """Otherwise two ranks with four blocks of 1 MiB each would take a quarter more memory."""
     tasks = read_arrays(dask_p2p.transpose(da.ones((1024, 1024), chunks=(128, 1024))))[1].tasks
@@ -191,27 +169,38 @@ def test_messages_of_two_ranks_are_small():
         assert 0 < copies_bytes <= 2**20  # half of them sent, half of them received
 
 
-def filtered(x):
-    return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(x) * 2)
+def supersteps(size, *arrays):
+    tasks = read_arrays(*arrays)[1].tasks
+    return supersteps_of(tasks, owners_of(tasks, size))
 
 
-def transposed_twice(x):
-    return dask_p2p.transpose(dask_p2p.transpose(x) + 1) + x
+def test_only_values_of_other_ranks_begin_a_superstep():
+    x = da.ones((8, 8), chunks=(2, 8))
+    local = (x + 1) * 2
+    y = dask_p2p.transpose(local) - 1
+    found = supersteps(4, y)
+    assert {found[key] for key in keys_of(local)} == {0}
+    assert {found[key] for key in keys_of(y)} == {1}
+    assert {*supersteps(1, y).values()} == {0}
 
 
-@pytest.mark.parametrize(
-    ("program", "columns", "is_larger"),
-    [(filtered, 2048, True), (transposed_twice, 4096, False), (transposed_twice, 2048, False)],
-)
-def test_ranks_that_hold_much_exchange_more_at_a_time(program, columns, is_larger):
-    """Each exchange takes half a millisecond. Smaller ones would save little memory."""
-    x = da.ones((2048, columns), chunks=(64, columns))
-    tasks = read_arrays(program(x))[1].tasks
-    sizes, elements = sizes_of(tasks), SourceElements()
-    programs = programs_of(tasks, 4, sizes)
-    with mock.patch.multiple(planner, _FEWER=float("inf")):
-        smaller = programs_of(tasks, 4, sizes)
-    assert (len(programs[0].supersteps) < len(smaller[0].supersteps)) == is_larger
-    for own, other in zip(programs, smaller, strict=True):
-        least_bytes = peak_bytes(other, sizes, elements)
-        assert peak_bytes(own, sizes, elements) * planner._WORTHWHILE <= least_bytes
+def test_a_layer_is_at_most_one_layer_ahead():
+    x = da.random.default_rng(0).random((64, 8), chunks=(2, 8))
+    layers = [x]
+    for _ in range(5):
+        layers.append(
+            dask_p2p.map_overlap(smooth, layers[-1], depth={0: 1}, boundary="periodic", dtype=float)
+        )
+    found = supersteps(2, layers[-1])
+    of_layers = [{found[key] for key in keys_of(y)} for y in layers]
+    assert of_layers == [{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 4}, {3, 4, 5}]
+
+
+def test_layers_that_read_each_other():
+    """Their tasks stay in the order of the graph."""
+    graph = {("a", 0): (np.ones, 4), ("b", 0): (np.negative, ("a", 0))}
+    graph |= {("a", 1): (np.negative, ("b", 0)), ("b", 1): (np.negative, ("a", 1))}
+    y = da.Array(graph, "b", ((4, 4),), dtype=float) + 1
+    assert {*supersteps(1, y).values()} == {0}
+    assert y.compute(scheduler="sync").tolist() == [0.0] * 8
+    np.testing.assert_array_equal(dask_p2p.fused(y, ranks=1).compute(scheduler="sync"), 0)

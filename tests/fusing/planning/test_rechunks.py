@@ -31,15 +31,6 @@ def test_rechunks_are_done_by_ranks(client, dtype, chunks):
     np.testing.assert_array_equal(computed, values)
 
 
-def test_rechunks_that_dask_chooses_by_itself(client):
-    values = np.random.default_rng(0).normal(size=(24, 24))
-    x = da.from_array(values, chunks=(2, 24)) + 1
-    y = x.rechunk((24, 2)) - da.from_array(values, chunks=(24, 2))
-    layers = y.__dask_graph__().layers.values()
-    assert "P2PRechunkLayer" in {type(layer).__name__ for layer in layers}
-    assert dask_p2p.fused(y.sum(axis=0)).compute().tobytes() == y.sum(axis=0).compute().tobytes()
-
-
 def texts(block):
     return np.where(block > 0.5, block.astype(object), None)
 

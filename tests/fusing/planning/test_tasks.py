@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+from operator import add, neg
+
 import dask
 import dask.array as da
 import numpy as np
 import pytest
+from dask._task_spec import convert_legacy_graph, execute_graph
 from dask.graph_manipulation import clone
+from dask.task_spec import Alias, Task, TaskRef
 
 import dask_p2p
-from dask_p2p.fusing.planning.tasks import keys_of, read_graph
+from dask_p2p.fusing.planning.tasks import keys_of, read_graph, unfused
 from tests.fusing.support import check_blocks, read_arrays, run_programs
 
 
@@ -70,35 +74,6 @@ def test_reads_and_unknown_functions_stay_with_dask(kind):
     assert read.kept.keys() >= set(read.tasks.inputs)
 
 
-def test_a_memory_map_stays_with_dask(tmp_path):
-    np.save(tmp_path / "x.npy", np.ones((8, 8)))
-    x = da.from_array(np.load(tmp_path / "x.npy", mmap_mode="r"), chunks=4)
-    assert names(read_arrays(x + 1)[1].tasks.inputs) == {x.name}
-
-
-def test_each_task_comes_after_those_that_it_reads():
-    x = da.ones((8, 8), chunks=2)
-    y = dask_p2p.transpose(x).cumsum(axis=0) - x.sum()
-    _, read = read_arrays(y, x + y)
-    seen = set()
-    for key in read.tasks.nodes:
-        assert set(read.tasks.reads[key]) <= seen
-        seen.add(key)
-
-
-def test_only_tasks_that_outputs_need():
-    x = da.ones((8, 8), chunks=2)
-    _, read = read_arrays((x + 1)[:2])
-    assert sum(key[0] == (x + 1).name for key in read.tasks.nodes) == 4
-
-
-def test_tasks_of_older_graphs():
-    graph = {("x", 0): (np.ones, 4), ("y", 0): (np.add, ("x", 0), 1), ("z", 0): ("y", 0)}
-    z = da.Array(graph, "z", ((4,),), dtype=float)
-    _, read = read_arrays(z * 2)
-    assert names(read.tasks.nodes) == {"x", "y", "z", (z * 2).name}
-
-
 def test_copies_of_tasks_have_keys_of_their_own():
     """Dask copies aliases under other keys than their own."""
     x = da.from_array(np.arange(4), chunks=-1).rechunk(2) * 2
@@ -107,16 +82,6 @@ def test_copies_of_tasks_have_keys_of_their_own():
     read = read_arrays(*arrays)[1].tasks
     assert all(node.key == key for key, node in read.nodes.items())
     check_blocks(arrays, run_programs(arrays, 2))
-
-
-def test_futures(client):
-    x = client.persist(da.ones((8, 8), chunks=4))
-    scaled = x.map_blocks(np.multiply, client.submit(float, 3), dtype=float)
-    y = x + scaled
-    graph, read = read_arrays(y)
-    assert names(read.tasks.inputs) == {x.name, scaled.name}
-    assert names(read.tasks.nodes) == {y.name}
-    assert all(read.kept[key] is graph[key] for key in read.tasks.inputs)
 
 
 def halved(ctx, x):
@@ -176,3 +141,33 @@ def test_tasks_that_the_scheduler_has_stay():
     assert (x.name, 0, 0) in read.kept
     assert (x.name, 0, 1) in read.tasks.nodes
     assert read.tasks.inputs == ((x.name, 0, 0),)
+
+
+def fused(key):
+    """A task that Dask has fused from two, under a key."""
+    first = Task(("a", 0), add, TaskRef(("x", 0)), 1)
+    return Task.fuse(first, Task(("b", 0), neg, TaskRef(("a", 0))), key=key)
+
+
+@pytest.mark.parametrize("key", [("b", 0), ("c", 0)])
+def test_the_parts_take_the_place_of_a_fused_task(key):
+    graph = {("x", 0): Task(("x", 0), int, 4), key: fused(key)}
+    found = unfused(graph)
+    assert {*found} == {("x", 0), ("a", 0), key}
+    assert found["a", 0].func is add
+    assert found[key].func is neg
+    assert run_of(found, key) == run_of(graph, key) == -5
+
+
+def test_a_part_with_the_key_of_another_task():
+    """An alias of an expression's name for the fused task would be an alias of itself."""
+    graph = {("x", 0): Task(("x", 0), int, 4), ("c", 0): fused(("c", 0))}
+    for key in (("a", 0), ("b", 0)):
+        named = {**graph, key: Alias(key, ("c", 0))}
+        found = unfused(named)
+        assert found[key] is named[key]
+        assert run_of(found, key) == -5
+
+
+def run_of(graph, key):
+    return execute_graph(convert_legacy_graph(dict(graph)), keys=[key])[key]

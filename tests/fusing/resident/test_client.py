@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import sys
-import threading
-import time
 
 import dask
 import dask.array as da
@@ -19,18 +16,15 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import (
-    BlockMismatchError,
     InputError,
     MemoryLimitError,
     SectionError,
     UnsupportedArrayError,
 )
 from dask_p2p.fusing.resident.commands import CommandQueues
-from dask_p2p.fusing.resident.replayed_calls import HandleTable
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import OPERATIONS, integers, smooth, waiting
+from tests.fusing.support import OPERATIONS, integers, smooth
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -114,21 +108,6 @@ def test_workers_in_this_process(chunks):
             np.testing.assert_array_equal(run.fetch(run(made)), np.full((4, 3), 4.0))
 
 
-def overwritten(block):
-    block *= 0
-    return block
-
-
-def test_functions_that_overwrite_an_array_of_a_handle(client):
-    u = da.ones((4, 3), chunks=(2, 3)).persist()
-    with dask_p2p.compile(lambda u: u * 2, u).resident(u) as run:
-        made = run(u)
-        field = run.array(made)
-        assert not field.map_blocks(overwritten, dtype=float).compute().any()
-        np.testing.assert_array_equal(run.fetch(run(made)), np.full((4, 3), 4.0))
-    no_rank_is_left(client)
-
-
 @pytest.mark.slow
 def test_a_loop_as_one_writes_it(client):
     u = x = array()
@@ -184,19 +163,6 @@ def test_several_arguments_and_results(client):
         assert same_bits(one, other.compute())
     for one, other in zip(made, first[1:3], strict=True):
         assert same_bits(one.compute(), other.compute())
-
-
-def test_arrays_that_the_function_reads(client):
-    other = client.persist(array())
-
-    def products(u):
-        return integers(u.T) @ integers(other) / 64 + u[::-1]
-
-    step = dask_p2p.compile(products, array())
-    x = array() * 2
-    with step.resident(x) as run:
-        got = run.fetch(run(run(x)))
-    assert same_bits(got, repeated(products, x, 2).compute())
 
 
 def test_lazy_arguments_that_were_persisted_before(client):
@@ -286,17 +252,6 @@ def test_without_a_cluster():
     step = dask_p2p.compile(heat, array())
     with pytest.raises(InputError, match="expected a synchronous client"):
         step.resident(array())
-
-
-def test_an_exception_of_the_user_ends_the_gang(client):
-    def program(x):
-        with dask_p2p.compile(heat, x).resident(x) as run:
-            run(x)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        program(array())
-    no_rank_is_left(client)
 
 
 def test_a_gang_that_is_dropped_ends(client):
@@ -397,113 +352,6 @@ def test_an_exit_in_a_call_ends_no_gang(client, error):
     no_rank_is_left(client)
 
 
-def of_wrong_shape(block, block_info=None):
-    return block if block.min() >= 0 else block[1:]
-
-
-def test_a_block_of_the_wrong_shape(client):
-    def function(u):
-        return dask_p2p.transpose(u.map_blocks(of_wrong_shape, meta=u._meta)).rechunk(u.chunks)
-
-    x = abs(array())
-    with dask_p2p.compile(lambda u: (function(u), u - 9), x).resident(x) as run:
-        u, low = run(x)
-        bad, _ = run(low)
-        with pytest.raises(BlockMismatchError, match="is declared as"):
-            run.fetch(bad)
-        assert same_bits(run.fetch(run(u)[0]), x.compute())
-
-
-def sendable(block):
-    return block[0] if block.min() >= 0 else (each for each in block)
-
-
-def added_up(rows, block):
-    return block + sum(each[0] for each in rows)
-
-
-def test_a_value_that_cannot_be_sent(client):
-    def function(u):
-        rows = u.map_blocks(sendable, drop_axis=1, dtype=float, meta=np.empty(0))
-        return da.blockwise(added_up, "ik", rows, "j", u, "ik", dtype=float, meta=u._meta)
-
-    x = abs(array())
-    step = dask_p2p.compile(lambda u: (function(u), u - 9), x)
-    with step.resident(x) as run:
-        u, low = run(x)
-        bad, _ = run(low)
-        with pytest.raises(TypeError, match="pickle"):
-            run.fetch(bad)
-        assert same_bits(run.fetch(u), function(x).compute())
-
-
-def test_few_calls_are_ahead(client, tmp_path):
-    x = array()
-    path = tmp_path / "go"
-    step = dask_p2p.compile(lambda u: u.map_blocks(waiting, path, meta=u._meta) + 1, x)
-    made = []
-
-    def call():
-        u = x
-        for _ in range(200):
-            u = run(u)
-            made.append(u)
-
-    with step.resident(x) as run:
-        calling = threading.Thread(target=call)
-        calling.start()
-        wait_until(lambda: len(made) >= 64)
-        time.sleep(0.2)
-        assert len(made) == 64
-        path.touch()
-        calling.join(BOUND_S)
-        assert len(made) == 200
-        assert same_bits(run.fetch(made[-1]), repeated(lambda u: u + 1, x, 200).compute())
-
-
-def handles_of(dask_worker):
-    """Return the numbers of the handles of the only rank on a worker."""
-    frames = (each for each in sys._current_frames().values())
-    for frame in frames:
-        while frame is not None:
-            if isinstance(table := frame.f_locals.get("table"), HandleTable):
-                return sorted(table.handles)
-            frame = frame.f_back
-    return None
-
-
-def test_dropped_handles_leave_the_ranks(client):
-    x = array()
-    with dask_p2p.compile(lambda u: (u + 1, u.sum()), x).resident(x) as run:
-        u, first = run(x)
-        for _ in range(20):
-            u, total = run(u)
-        run.fetch(u)
-        del total
-        # The argument, the first sum, and the last array; without another call.
-        left = [[-1, 1, 40], [-1, 1, 40]]
-        wait_until(lambda: [*client.run(handles_of).values()] == left)
-        assert same_bits(run.fetch(first), x.sum().compute())
-
-
-def test_few_handles_are_on_the_ranks_at_a_time(client, tmp_path):
-    """Although many calls are sent in one batch."""
-    x, path = array(), tmp_path / "most"
-
-    def counted(block):
-        frame = sys._getframe()
-        while frame is not None and not isinstance(frame.f_locals.get("table"), HandleTable):
-            frame = frame.f_back
-        if frame is not None and (count := len(frame.f_locals["table"].handles)) > 3:
-            path.write_text(str(count))
-        return block + 1
-
-    with dask_p2p.compile(lambda u: u.map_blocks(counted, meta=u._meta), x).resident(x) as run:
-        u = repeated(run, x, 300)
-        assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 300).compute())
-    assert not path.exists(), path.read_text()
-
-
 def test_handles_that_do_not_fit(client):
     x = array()
     with dask_p2p.compile(lambda u: u + 1, x).resident(x) as run:
@@ -518,16 +366,6 @@ def test_handles_that_do_not_fit(client):
         del first
         u = run(u)
         assert same_bits(run.fetch(u), repeated(lambda u: u + 1, x, 3).compute())
-
-
-def test_one_rank(client):
-    x = array()
-    step = dask_p2p.compile(heat, x, ranks=1)
-    with step.resident(x) as run:
-        got = run.fetch(repeated(run, x, 30))
-    assert same_bits(got, repeated(heat, x, 30).compute())
-    assert step.ranks == 1
-    no_rank_is_left(client)
 
 
 def test_blocks_on_workers_stay_as_they_are(client):

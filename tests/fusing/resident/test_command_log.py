@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.commands import CALL, DROP, FETCH, KEEP, CommandLog
+from dask_p2p.fusing.resident.commands import (
+    CALL,
+    DROP,
+    FETCH,
+    KEEP,
+    CommandLog,
+    CommandQueue,
+)
+from tests.support import tune
 
 SIZE, MOST = 3, 12
 ranks = st.integers(0, SIZE - 1)
@@ -187,14 +195,10 @@ def test_an_answer_after_a_loss_is_needed_from_all():
     assert log.record_answer(0, number, "late") is None
 
 
-def test_a_checkpoint_whose_answers_are_lost():
-    """Calls before it are not repeated, since their arguments may have been dropped."""
-    log = CommandLog(2, MOST)
-    log.add(CALL, [-1], 0)
-    fetch = log.add(FETCH, 0)
-    kept = log.add(KEEP)
-    later = log.add(CALL, [0], 1)
-    log.take_unsent()
-    log.restart(kept)
-    assert (log.since_kept, log.is_keeping, log.calls_ahead) == (1, False, 1)
-    assert log.take_unsent() == [(fetch, FETCH, 0), (later, CALL, [0], 1)]
+# --- the commands of a client, on their way to a rank's thread
+
+
+def test_a_client_that_does_not_reach_the_worker(monkeypatch):
+    tune(monkeypatch, client_wait_s=0)
+    with pytest.raises(SectionError, match="Run the client where it reaches the workers"):
+        CommandQueue(lambda: False).get()

@@ -56,23 +56,6 @@ def test_resources_are_lent_between_two_calls(client, ranks):
     are_back(client, 1)
 
 
-def test_two_idle_gangs_go_on_at_the_same_time(client):
-    """Each has the resources of both workers; none waits for those of the other one."""
-    x = array()
-    step = dask_p2p.compile(heat, x)
-    with dask.config.set({"p2p.sections.resident-idle": "200 ms"}):
-        with dask.annotate(resources={"GPU": 1}):
-            one, other = step.resident(x), step.resident(x)
-        with one as first, other as second:
-            u = v = x
-            for _ in range(3):
-                u, v = repeated(first, u, 5), repeated(second, v, 5)
-                assert same_bits(first.fetch(u), second.fetch(v))
-    del u, v
-    nothing_is_left(client)
-    are_back(client, 1)
-
-
 def test_a_gang_that_is_busy_keeps_its_resources(client):
     x = array()
     step = dask_p2p.compile(heat, x)

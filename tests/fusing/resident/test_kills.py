@@ -15,7 +15,7 @@ import dask_p2p
 from dask_p2p.errors import SectionError
 from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import heat, no_rank_is_left, queues_on, repeated
-from tests.fusing.test_kills import killed_once
+from tests.fusing.test_fused import killed_once
 from tests.support import tune
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -124,17 +124,6 @@ def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
     with pytest.raises(SectionError, match="handles are lost"):
         run.fetch(u)
     assert np.isfinite(x.sum().compute())
-    del u
-    no_rank_is_left(client)
-
-
-def test_one_rank_begins_again(client):
-    x = array()
-    with dask_p2p.compile(heat, x, ranks=1).resident(x) as run:
-        u = repeated(run, x, 10)
-        run.fetch(u)
-        kill(client, *workers_of(client))
-        assert same_bits(run.fetch(run(u)), repeated(heat, x, 11).compute())
     del u
     no_rank_is_left(client)
 

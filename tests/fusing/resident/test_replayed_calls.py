@@ -13,6 +13,7 @@ from dask.task_spec import Task
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.sizes import Program
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
 from dask_p2p.fusing.resident import replayed_calls
 from dask_p2p.fusing.resident.rank import ResidentRunner
@@ -288,16 +289,6 @@ def test_a_function_that_works_on_another_stream_is_called(gpu, replayed):
     assert len(replayed) == 4  # once, to be compared
 
 
-@pytest.mark.usefixtures("replayable")
-def test_a_function_that_counts_is_called(gpu, replayed, monkeypatch):
-    monkeypatch.setattr(Marks, "calls", 0)
-    made = Calls(gpu, stencil_with(counting), ranks=1).run()
-    added = [each - stencil_of(before) for each, before in zip(made[1:], made, strict=False)]
-    # A capture and its comparison count, too. Afterwards each call does.
-    assert np.allclose(np.diff([each.max() for each in added[FIRST:]]), 4)
-    assert len(replayed) == 1
-
-
 def test_the_code_of_functions_decides(gpu, replayed):
     check(Calls(gpu, stencil_with(lambda block: smooth(block))).run(), stencil_of)
     assert len(replayed) == 4 * (CALLS - FIRST)
@@ -366,3 +357,34 @@ def test_a_failed_call_does_not_stop_the_others(gpu, replayed, monkeypatch, call
                 assert type(blocks[0]) is FailedValue
             else:
                 assert np.array_equal(blocks[0], values[3 * rank : 3 * rank + 3])
+
+
+KEYS = (("u", 0, 0), ("v", 0), ("constant", 3), ("u", 1, 0))
+
+
+def table(blocks=(10, 20, 30, 40)):
+    outputs = ((("r", 0, 1), ("r", 2, 2)), (("total",),))
+    return HandleTable(Program(KEYS, {}, (), {}, outputs, False), ("u", "v"), blocks)
+
+
+def test_a_state_has_all_handles():
+    values = np.arange(24.0).reshape(4, 6)
+    blocks = [
+        *(values, values.T, values[::2, 1::2], values[:0], np.float32(2)),
+        np.ma.masked_greater(values, 5),
+        "text",
+    ]
+    before = table()
+    before.handles[3] = dict(enumerate(blocks))
+    state = before.state()
+    after = table((1, 2, 3, 4))
+    after.restore(memoryview(np.concatenate(state)))
+    assert after.handles[-1] == {(0, 0): 1, (1, 0): 4}, "arguments are those of the new attempt"
+    found = [after.handles[3][number] for number in range(len(blocks))]
+    for got, expected in zip(found, blocks, strict=True):
+        assert type(got) is type(expected)
+        assert np.array_equal(got, expected)
+    found[0][:] = 0  # writable, and memory of its own
+    again = table()
+    again.restore(memoryview(np.concatenate(state)))
+    assert np.array_equal(again.handles[3][0], values)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -10,14 +9,13 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.sizes import Superstep, WholeValue
-from dask_p2p.fusing.running import messages
 from dask_p2p.fusing.running.assembling import Assembling
 from dask_p2p.fusing.running.gang import ProgramContext
 from dask_p2p.fusing.running.messages import Messages
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.device import HostLending
 from dask_p2p.sections.exchange.regions import Reads
-from tests.fusing.support import check_blocks, run_programs, smooth
+from tests.fusing.support import check_blocks, run_programs
 from tests.sections.gangs import run_gang
 
 RANKS = RankGrid(((1, 1),), (2,))
@@ -73,23 +71,6 @@ def test_whole_values(reads_memory):
         assert value.size < 2 or got.transpose(order).flags.c_contiguous or name == "objects"
 
 
-def test_large_arrays_are_read_in_place(monkeypatch):
-    sizes = []
-    original = messages.Packing._bytes
-
-    def noted(self):
-        made = original(self)
-        sizes.append(len(made))
-        return made
-
-    monkeypatch.setattr(messages.Packing, "_bytes", noted)
-    for reads_memory in (True, False):
-        sizes.clear()
-        x = da.ones((1024, 1024), chunks=(256, 1024)).map_blocks(np.copy, dtype=float)
-        run_programs([dask_p2p.transpose(x)], 2, reads_memory=reads_memory)
-        assert (max(sizes) < 2**16) == reads_memory
-
-
 @pytest.fixture
 def reads(monkeypatch):
     """The number of reads of other ranks' memory by method. Each one comes late."""
@@ -126,33 +107,3 @@ def test_small_arrays_are_read_eight_at_a_time(reads):
     y = dask_p2p.transpose(x + 1)
     check_blocks([y], run_programs([y], 2))
     assert reads == {"read_bytes": 4}  # by each rank: 16 arrays of 32 KiB, 256 KiB at a time
-
-
-def native(block):
-    return block.astype(float)
-
-
-def test_converted_arrays_are_kept_until_they_are_read(reads):
-    """Blocks in another byte order than declared are copied, for their readers alone."""
-    x = da.random.default_rng(0).normal(size=(2048, 2048), chunks=(1024, 2048))
-    y = dask_p2p.transpose(x.map_blocks(native, dtype=">f8"))
-    assert y.dtype == ">f8"
-    check_blocks([y], run_programs([y], 2))
-    assert reads == {"read": 2}
-
-
-def test_stencils_send_halos_alone(monkeypatch):
-    sent = []
-    original = messages.Packing._bytes
-    monkeypatch.setattr(
-        messages.Packing, "_bytes", lambda self: sent.append(self._arrays) or original(self)
-    )
-    x = da.ones((16, 8), chunks=(4, 8)).map_blocks(np.copy, dtype=float)
-    y = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=float)
-    run_programs([y], 2)
-    assert [array.shape for arrays in sent for array in arrays] == [(1, 8)] * 4
-
-
-def test_no_reads_without_large_values():
-    context = ProgramContext(RANKS, connections=SimpleNamespace(is_alone=True))
-    assert not context.reads_memory

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 
 import dask.array as da
 import numpy as np
 import pytest
+import scipy.fft
+import toolz
+from dask.array.core import getter
+from dask.array.random import _choice_rng as known_choice
 from dask.task_spec import Alias, DataNode, List, Task, TaskRef
 from distributed import Client, LocalCluster
+from distributed.protocol.pickle import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.engine.task import Blocks
 from dask_p2p.fusing.planning.sizes import Program, Superstep
-from dask_p2p.fusing.running.gang import ProgramContext, Runner, packed, unpacked
-from dask_p2p.fusing.running.program import KeptPrograms, ReadyProgram, call_of
+from dask_p2p.fusing.running import program as module
+from dask_p2p.fusing.running.gang import packed, unpacked
+from dask_p2p.fusing.running.program import Functions, KeptPrograms, call_of
+from dask_p2p.ops.overlap import Stencil, Trim
+from tests.fusing.support import smooth
 
 VALUES = {"a": 1, ("b", 0): 2, ("b", 1): [3]}
 
@@ -51,11 +60,6 @@ def test_tasks_have_the_values_of_dask(task):
     assert call_of(task)(VALUES) == task({key: VALUES[key] for key in task.dependencies})
 
 
-def test_arguments_are_those_of_each_call():
-    call = call_of(Task("t", operator.sub, TaskRef("a"), TaskRef("c")))
-    assert [call({"a": 1, "c": 2}), call({"a": 5, "c": 2})] == [-1, 3]
-
-
 def program(literal=1, count=1):
     steps = [Task(("t", n), operator.add, TaskRef("x"), TaskRef("one")) for n in range(count)]
     keys = tuple(step.key for step in steps)
@@ -70,14 +74,6 @@ def test_a_program_is_kept_between_runs():
     with kept.running(bytes(text), unpacked) as again:
         assert again in (first, other)
         assert again.runs_again
-
-
-def test_a_program_is_not_kept_after_an_exception():
-    kept, text = KeptPrograms(), packed(program())
-    with pytest.raises(ZeroDivisionError), kept.running(text, unpacked) as first:
-        raise ZeroDivisionError
-    with kept.running(text, unpacked) as again:
-        assert again is not first
 
 
 def test_a_program_with_a_literal_that_functions_may_change_is_not_kept():
@@ -120,25 +116,113 @@ def test_functions_that_change_their_arguments():
             np.testing.assert_array_equal(step(u).compute(), np.full((6, 2), 2.0))
 
 
-def overwritten(x, one):
-    one += x
-    return one
+# --- functions of tasks: those of users, and those that keep a state
 
 
-def test_literals_that_functions_overwrite():
-    step = Task("t", overwritten, TaskRef("x"), TaskRef("one"))
-    uses = {"x": 1, "one": 1, "t": 1}
-    literals = {"one": np.ones(3)}
-    ready = ReadyProgram(
-        Program(("x",), literals, (Superstep({}, {}, [step]),), uses, (("t",),), False), True
-    )
-    for _ in range(2):
-        ((made,),) = Runner(ProgramContext(None), ready).run([np.ones(3)])
-        np.testing.assert_array_equal(made, np.full(3, 2.0))
+X = TaskRef("x")
+FACTOR, SEEN = 3, []
 
 
-def test_whether_functions_may_overwrite():
-    ready = ReadyProgram(program())
-    ((step,),) = ready.steps
-    assert not step.overwrites
-    assert set(step.reads) == {"x", "one"}
+def scaled(block):
+    return block * FACTOR
+
+
+def recorded(block):
+    SEEN.append(1)
+    return block
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, block):
+        self.count += 1
+        return block + self.count
+
+
+def by_value(function):
+    """Return a function as cloudpickle makes it: no module has it."""
+    made = type(function)(
+        function.__code__, function.__globals__, "by_value", function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    made.__qualname__ = "by_value"
+    return made
+
+
+def default(block, seen=[]):  # noqa: B006
+    return block
+
+
+def closing_over(value):
+    return lambda block: (value, block)[1]
+
+
+def calls_itself(n):
+    return calls_itself(n - 1) if n else 0
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task("y", operator.add, X, X),
+        Task("y", np.sum, X, axis=(0, 1), keepdims=True),
+        Task("y", getter, X, (slice(0, 3), [1, 2]), lock=None),
+        Task("y", functools.partial(np.std, ddof=1), List(X, X)),
+        Task("y", toolz.compose(np.abs, np.sum), X),
+        Task("y", np.add, X, np.ones(3)),
+        Task("y", np.sum, X, out=None),
+        Task("y", scipy.fft.fft, X, overwrite_x=False),
+    ],
+)
+def test_functions_of_known_packages(task):
+    assert not Functions().is_of_user(task)
+
+
+@pytest.mark.parametrize(
+    ("task", "is_constant"),
+    [
+        (Task("y", smooth, X), True),
+        (Task("y", functools.partial(np.apply_along_axis, smooth, 0), X), True),
+        (Task("y", by_value(scaled), X), True),
+        (Task("y", closing_over((1, "a", np.sum))), True),
+        (Task("y", by_value(calls_itself), X), True),
+        (Task("y", Stencil(smooth, Trim((((1, 1),),))), X), True),
+        (Task("y", by_value(recorded), X), False),
+        (Task("y", by_value(default), X), False),
+        (Task("y", closing_over([]), X), False),
+        (Task("y", closing_over(np.ones(3)), X), False),
+        (Task("y", Counter(), X), False),
+        (Task("y", Counter().__call__, X), False),
+        (Task("y", np.random.default_rng(0).normal, X), False),
+        (Task("y", smooth, X, np.random.default_rng(0)), False),
+        (Task("y", smooth, X, buffer=np.empty(3)), False),
+        (Task("y", toolz.compose(np.abs, Counter()), X), False),
+        (Task("y", np.vectorize(by_value(recorded)), X), False),
+        (Task("y", Stencil(Counter()), X), False),
+        (Task("y", operator.iadd, X, 1), True),
+        (Task("y", np.add, X, 1, np.empty(3)), False),
+        (Task("y", np.add, X, 1, out=np.empty(3)), False),
+        (Task("y", np.add, X, 1, out=X), True),
+        (Task("y", functools.partial(np.add, 1, out=np.empty(3)), X), False),
+        (Task("y", scipy.fft.fft, X, overwrite_x=True), True),
+        (Task("y", known_choice, np.random.PCG64(0), 5), False),
+        (Task("y", known_choice, np.random.RandomState(0), 5), False),
+    ],
+)
+def test_functions_of_users(task, is_constant):
+    functions = Functions()
+    for _ in range(2):  # also from memory
+        assert functions.is_of_user(task)
+        assert (functions.fresh(task) is task) is is_constant
+
+
+@pytest.mark.parametrize("runs_again", [False, True])
+def test_a_copy_for_each_task(runs_again, monkeypatch):
+    pickled = []
+    monkeypatch.setattr(module, "dumps", lambda task: pickled.append(task) or dumps(task))
+    functions, counter = Functions(runs_again), Counter()
+    assert [functions.fresh(counter)(0) for _ in range(3)] == [1, 1, 1]
+    assert len(pickled) == (1 if runs_again else 3)
+    assert counter.count == 0

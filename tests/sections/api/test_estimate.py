@@ -10,7 +10,7 @@ import pytest
 from distributed import wait
 
 from dask_p2p import estimate, iterate, spmd
-from dask_p2p.errors import InputError, MemoryLimitError
+from dask_p2p.errors import MemoryLimitError
 from dask_p2p.sections.api.rank_body import SectionEstimate
 from dask_p2p.sections.gang import checkpoints as state_memory
 from dask_p2p.transports.buffers import Segment
@@ -133,19 +133,6 @@ def test_the_sum_of_all_memory():
     assert estimate(lasting).state_bytes == 0
 
 
-def test_the_rank_that_needs_most():
-    x = da.ones(100, chunks=((10, 50, 40),))
-    assert estimate(spmd(normalized, x, ranks=3)).input_bytes == 50 * 8
-
-
-def test_what_is_asked_for_as_a_transpose_is_one():
-    y = spmd(normalized, da.ones((4, 4), chunks=2), ranks=2)
-    assert not isinstance(estimate(y, (1, 0), workers=2), SectionEstimate)
-    assert not isinstance(estimate(y + 1, workers=2), SectionEstimate)
-    with pytest.raises(InputError, match=r"expected no workers=, .* got 3"):
-        estimate(y, workers=3)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_cannot_fit_is_refused_before_anything_is_allocated(client, ranks):
     """1 GiB a worker; the blocks of the input take no memory."""
@@ -162,8 +149,3 @@ def test_what_cannot_fit_is_refused_before_anything_is_allocated(client, ranks):
     assert max(client.run(peak_bytes).values()) < 20_000_000
     assert caught.value.needed_bytes <= estimate(y).total_bytes
     assert caught.value.missing_bytes == caught.value.needed_bytes - 2**30
-
-
-def test_a_computed_section_has_no_estimate(client):
-    y = spmd(normalized, da.ones((4, 4), chunks=2), ranks=2).persist()
-    assert not isinstance(estimate(y), SectionEstimate)

@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import pickle
-
 import dask.array as da
 import numpy as np
+import pint
 import pytest
 
-from dask_p2p import Array, LocalBlock, PerRank, Rows, Same, spmd
-from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p import Array, LocalBlock, PerRank, Points, Rows, Same, Save, iterate, map_on_gpu, spmd
+from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
+from tests.backends.test_plain import Quantity
 
 pytestmark = pytest.mark.cluster
 
@@ -60,21 +60,6 @@ def test_outputs_of_all_kinds(client, x, ranks):
     assert made["sum"].ndim == 0
     assert np.isnan(made["rows"].chunks[0]).all()
     assert float(made["spectrum"].imag.max().compute()) == 0
-
-
-def test_one_output_has_no_name(client, x):
-    found = spmd(lambda ctx, x: ctx.allreduce(x.sum()), x, outputs=Same(0.0))
-    assert isinstance(found, da.Array)
-    assert float(found.compute()) == 276
-
-
-def test_sections_without_arrays(client):
-    def rows(ctx, count):
-        return np.full(ctx.rank * count, ctx.rank)
-
-    found = spmd(rows, outputs=Rows(int), ranks=3, count=2)
-    assert found.compute().tolist() == [1, 1, 2, 2, 2, 2]
-    assert found.compute_chunk_sizes().chunks == ((0, 2, 4),)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (0, 3), (2, 1, 2)])
@@ -136,13 +121,6 @@ def test_wrong_outputs_are_refused(x, call, error):
         call(x)
 
 
-@pytest.mark.parametrize("kind", [Same, PerRank])
-def test_examples_do_not_travel_with_the_tasks(kind):
-    large, small = kind(np.ones((10**6, 2), "f4")), kind(np.ones((10, 2), "f4"))
-    assert len(pickle.dumps(large)) < len(pickle.dumps(small)) + 10
-    assert pickle.loads(pickle.dumps(large)) == large
-
-
 @pytest.mark.parametrize("sequence", [list, tuple])
 def test_a_sequence_of_outputs_is_that_of_the_returned_tuple(client, x, sequence):
     def centred(ctx, x):
@@ -167,3 +145,106 @@ def test_a_tuple_of_another_length_is_an_error(client, x):
         BlockMismatchError, match=r"expected a tuple of output 0, output 1 .* got 1"
     ):
         made[0].compute()
+
+
+X = np.arange(24.0).reshape(4, 6)
+
+
+def array():
+    return da.from_array(X, chunks=(4, 6))
+
+
+def in_metres(x):
+    return x * pint.get_application_registry().m
+
+
+UNITS = {
+    "astropy": lambda x: np.asarray(x).view(Quantity),
+    "pint": in_metres,
+    "masked": lambda x: np.ma.masked_array(x, np.zeros(np.shape(x), bool)),
+    "matrix": lambda x: np.atleast_2d(x).view(np.matrix),
+}
+
+
+def stored(path, unit):
+    save = Save(path / "frames.zarr", every=1, compute={"c": lambda u: unit(u)})
+    return iterate(lambda u: {"u": u}, {"u": array()}, 0, 2, save=save)["u"]
+
+
+def on_gpu(unit, **options):
+    return map_on_gpu(lambda x: unit(x), array(), dtype=float, fallback="numpy", **options)
+
+
+def named(function, boundary="none", **options):
+    return iterate(function, {"u": array(), "t": 0.0}, 0, 2, boundary=boundary, **options)
+
+
+def filled(unit):
+    def assigned(u, out):
+        out[...] = unit(u)
+
+    return iterate(assigned, array(), 0, 2, boundary="none")
+
+
+WHOLE = {
+    "spmd": lambda unit: spmd(lambda ctx, x: unit(x), array()),
+    "rows": lambda unit: spmd(lambda ctx, x: unit(x), array(), outputs=Rows(float, (6,))),
+    "array": lambda unit: spmd(lambda ctx, x: unit(x), array(), outputs=Array((4, 6), float)),
+    "halo": lambda unit: spmd(lambda ctx, x: ctx.with_halo(unit(x), 1).inner, array()),
+    "redistribute": lambda unit: spmd(lambda ctx, x: ctx.redistribute(unit(x)), array()),
+    "transform": lambda unit: spmd(lambda ctx, x: ctx.fftn(unit(x)).real, array()),
+    "iterate": lambda unit: iterate(lambda u: unit(u), array(), 0, 2, boundary="none"),
+    "out": filled,
+    "fields": lambda unit: named(lambda u: {"u": unit(u)})["u"],
+    "on a GPU": on_gpu,
+    "reduced": lambda unit: on_gpu(
+        unit, reduce=lambda a, b: a + b, chunks=((4,), (6,)), part_bytes=2**20
+    ),
+}
+NUMBERS = {
+    "per rank": lambda unit: spmd(lambda ctx, x: unit(1.0), array(), outputs=PerRank(0.0)),
+    "same": lambda unit: spmd(lambda ctx, x: unit(1.0), array(), outputs=Same(0.0)),
+    "field": lambda unit: named(lambda u, t: {"t": unit(t)})["t"],
+    "record": lambda unit: named(lambda u: {"u": u}, record={"m": lambda u: unit(1.0)})["m"],
+}
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("program", WHOLE)
+def test_arrays_with_a_mask_a_unit_or_operators(program, unit):
+    with pytest.raises(UnsupportedArrayError, match=r"(?s)(asarray|filled)"):
+        WHOLE[program](UNITS[unit]).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("unit", ["astropy", "pint", "masked"])
+@pytest.mark.parametrize("program", NUMBERS)
+def test_numbers_with_a_mask_or_a_unit(program, unit):
+    with pytest.raises(UnsupportedArrayError, match=r"(?s)whose .* would be lost"):
+        NUMBERS[program](UNITS[unit]).compute(scheduler="sync")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_numbers_in_arguments(unit):
+    number = UNITS[unit](np.array(1.0))
+    with pytest.raises(InputError):
+        named(lambda u: {"u": u}, boundary=number)
+    with pytest.raises(InputError):
+        iterate(lambda u, t: {"u": u}, {"u": array(), "t": number}, 0, 2)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_computed_fields_and_coordinates(unit, tmp_path):
+    pytest.importorskip("zarr")
+    with pytest.raises(UnsupportedArrayError, match=r"compute\['c'\]: .* would be lost"):
+        stored(tmp_path, UNITS[unit]).compute(scheduler="sync")
+    coords = {"y": UNITS[unit](np.arange(4.0))}
+    with pytest.raises(UnsupportedArrayError, match=r"coords\['y'\]: .* would be lost"):
+        iterate(lambda u: {"u": u}, {"u": array()}, 0, 2, save=Save(tmp_path, 1, coords=coords))
+    with pytest.raises(UnsupportedArrayError, match=r"points: .* would be lost"):
+        named(lambda u, at: {"u": u}, constants={"at_points": Points(UNITS[unit](np.ones((2, 3))))})
+
+
+def test_maps_and_records_are_plain_arrays():
+    for kind in (np.memmap, np.recarray):
+        got = spmd(lambda ctx, x, kind=kind: x.view(kind), array()).compute(scheduler="sync")
+        np.testing.assert_array_equal(got, X)

@@ -1,19 +1,14 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError, UnsupportedArrayError
-
-
-def test_a_single_rank_exchanges_nothing(alone):
-    alone.barrier()
-    assert alone.allreduce(3) == 3
-    assert alone.allgather(np.array([1, 2])).tolist() == [[1, 2]]
-    value = np.ones(2)
-    found = alone.broadcast(value)
-    found += 1
-    assert value.tolist() == [1, 1], "the caller's own is not changed"
+from dask_p2p.errors import InputError, MissingPackageError, SectionError, UnsupportedArrayError
+from dask_p2p.plans.ranks import RankGrid
+from tests.sections.gangs import run_gang
 
 
 def test_what_cannot_be_exchanged_is_refused(alone):
@@ -30,33 +25,10 @@ def test_what_cannot_be_exchanged_is_refused(alone):
         alone.allreduce(np.datetime64(1, "s"))
 
 
-@pytest.mark.parametrize("dtype", ["i1", "?", "f4", "c8", "M8[s]", "S3"])
-def test_a_local_block_with_halos_keeps_its_dtype(alone, dtype):
-    local_block = np.zeros(3, dtype)
-    assert alone.with_halo(local_block).data.dtype == local_block.dtype
-    assert alone.with_halo([1, 2, 3]).data.dtype == np.array([1]).dtype
-
-
 @pytest.mark.parametrize(("local_block", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
 def test_a_local_block_is_not_narrowed(alone, local_block, dtype):
     with pytest.raises(InputError, match=r"local: expected an array that becomes .* Convert it"):
         alone.with_halo(np.full(3, local_block), dtype=dtype)
-
-
-MASKED = np.ma.masked_array([1.0, 2.0], [False, True])
-
-
-@pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("value", lambda ctx: ctx.allreduce(MASKED)),
-        ("value", lambda ctx: ctx.allreduce(np.ma.masked_all(2).max(), "max")),
-        ("value", lambda ctx: ctx.broadcast(MASKED)),
-    ],
-)
-def test_masks_are_not_lost(alone, name, call):
-    with pytest.raises(UnsupportedArrayError, match=f"{name}: expected a plain .* got Masked"):
-        call(alone)
 
 
 class Quantity(np.ndarray):
@@ -86,14 +58,6 @@ def test_there_is_one_loop_of_steps(alone):
         list(alone.steps(3))
 
 
-@pytest.mark.parametrize("count", ["a", 2.5])
-def test_loops_of_something_else_are_refused(alone, count):
-    with pytest.raises(
-        InputError, match=f"expected a number of steps, .* got count={count!r}.*Give"
-    ):
-        list(alone.steps(count))
-
-
 @pytest.mark.parametrize("state", [[np.zeros(3)], np.zeros(3), {"u": np.zeros(3)}])
 def test_steps_need_a_state(alone, state):
     with pytest.raises(InputError, match=r"values from ctx\.state, got .* use s\.u in the loop"):
@@ -116,3 +80,133 @@ def test_names_of_mpi_have_a_hint(alone, name, remedy):
     with pytest.raises(AttributeError, match=rf"got '{name}'\. Use {remedy}"):
         getattr(alone, name)
     assert not hasattr(alone, name)
+
+
+# --- arguments of the context's methods of other types than the declared ones
+
+
+X = np.ones(3)  # the local block of the only rank
+#: Values that Python compares, iterates or hashes in different ways.
+OTHERS = [1.5, object(), np.zeros(2), ["x", None], {"a": 1}, lambda: 1, 1j]
+
+
+def stepped(ctx, **options):
+    return [*ctx.steps(1, **options)]
+
+
+CALLS = {
+    "dest": lambda ctx, wrong: ctx.send(1, wrong),
+    "source": lambda ctx, wrong: ctx.recv(wrong),
+    "tag": lambda ctx, wrong: ctx.send(1, None, wrong),
+    "root of bcast": lambda ctx, wrong: ctx.bcast(1, wrong),
+    "root of gather": lambda ctx, wrong: ctx.gather(1, wrong),
+    "root of reduce": lambda ctx, wrong: ctx.reduce(1, root=wrong),
+    "op": lambda ctx, wrong: ctx.allreduce(1, wrong),
+    "color": lambda ctx, wrong: ctx.split(wrong),
+    "key": lambda ctx, wrong: ctx.split(0, wrong),
+    "axis": lambda ctx, wrong: ctx.along(wrong),
+    "corners": lambda ctx, wrong: ctx.with_halo(X, corners=wrong),
+    "dtype": lambda ctx, wrong: ctx.with_halo(X, dtype=wrong),
+    "exchange": lambda ctx, wrong: ctx.with_halo(X, exchange=wrong),
+    "grid": lambda ctx, wrong: ctx.with_halo(X, grid=wrong),
+    "copy": lambda ctx, wrong: ctx.update_halo(ctx.with_halo(X), copy=wrong),
+    "zeros": lambda ctx, wrong: ctx.grid_of().zeros(wrong),
+    "factor": lambda ctx, wrong: ctx.grid_of().coarser(wrong),
+    "points": lambda ctx, wrong: ctx.points(wrong),
+    "partition": lambda ctx, wrong: ctx.redistribute(X, wrong),
+    "shape": lambda ctx, wrong: ctx.redistribute(X, shape=wrong),
+    "count": lambda ctx, wrong: [*ctx.steps(wrong)],
+    "state": lambda ctx, wrong: stepped(ctx, state=wrong),
+    "every": lambda ctx, wrong: stepped(ctx, every=wrong),
+    "checkpoint": lambda ctx, wrong: stepped(ctx, state=ctx.state(x=X), checkpoint=wrong),
+    "save": lambda ctx, wrong: stepped(ctx, state=ctx.state(x=X), save=wrong),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_of_other_types_are_refused(alone, name):
+    for wrong in OTHERS:
+        with pytest.raises(InputError, match=r"expected .* got "):
+            CALLS[name](alone, wrong)
+
+
+GRID = RankGrid(((1, 1), (1, 1, 1)), (2, 3))
+
+
+def test_ranks_of_a_color_have_a_communicator():
+    def split(ctx):
+        comm = ctx.split(ctx.rank % 2, key=-ctx.rank)
+        wanted = [rank for rank in range(5, -1, -1) if rank % 2 == ctx.rank % 2]
+        assert comm.size == 3
+        assert comm.allgather(ctx.rank).tolist() == wanted
+        assert wanted[comm.rank] == ctx.rank
+        left, right = (comm.rank - 1) % 3, (comm.rank + 1) % 3
+        assert comm.sendrecv(ctx.rank, right, left) == wanted[left]
+        assert comm.alltoall([ctx.rank] * 3) == wanted
+        assert comm.allreduce(np.ones(1 << 18)).sum() == 3 << 18
+        comm.barrier()
+        inner = comm.split(comm.rank // 2)
+        assert inner.allreduce(1) == (1 if comm.rank == 2 else 2)
+        return ctx.allreduce(1)
+
+    assert run_gang(GRID, split) == [6] * 6
+
+
+def test_lines_of_the_grid():
+    def along(ctx):
+        row, column = ctx.along(1), ctx.along(-2)
+        assert (row.size, column.size) == (3, 2)
+        assert row.allgather(ctx.rank).tolist() == [ctx.rank // 3 * 3 + n for n in range(3)]
+        assert column.allgather(ctx.rank).tolist() == [ctx.rank % 3, ctx.rank % 3 + 3]
+        return row.rank, column.rank
+
+    assert run_gang(GRID, along) == [(n % 3, n // 3) for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda ctx, comm: (comm if ctx.rank else ctx).allreduce(1), "of split 1, color 0"),
+        (
+            lambda ctx, comm: (
+                ctx.send(1, 1) if ctx.rank == 0 else comm.recv(0) if ctx.rank == 1 else 0
+            ),
+            "of another communicator. Send and receive by the same one",
+        ),
+    ],
+)
+def test_calls_of_different_communicators_are_an_error(call, error):
+    with pytest.raises(SectionError, match=error):
+        run_gang(RankGrid(((1, 1),), (2,)), lambda ctx: call(ctx, ctx.split(0)))
+
+
+def nccl_ids(ctx):
+    whole, half = ctx.nccl_id(), ctx.split(ctx.rank % 2).nccl_id()
+    return whole, half
+
+
+@pytest.mark.parametrize("kind", [tuple, bytes])  # of CuPy 13, and of CuPy 14
+def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch, kind):
+    made = []
+
+    def new_id():
+        start = len(made) if kind is bytes else len(made) - 64
+        made.append(kind(range(start, start + 128)))
+        return made[-1]
+
+    nccl = SimpleNamespace(available=True, get_unique_id=new_id)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
+    found = run_gang(RankGrid(((1,) * 4,), (4,)), nccl_ids)
+    assert {whole for whole, _ in found} == {made[0]}
+    halves = [half for _, half in found]
+    assert halves[:2] == halves[2:]
+    assert {*halves} == {*made[1:]}
+
+
+@pytest.mark.parametrize("cuda", [None, SimpleNamespace(nccl=SimpleNamespace(available=False))])
+def test_an_identifier_of_nccl_needs_cupy(monkeypatch, cuda):
+    monkeypatch.setitem(sys.modules, "cupy", None if cuda is None else SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    with pytest.raises(MissingPackageError, match="CuPy with NCCL on the worker of rank 0"):
+        run_gang(RankGrid(((1, 1),), (2,)), nccl_ids)

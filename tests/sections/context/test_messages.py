@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-import threading
 
 import numpy as np
 import pytest
@@ -9,14 +8,13 @@ import pytest
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
-from dask_p2p.sections.context import messages
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.transports import process_memory
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.conftest import Nowhere
-from tests.sections.wire.support import TCP, inline_header
+from tests.sections.wire.support import TCP
 from tests.simulation.streams import Array
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
@@ -51,60 +49,6 @@ def ring(ctx):
     return (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
 
 
-def test_small_values_follow_large_ones(path):
-    """A small value, which is sent at once, waits for those that were begun before."""
-
-    def program(ctx):
-        other = 1 - ctx.rank
-        for count in (1, LARGE, 2, 30, LARGE, 3):
-            sent = [ctx.isend(np.full(n, n), other) for n in (count, 1, LARGE, 1)]
-            if ctx.rank:
-                ctx.send(0.5, other)
-            for n in (count, 1, LARGE, 1):
-                found = ctx.recv(other)
-                assert (found.shape, int(found[0])) == ((n,), n)
-            if not ctx.rank:
-                assert ctx.recv(other) == 0.5
-            for each in sent:
-                each.wait()
-        return True
-
-    assert all(run_gang(grid(2), program))
-
-
-def test_small_values_wait_for_all_that_was_begun():
-    """The bytes of a message, and exchanges, which a thread may complete."""
-
-    def program(ctx):
-        own, other = ctx._connections, 1 - ctx.rank
-        ctx.barrier()
-        header, connection = inline_header(0, 0, b"", b""), own._connections[other]
-        connection.sending.append(memoryview(b""))
-        assert not own.send_small(other, header)
-        connection.sending.clear()
-        connection.receive_small = None  # is not called
-        end = own.begin("exchange", {other: b"data"}, {other: None})
-        assert not own.send_small(other, header)
-        assert own.receive_small(other) is None
-        return bytes(end()[other])
-
-    assert run_gang(grid(2), program) == [b"data"] * 2
-
-
-def test_small_values_are_sent_without_the_work_for_large_ones(monkeypatch):
-    def program(ctx):
-        ctx.barrier()
-        monkeypatch.setattr(messages, "encoded", None)
-        other = 1 - ctx.rank
-        for number in range(50):
-            ctx.send(number, other)
-            assert ctx.recv(other) == number
-            assert ctx.sendrecv(np.full(2, number), other, other).tolist() == [number] * 2
-        return True
-
-    assert all(run_gang(grid(2), program))
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("count", [0, 1, 30, LARGE])
 def test_values_go_around_a_ring(path, ranks, count):
@@ -126,59 +70,6 @@ def test_values_go_around_a_ring(path, ranks, count):
         return True
 
     assert all(run_gang(grid(ranks), around))
-
-
-@pytest.mark.parametrize("count", [1, 5, LARGE // 40])
-def test_values_of_many_arrays_are_one_message(path, count):
-    """Their description is longer than a header; with gaps between the arrays."""
-
-    def around(ctx):
-        right, left = ring(ctx)
-        own = {f"array {n}": np.full(count + n, ctx.rank, "i2") for n in range(40)}
-        found = ctx.sendrecv(own, right, left)
-        assert list(found) == list(own)
-        for n, each in enumerate(found.values()):
-            assert (each == left).all()
-            assert (each.dtype, each.shape) == ("i2", (count + n,))
-        return True
-
-    assert all(run_gang(grid(2), around))
-
-
-def test_messages_come_in_order_with_other_calls_between(path):
-    """A message that a rank does not receive yet lets calls of all ranks pass."""
-
-    def ahead(ctx):
-        if ctx.rank == 0:
-            for number in range(300):
-                ctx.send(np.full(number, number), 1, tag=number)
-            ctx.send(np.full(LARGE, 7), 1)
-            assert ctx.allreduce(1) == 2
-            return [ctx.recv(1)]
-        assert ctx.allreduce(1) == 2
-        found = [ctx.recv(0, tag=number) for number in range(300)]
-        assert [each.tolist() for each in found] == [[n] * n for n in range(300)]
-        assert (ctx.recv(0) == np.full(LARGE, 7)).all()
-        ctx.send(1, 0)
-        return [1]
-
-    assert run_gang(grid(2), ahead) == [[1], [1]]
-
-
-def test_a_call_of_all_ranks_may_be_ahead_of_a_message_of_another_rank(path):
-    """A rank that waits for one rank has read the headers of others' calls."""
-
-    def crossing(ctx):
-        if ctx.rank == 2:
-            ctx.send(2, 0)
-            ctx.send(np.ones(LARGE), 1)
-        if ctx.rank == 1:
-            assert ctx.recv(2).sum() == LARGE
-        if ctx.rank == 0:
-            assert ctx.recv(2) == 2
-        return [int(ctx.allreduce(n)) for n in range(3)]
-
-    assert run_gang(grid(3), crossing) == [[0, 3, 6]] * 3
 
 
 def test_a_header_that_came_with_messages_is_not_waited_for(path, monkeypatch):
@@ -205,20 +96,6 @@ def test_a_header_that_came_with_messages_is_not_waited_for(path, monkeypatch):
         return 0 if ctx.rank else len(own.received)
 
     assert run_gang(grid(4), late) == [3, 0, 0, 0]
-
-
-def test_a_value_may_change_after_send(path):
-    def changing(ctx):
-        other = 1 - ctx.rank
-        value, found = np.zeros(LARGE), []
-        for number in range(3):
-            value[:] = number
-            ctx.send(value, other)
-            value[:] = -1
-            found.append(ctx.recv(other))
-        return [(each == number).all() for number, each in enumerate(found)]
-
-    assert run_gang(grid(2), changing) == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize("count", [10, LARGE])
@@ -259,20 +136,6 @@ def test_lines_have_ends(path):
     assert run_gang(grid(3), along) == [None, 0, 1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_each_sends_to_each(path, ranks):
-    def exchanged(ctx):
-        parts = [np.full(100 * (ctx.rank + r), 10 * ctx.rank + r) for r in range(ctx.size)]
-        found = ctx.alltoall(parts)
-        for rank, each in enumerate(found):
-            assert each.tolist() == [10 * rank + ctx.rank] * (100 * (ctx.rank + rank))
-        parts[ctx.rank][:] = -1
-        assert not (found[ctx.rank] == -1).any(), "the caller's own"
-        return True
-
-    assert all(run_gang(grid(ranks), exchanged))
-
-
 def test_another_tag_is_refused():
     def tagged(ctx):
         if ctx.rank == 0:
@@ -285,17 +148,6 @@ def test_another_tag_is_refused():
         match=r"rank 1 called recv\(source=0, tag=0\) for send\(dest=1, tag=5\) of rank 0\. Rec",
     ):
         run_gang(grid(2), tagged)
-
-
-def test_messages_that_nobody_receives_are_refused():
-    def lost(ctx):
-        if ctx.rank == 0:
-            ctx.send(1, 1, tag=4)
-
-    with pytest.raises(
-        SectionError, match=r"rank 1 to receive all .* 1 of rank 0, the first by send\(dest=1"
-    ):
-        run_gang(grid(2), lost)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0), (3, 2)])
@@ -322,16 +174,7 @@ def test_a_rank_that_waits_for_one_that_has_returned_gets_an_error(source, waits
         run_gang(grid(3), returning)
 
 
-def test_a_rank_that_waits_for_one_in_a_call_of_all_gets_an_error():
-    def differing(ctx):
-        if ctx.rank == 1:
-            ctx.recv(0)
-        ctx.allreduce(1)
-
-    with pytest.raises(SectionError, match=r"of rank 1, but rank 0 called allreduce\(.sum.\)"):
-        run_gang(grid(2), differing)
-
-
+@pytest.mark.parametrize("path", ["one process", "hosts"], indirect=True)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_wait_for_each_other_get_an_error(path, ranks):
     """In a ring: the other usual first program, which waits for ever with MPI."""
@@ -410,35 +253,6 @@ def test_random_programs(path, ranks, seed):
         assert value is None or (found == value).all()
 
     assert all(run_gang(grid(ranks), program))
-
-
-def test_waits_end_with_the_attempt():
-    arrived = threading.Event()
-
-    def failing(ctx):
-        if ctx.rank == 2:
-            assert arrived.wait(BOUND_S)
-            raise ArithmeticError("no")
-        arrived.set()
-        if ctx.rank == 0:
-            ctx.recv(1)
-        ctx.recv(2)
-
-    with pytest.raises(ArithmeticError):
-        run_gang(grid(3), failing)
-
-
-@pytest.mark.parametrize("rank", [3, -1, 1.0, "a"])
-def test_ranks_that_do_not_exist_are_refused(alone, rank):
-    for call in (lambda: alone.send(1, rank), lambda: alone.recv(rank)):
-        with pytest.raises(InputError, match=r"(dest|source): expected a rank below 1, got"):
-            call()
-
-
-@pytest.mark.parametrize("tag", [-1, 2**40, 0.5, None])
-def test_tags_are_small_numbers(alone, tag):
-    with pytest.raises(InputError, match="tag: expected an integer from 0 to"):
-        alone.isend(1, 0, tag)
 
 
 def test_a_rank_sends_to_itself(alone):

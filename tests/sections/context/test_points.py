@@ -11,7 +11,10 @@ import pytest
 
 from dask_p2p import Field, Points, Record, Same, iterate, spmd
 from dask_p2p.errors import InputError
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections import Context
 from dask_p2p.sections.context.grids import LocalPoints, checked_points
+from tests.sections.gangs import run_gang
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 SHAPE = (9, 8)
@@ -113,28 +116,6 @@ def test_sources_and_receivers_of_iterate(client, step, ranks, overlap):
     np.testing.assert_allclose(found["trace"], traces, rtol=1e-12)
 
 
-def gathers(ctx, x):
-    points, p = ctx.points(XY), ctx.with_halo(x, depth=2)
-    points.add(p, 3.0)
-    points.add(x, 3.0)
-    assert np.array_equal(p.inner, x)
-    both = ctx.allreduce((points.sample(x), points.sample(p)))
-    fine = ctx.grid_of((17, 15))
-    more = ctx.allreduce(fine.points(2 * XY).sample(fine.index[0] + 0.5 * fine.index[1]))
-    return {"x": np.stack(both), "more": more}
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_points_of_spmd(client, ranks):
-    u = RNG.normal(size=SHAPE)
-    outputs = {"x": Same(np.zeros((2, 27))), "more": Same(np.zeros(27))}
-    made = spmd(gathers, da.from_array(u, chunks=(3, 4)), outputs=outputs, ranks=ranks)
-    (found,) = dask.compute(made)
-    wanted = sampled(added(u, XY, 3.0), XY)
-    np.testing.assert_allclose(found["x"], [wanted] * 2, rtol=1e-12)
-    np.testing.assert_allclose(found["more"], 2 * XY[0] + XY[1], rtol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("xy", "message"),
     [
@@ -198,6 +179,100 @@ def test_weights_of_the_nearest_element(client, ranks):
     np.testing.assert_allclose(seen.compute(), sampled(u, nearest(xy)), rtol=1e-13)
 
 
-def test_unknown_weights():
-    with pytest.raises(InputError, match="weights: expected one of linear, nearest, got 'sinc'"):
-        checked_points(XY, SHAPE, "sinc")
+GRIDS = pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 2)])
+MODES = {"periodic": "wrap", "nearest": "edge", "reflect": "symmetric", 0.5: "constant"}
+
+
+def ranks_of(grid, shape=(8, 16)):
+    chunks = tuple((n // 4, n // 4, n // 2) for n in shape)
+    return RankGrid(chunks, grid)
+
+
+@GRIDS
+@pytest.mark.parametrize("boundary", MODES)
+def test_blocks_with_halos_are_parts_of_the_padded_array(grid, boundary):
+    ranks = ranks_of(grid)
+    whole = np.random.default_rng(0).normal(size=(8, 16))
+    values = {"constant_values": 0.5} if boundary == 0.5 else {}
+    wanted = np.pad(whole, ((2, 2), (1, 1)), MODES[boundary], **values)
+
+    def padded(ctx):
+        own = whole[tuple(slice(*along) for along in ctx.box)]
+        before = own.copy()
+        for _ in range(2):
+            found = ctx.pad(own, (2, 1), boundary)
+            (top, bottom), (left, right) = ctx.box
+            assert (found == wanted[top : bottom + 4, left : right + 2]).all()
+            found[:] = 0
+            assert (own == before).all()
+        return True
+
+    assert all(run_gang(ranks, padded))
+
+
+@GRIDS
+def test_coarser_grids(grid):
+    """Points of a coarser grid are with every second point of the finer one."""
+
+    def coarser(ctx):
+        fine = ctx.grid_of()
+        coarse = fine.coarser(2)
+        assert coarse is fine.coarser()
+        assert coarse.shape == (4, 8)
+        i, j = fine.index
+        own = (100 * i + j)[::2, ::2]
+        assert own.shape == coarse.zeros().shape
+        k, m = coarse.index
+        assert (own == 100 * 2 * k + 2 * m).all()
+        found = coarse.pad(own, 1, "nearest")
+        wanted = np.pad((100 * np.arange(8)[:, None] + np.arange(16))[::2, ::2], 1, "edge")
+        (top, bottom), (left, right) = coarse.box
+        assert (found == wanted[top : bottom + 2, left : right + 2]).all()
+        whole = coarse.gather(own)
+        assert (whole == wanted[1:-1, 1:-1]).all()
+        return True
+
+    assert all(run_gang(ranks_of(grid), coarser))
+
+
+@pytest.fixture
+def alone():
+    return Context(RankGrid(((4,), (3,)), (1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda ctx: ctx.pad(np.zeros((3, 3)), 1), r"a: expected an array of shape \(4, 3\), as"),
+        (lambda ctx: ctx.pad({"u": np.zeros(4)}, 1), "u: expected an array of shape"),
+        (lambda ctx: ctx.pad(np.zeros((4, 3)), 5), "no wider than the array"),
+        (lambda ctx: ctx.pad(np.zeros((4, 3)), 1, "odd one"), "expected a boundary out of"),
+        (
+            lambda ctx: ctx.pad({"u": np.zeros((4, 3))}, 1, {"v": 0.0}),
+            r"boundary: expected names of fields, \['u'\], or '\*' for all others, got 'v'",
+        ),
+        (
+            lambda ctx: ctx.pad(dict.fromkeys("uv", np.zeros((4, 3))), 1, {"v": 0.0}),
+            r'boundary: expected one for each of u, v, got none for .* Give the others by "\*"',
+        ),
+        (lambda ctx: ctx.grid_of((5,)).gather(np.zeros(4)), r"expected an array of shape \(5,\)"),
+        (lambda ctx: ctx.grid_of((-5,)), "shape: expected lengths of axes"),
+    ],
+)
+def test_other_blocks_are_refused(alone, call, error):
+    with pytest.raises(InputError, match=error):
+        call(alone)
+
+
+def test_blocks_that_begin_at_odd_positions_have_no_coarser_grid():
+    def coarser(ctx):
+        grid = ctx.grid_of()
+        assert grid.coarser(3).shape == (3,)
+        with pytest.raises(InputError, match=r"begin at multiples of 2, got one at 3 along axis"):
+            grid.coarser(2)
+        for factor in (1, 0, 2.5, None):
+            with pytest.raises(InputError, match="factor: expected an integer of at least 2"):
+                grid.coarser(factor)
+        return True
+
+    assert all(run_gang(RankGrid(((3, 4),), (2,)), coarser))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError
 from dask_p2p.sections.gang.checkpoints import copied_into, size_of
 
 
@@ -52,14 +52,6 @@ def test_arrays_of_the_same_shape_are_filled_in_place(alone):
     assert (u.tolist(), inside.tolist(), s.n) == ([0, 0, 0], [1, 1], 1)
 
 
-def test_arrays_are_copies(alone):
-    x = np.zeros(3)
-    s = alone.state(x=x, of=({"x": x},))
-    s.x += 1
-    s.of[0]["x"] += 2
-    assert x.tolist() == [0, 0, 0]
-
-
 KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
 
 
@@ -96,11 +88,6 @@ def test_other_values_are_refused(alone, value, found):
     s.u = value
     with pytest.raises(InputError, match="state: expected"):
         next(steps)
-
-
-def test_a_mask_is_not_lost(alone):
-    with pytest.raises(UnsupportedArrayError, match="u: expected a plain array"):
-        alone.state(u=np.ma.masked_all(3))
 
 
 def test_values_keep_their_names(alone):

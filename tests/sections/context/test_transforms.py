@@ -18,8 +18,6 @@ from dask_p2p.ops.fft.stages import order_in_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.context import transforms
-from dask_p2p.sections.context import transforms as transform_steps
-from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Pieces
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu
@@ -148,51 +146,6 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
         run_gang(ranks, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()
         gpu.check()
-
-
-def test_the_input_may_be_overwritten_immediately(monkeypatch):
-    """Other ranks read it in place, as this transform begins with an exchange."""
-    x = np.random.default_rng(0).normal(size=(16, 16)).astype("c16")
-
-    def function(gpu, ctx):
-        with ctx.device.running([]):
-            a = filled(gpu, x[box_slices(ctx.box)])
-            y = ctx.fftn(a, (0,), partition=(1,))
-            overwritten(gpu, a, -1)
-            wanted = np.fft.fftn(x, axes=(0,))[box_slices(ctx.box_of((1,)))]
-            np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
-
-    gpu, library = emulated_gpu(monkeypatch), fake_cufft()
-    monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
-    run_gang(RankGrid(((8, 8), (16,)), (2, 1)), partial(function, gpu), device=Gpu)
-    gpu.check()
-
-
-@pytest.mark.parametrize(
-    ("piece_bytes", "count"), [(8192, 0), (4097, 0), (4096, 2), (2048, 4), (1, MOST_PIECES)]
-)
-@pytest.mark.parametrize("dtype", ["c16", "f8"])
-def test_large_local_blocks_are_made_in_two_pieces_or_more(monkeypatch, piece_bytes, count, dtype):
-    """The size is that of the result, which is exchanged: 8192 bytes for both dtypes."""
-    x = np.random.default_rng(0).normal(size=(16, 16, 4)).astype(dtype)
-    counts = []
-
-    def pieces(dtype, axis, bounds, make):
-        counts.append(len(bounds) - 1)
-        return Pieces(dtype, axis, bounds, make)
-
-    def function(gpu, ctx):
-        with ctx.device.running([]):
-            y = ctx.fftn(filled(gpu, x[box_slices(ctx.box)]), partition=(1,))
-            wanted = np.fft.fftn(x)[box_slices(ctx.box_of((1,)))]
-            np.testing.assert_allclose(y.get(), wanted, rtol=0, atol=1e-10)
-
-    gpu, library = emulated_gpu(monkeypatch), fake_cufft()
-    monkeypatch.setattr(local_fft, "_fft_module", lambda names: library)
-    tune(monkeypatch, transform_piece_bytes=piece_bytes)
-    monkeypatch.setattr(transform_steps, "Pieces", pieces)
-    run_gang(RankGrid(((8, 8), (16,), (4,)), (2, 1, 1)), partial(function, gpu), device=Gpu)
-    assert counts == [count] * 2 * (count > 0)
 
 
 def test_other_arrays_than_those_of_the_section():

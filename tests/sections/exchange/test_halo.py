@@ -72,16 +72,6 @@ def test_halos_that_are_on_their_way_are_not_exchanged_again():
     assert ctx.update_halo(p).tolist() == [1] * 6
 
 
-def test_elements_that_are_nothing_but_bytes():
-    ctx = Context(RankGrid(((2,), (2,)), (1, 1)))
-    local_block = np.full((2, 2), b"seven").view("V5")
-    filled = [[b"", b"seven", b"seven", b""], [b"seven"] * 4]
-    p = ctx.with_halo(local_block, 1, "nearest", corners=False)
-    assert ctx.update_halo(p).view("S5").tolist() == [*filled, *filled[::-1]], "corners are zero"
-    p = ctx.with_halo(local_block, 1, "nearest")
-    assert ctx.update_halo(p).view("S5").tolist() == [[b"seven"] * 4] * 4
-
-
 @pytest.mark.parametrize("call", [Context.update_halo, Context.update_halo_begin])
 def test_a_local_block_that_has_no_halos_is_refused(call):
     ctx = Context(RankGrid(((4,),), (1,)))
@@ -116,29 +106,6 @@ def test_corners_that_are_left_out_show(dtype):
             assert np.isnan(halo).sum() == 4
 
     run_gang(RankGrid(((4,), (2, 2)), (1, 2)), function)
-
-
-def boxes_of(halo):
-    """Sum the three by three elements around each one."""
-    rows = halo[:-2] + halo[1:-1] + halo[2:]
-    return rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]
-
-
-@pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 3)])
-@pytest.mark.parametrize("boundary", [*MODES, 2.5])
-def test_corners_are_there_by_default(grid, boundary):
-    ranks = RankGrid(tuple((12 // n,) * n for n in grid), grid)
-    x = np.random.default_rng(0).normal(size=(12, 12))
-    mode = MODES.get(boundary, "constant")
-    value = {"constant_values": boundary} if mode == "constant" else {}
-    wanted = boxes_of(np.pad(x, 1, mode, **value))
-
-    def function(ctx):
-        local_block = box_slices(ctx.box)
-        halo = ctx.update_halo(ctx.with_halo(x[local_block], 1, boundary))
-        assert np.array_equal(boxes_of(halo), wanted[local_block])
-
-    run_gang(ranks, function)
 
 
 def test_halos_of_one_field_stay_when_another_has_its_memory():
@@ -176,17 +143,6 @@ def test_like_fields_that_are_exchanged_in_another_order_are_found():
 
     with pytest.raises(SectionError, match=r"halo\(\) of halo array 1, .* of halo array 0, "):
         run_gang(RankGrid(((4, 4),), (2,)), function)
-
-
-def test_ranks_receive_the_local_block_as_it_was_when_the_exchange_began():
-    def function(ctx):
-        p = ctx.with_halo(np.full(4, 1.0 + ctx.rank), boundary="periodic")
-        pending = ctx.update_halo_begin(p)
-        p.inner[...] = np.nan
-        halo = pending.wait()
-        assert halo[[0, -1]].tolist() == [2.0 - ctx.rank] * 2
-
-    run_gang(RankGrid(((4, 4),), (2,)), function)
 
 
 def test_parts_are_read_only():

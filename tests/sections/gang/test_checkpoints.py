@@ -5,35 +5,21 @@ from concurrent.futures import wait
 import numpy as np
 import pytest
 
-from dask_p2p.errors import InputError
+from dask_p2p.errors import TransferError
 from dask_p2p.sections.gang import checkpoints as module
 from dask_p2p.sections.gang.checkpoints import (
     Checkpoints,
     Period,
     SavedStates,
+    StateMemory,
     States,
-    checked_period,
-    replica_ranks,
+    host_arrays,
 )
 from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.transports.buffers import Segment
 from tests.clock import Clock
 from tests.sections.wire.support import Gang
 from tests.support import BOUND_S
-
-
-def test_buddies_are_on_other_workers():
-    assert replica_ranks(["a", "a"]) == [None, None]
-    assert replica_ranks(["a", "b", "a", "b"]) == [1, 2, 3, 0]
-    assert replica_ranks(["a", "a", "a", "b"]) == [3, 3, 3, 0]
-
-
-def test_what_is_added_after_states_were_dropped_is_not_kept():
-    """By a rank that has not received its cancellation yet."""
-    saved = SavedStates()
-    kept = saved.open("x")
-    saved.drop("x")
-    saved.add(kept, 1, 10, [])
-    assert (saved.steps("x"), saved.gangs) == ([], [])
 
 
 def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
@@ -171,16 +157,68 @@ def test_checkpoints_are_due_after_some_time(monkeypatch, step_s):
     assert len(looks) <= 30
 
 
-@pytest.mark.parametrize("every", [5, np.int64(5), np.uint8(5), np.array(5)])
-def test_numbers_of_steps_of_numpy_are_integers_of_python(every):
-    assert type(checked_period(every)) is int
-    assert due(Period(every), 11) == [5, 10]
+def arrays(start=0.0):
+    """Arrays whose sizes would leave the next array unaligned."""
+    return [
+        np.arange(3, dtype="u1") + np.uint8(start),
+        (np.arange(12.0) + start).reshape(3, 4)[:, ::2],
+        np.full((), start, "c16"),
+        np.zeros((0, 3)),
+    ]
 
 
-@pytest.mark.parametrize("wrong", [0, -1, True, np.True_, np.int64(0), "soon", 2.5, "-1 s"])
-def test_wrong_periods_are_refused(wrong):
-    with pytest.raises(
-        InputError, match="expected a number of steps, a time like '30 s' or None"
-    ) as caught:
-        checked_period(wrong)
-    assert "Give an integer of at least 1, a time, or None" in str(caught.value)
+def in_state(state):
+    return host_arrays(state, [(array.dtype, array.shape) for array in arrays()])
+
+
+def refused(*_):
+    raise TransferError("they run on different hosts", scope="region")
+
+
+def none_left(_):
+    raise OSError(12, "no memory")
+
+
+@pytest.mark.parametrize(("method", "instead"), [("open", refused), ("make", none_left)])
+def test_a_buddy_that_does_not_see_it_gets_the_bytes(method, instead, monkeypatch):
+    monkeypatch.setattr(Segment, method, instead)
+    mine, buddys = StateMemory(), StateMemory()
+    mine.record_reply(buddys.take(4, mine.make(100, has_replica=True)))
+    assert not mine.is_seen
+    assert len(buddys.receive_buffers()[4]) == len(mine.own) == 100
+
+
+@pytest.mark.parametrize("is_seen", [True, False])
+def test_states_come_back(is_seen, monkeypatch):
+    """States of the other worker's rank, after states of other sizes and without arrays."""
+    if not is_seen:
+        monkeypatch.setattr(Segment, "open", refused)
+    kept = [SavedStates() for _ in range(2)]
+    owns = [set(), set()]
+
+    def save(rank, connections):
+        checkpoints = Checkpoints(rank, "ab", connections, States(kept[rank], "x", None, (), none))
+        for step in range(1, 9):
+            checkpoints.save(step, arrays(step + rank))
+            owns[rank].add(kept[rank].get("x", rank, step).obj.ctypes.data)
+        checkpoints.save(9, [])
+        checkpoints.save(10, [np.zeros(rank)])
+        checkpoints.save(11, arrays(11 + rank))
+        checkpoints.close()
+
+    def restore(rank, connections):
+        states = States(kept[rank], "x", 11, (1, 0), none)  # each has the state of the other rank
+        step, state = Checkpoints(rank, "ab", connections, states).found()
+        assert step == 11
+        for a, b in zip(in_state(state), arrays(11 + rank), strict=True):
+            assert np.array_equal(a, b)
+
+    with Gang(2) as gang:
+        gang.run(save)
+    assert all(len(of) == 2 for of in owns), "memory is used again"
+    with Gang(2) as gang:
+        gang.run(restore)
+
+
+def none():
+    pass

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from distributed import Event, wait
 
-import dask_p2p
-from dask_p2p import estimate, iterate, last_runs, spmd
+from dask_p2p import estimate, iterate, last_runs
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.feed import TABLE
 from tests.transports.loopback import wait_until
@@ -60,24 +59,6 @@ def test_a_run_of_ranks(client, x):
     assert "waited" in text.splitlines()[0]
     (row,) = last_runs(client, n=1).to_pandas().to_dict("records")
     assert (row["steps"], row["waited_share"]) == (50, run.waited_share)
-
-
-def test_other_operations_have_no_columns_for_steps(client, x):
-    wait(client.persist(dask_p2p.rechunk(x, (64, 2))))
-    assert "waited" not in repr(last_runs(client, n=1))
-    assert last_runs(client, n=1)[0].summary()["steps"] == 0
-
-
-def test_one_rank_and_loops_of_any_function(client, x):
-    def loop(ctx, a):
-        for _ in ctx.steps(7, every=None):
-            a += ctx.allreduce(1)
-        return a
-
-    run = of(client, spmd(loop, x, ranks=1))
-    assert (run.operation, run.steps, run.moved_bytes, run.waited_share) == ("p2p-spmd", 7, 0, 0)
-    run = of(client, spmd(loop, x, ranks=2))
-    assert (run.steps, run.moved_bytes) == (7, 2 * 7 * 8)
 
 
 def test_a_function_that_raises(client, x):

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import threading
+from traceback import extract_tb
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, Reschedule
+from distributed import Reschedule
+from distributed.protocol.pickle import loads
 
 from dask_p2p import iterate, spmd
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, SectionError
-from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, own_client
+from dask_p2p.plugins.gangs.coordinator import Order
+from dask_p2p.plugins.worker import part_on
+from dask_p2p.sections.gang import rank
+from dask_p2p.sections.gang.worker import WorkerRanks
+from tests.sections.support import be_on_hosts, nothing_is_left, ranks_of, ranks_that_run
+from tests.support import BOUND_S, in_process, own_client, tls_client
+from tests.transports.loopback import wait_until
 
 
 class CannotBeMadeAgainError(Exception):
@@ -85,29 +94,6 @@ def test_ranks_run_on_workers_without_the_plugin():
             assert np.array_equal(client.compute(lazy).result(), np.full((4, 2), value))
 
 
-@pytest.mark.cluster
-async def test_ranks_run_for_an_asynchronous_client():
-    with dask.config.set({"p2p.transports.order": ["cma", "ucx", "comm"]}):
-        y = spmd(summed, da.ones((4, 2), chunks=(2, 2)), ranks=2)
-
-    async with Client(n_workers=2, asynchronous=True, dashboard_address=":0") as client:
-        assert np.array_equal(await client.compute(y), np.full((4, 2), 3.0))
-        z = spmd(summed, da.zeros((4, 2), chunks=(2, 2)), ranks=2)
-        assert np.array_equal(await client.compute(z), np.full((4, 2), 2.0))
-
-
-def unchanged(value):
-    return value
-
-
-def test_ranks_run_for_arguments_of_delayed_functions(client):
-    y = spmd(summed, da.ones((4, 2), chunks=(1, 2)), ranks=4)  # Dask renames its tasks
-    lazy = [dask.delayed(unchanged)(y), y, dask.delayed(unchanged)(y)]
-    for found in [future.result(BOUND_S) for future in client.compute(lazy)]:
-        assert np.array_equal(found, np.full((4, 2), 5.0))
-    nothing_is_left(client)
-
-
 @pytest.mark.parametrize("scheduler", ["sync", "threads"])
 def test_a_task_that_computes_with_another_scheduler_is_refused(client, scheduler):
     def inner(block):
@@ -121,22 +107,125 @@ def test_a_task_that_computes_with_another_scheduler_is_refused(client, schedule
     nothing_is_left(client)
 
 
-here = {}  # values for functions that are pickled by their names
+# --- ranks on workers of this process: the end of a worker, and messages that no rank sends
 
 
-def up(block):
-    return here["gpu"].written(block)
+def endless(ctx, x):
+    while True:
+        ctx.barrier()
 
 
-def down(block):
-    return here["gpu"].read(block)
+async def test_no_thread_outlives_its_worker():
+    async with in_process(2) as (cluster, client):
+        y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
+        future = client.compute(y)
+        await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
+        for worker in list(cluster.workers.values()):
+            await worker.close(nanny=False)
+        await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 0)
+        assert not future.done()
 
 
-def test_ranks_of_gpus_run_on_workers_without_the_plugin(gpu):
-    here["gpu"] = gpu
-    x, meta = da.from_array(np.ones((4, 2)), chunks=(2, 2)), gpu.empty((0, 0), "f8")
-    y = spmd(lambda ctx, x: x, x.map_blocks(up, dtype="f8", meta=meta), ranks=2)
-    with own_client(processes=False) as client:
-        back = y.map_blocks(down, dtype="f8", meta=np.empty((0, 0)))
-        assert np.array_equal(client.compute(back).result(), np.ones((4, 2)))
-    here.clear()
+def test_all_raise_the_exception_of_one(monkeypatch):
+    def failing(ctx, x):
+        if ctx.rank == 1:
+            raise ZeroDivisionError("of rank 1")
+        ctx.barrier()
+
+    raised = []
+
+    def raise_end(order, options):
+        raised.append(loads(order.error))
+        original(order, options)
+
+    original = rank._raise_end
+    monkeypatch.setattr(rank, "_raise_end", raise_end)
+
+    async def main():
+        async with in_process(2) as (_, client):
+            future = client.compute(spmd(failing, da.ones((4, 2), chunks=(1, 2)), ranks=4))
+            with pytest.raises(ZeroDivisionError, match="of rank 1"):
+                await future
+            await asyncio.to_thread(wait_until, lambda: len(raised) == 3)
+
+    asyncio.run(main())
+    assert [str(each) for each in raised] == ["of rank 1"] * 3
+    assert [frame.name for frame in extract_tb(raised[0].__traceback__)] == ["failing"]
+
+
+def test_encrypted_clusters_have_encrypted_connections():
+    """Ranks of one host would use Unix sockets, so each rank gets a host of its own."""
+
+    def separate_hosts(dask_worker):
+        be_on_hosts(map("kernel-{}".format, itertools.count()).__next__)
+
+    x = da.ones((4, 2), chunks=(1, 2))
+    with tls_client() as client:
+        for _ in range(2):
+            y = spmd(lambda ctx, x: x * ctx.allreduce(1), x, ranks=4)
+            assert (y.compute() == 4).all()
+            reached = client.run(protocol)
+            assert {*reached.values()} == {"tls"}
+            client.run(separate_hosts)
+            x = x + 1 - 1
+
+
+def protocol(dask_worker):
+    return ranks_of(dask_worker).reach.protocol
+
+
+async def test_ranks_install_the_plugins_where_they_are_missing(monkeypatch):
+    """An asynchronous client registers in the background, perhaps after the ranks have begun."""
+    monkeypatch.setattr("dask_p2p.sections.api.spmd.register_if_possible", lambda: None)
+
+    async with in_process(2) as (cluster, client):
+        servers = [cluster.scheduler, *cluster.workers.values()]
+        assert not any(PLUGIN_NAME in server.plugins for server in servers)
+        y = spmd(lambda ctx, x: x + ctx.allreduce(1), da.ones((4, 2), chunks=(1, 2)), ranks=4)
+        assert (await client.compute(y) == 5).all()
+        for server in servers:
+            assert [name for name in server.plugins if "p2p" in name] == [PLUGIN_NAME]
+        contexts = [server.plugins[PLUGIN_NAME].context for server in servers[1:]]
+        made = [record for context in contexts for record in context.records.since(0)[1]]
+        assert len(made) == 4, "each rank is recorded"
+
+
+async def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
+    """Otherwise they would never be dropped."""
+
+    async with in_process(1) as (cluster, _):
+        ranks = await part_on(cluster.workers[0], WorkerRanks)
+        has_begun, may_end, recorded = (asyncio.Event() for _ in range(3))
+
+        async def call(op, **kwargs):
+            has_begun.set()
+            await may_end.wait()
+            recorded.set()
+
+        with ranks.rank_attempt("x", 0, 2) as own:
+            monkeypatch.setattr(own, "_call", call)
+            own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
+            await asyncio.wait_for(has_begun.wait(), BOUND_S)
+        await asyncio.sleep(0)  # the attempt's end comes first
+        may_end.set()
+        await asyncio.wait_for(recorded.wait(), BOUND_S)
+
+
+def test_dask_takes_fewer_samples_while_there_are_ranks():
+    def sampled_ms(worker):
+        return worker.periodic_callbacks["profile"].callback_time
+
+    async def main():
+        async with in_process(2) as (cluster, client):
+            workers = list(cluster.workers.values())
+            workers[1].periodic_callbacks["profile"].callback_time = 250
+            y = spmd(endless, da.ones((4, 2), chunks=(1, 2)), ranks=4)
+            future = client.compute(y)
+            await asyncio.to_thread(wait_until, lambda: ranks_that_run() == 4)
+            assert [sampled_ms(worker) for worker in workers] == [100, 250]
+            await future.cancel()
+            await asyncio.to_thread(wait_until, lambda: sampled_ms(workers[0]) == 10)
+            assert sampled_ms(workers[1]) == 250
+
+    with dask.config.set({"distributed.worker.profile.enabled": True}):
+        asyncio.run(main())

@@ -125,12 +125,3 @@ def test_without_windows_bytes_are_sent(gpu):
         )
 
     run(gpu, rank_attempt, has_windows=False)
-
-
-def test_a_message_is_put_into_place(gpu):
-    def rank_attempt(ctx, lending):
-        out = lending.backend.empty((WIDTH, ROWS), np.dtype(float))
-        lending.place(out, values_of(0, 0), (1, 0))
-        np.testing.assert_array_equal(ctx.device.to_host(out), values_of(0, 0).T)
-
-    run(gpu, rank_attempt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from functools import partial
 
 import numpy as np
@@ -13,15 +12,12 @@ from dask_p2p.plans.ranks import ORDERS, RankGrid
 from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
-from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
-from tests.sections.gangs import connections_of
 from tests.sections.gpu.test_regions import (
     PAIR,
     SLABS,
     fail_on_rank,
     filled,
-    in_pieces,
     overwritten,
     run,
 )
@@ -53,11 +49,6 @@ def test_values(gpu, in_place, ranks, exchange):
     assert not in_place
 
 
-def test_one_rank_has_no_window(gpu, in_place):
-    run(gpu, RankGrid(((48,), (40,)), (1, 1)), partial(both_ways, gpu))
-    assert in_place
-
-
 def test_an_exchange_takes_one_message(gpu, calls):
     def twice(ctx, own):
         a = filled(gpu, own)
@@ -67,12 +58,6 @@ def test_an_exchange_takes_one_message(gpu, calls):
         assert calls[ctx.rank] == ["packed"]
 
     run(gpu, PAIR, twice)
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_pieces(gpu, in_place, axis):
-    run(gpu, SLABS, partial(in_pieces, gpu, SLABS, axis=axis))
-    assert not in_place
 
 
 def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
@@ -115,41 +100,6 @@ def test_a_rank_that_shares_no_memory(gpu, in_place, monkeypatch, what):
     fail_on_rank(monkeypatch, what, "__init__", 2)
     run(gpu, SLABS, partial(both_ways, gpu))
     assert len({*in_place}) == 4
-
-
-def test_ranks_of_several_hosts(gpu, in_place, monkeypatch):
-    monkeypatch.setattr(
-        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
-    )
-    run(gpu, SLABS, partial(both_ways, gpu))
-    assert len({*in_place}) == 4
-
-
-def test_bytes_are_counted(gpu):
-    def counted(ctx, own):
-        ctx.redistribute(filled(gpu, own), (1,))
-        ((_, before, _),) = connections_of(ctx).received
-        shape = ctx.redistribute(filled(gpu, own), (1,)).shape
-        ((_, after, _),) = connections_of(ctx).received
-        assert after - before == (48 - len(own)) * shape[1] * 8
-
-    run(gpu, PAIR, counted)
-
-
-def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
-    """Work of the others ends before memory is freed."""
-    original, count = Connections.begin, iter(range(100))
-
-    def dies(connections, call, *args):
-        if call.endswith("packed") and connections.rank_and_size[0] == 1 and next(count) == 1:
-            raise OSError("killed")
-        return original(connections, call, *args)
-
-    monkeypatch.setattr(Connections, "begin", dies)
-    with pytest.raises((OSError, AttemptEndedError)):
-        run(gpu, SLABS, partial(both_ways, gpu))
-    gc.collect()
-    gpu.check()
 
 
 # --- without one of the rules

@@ -6,10 +6,8 @@ import gc
 import json
 import threading
 import time
-from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
-from math import prod
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,16 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dask_p2p.backends.base import as_it_lies
 from dask_p2p.backends.device_queue import DeviceQueue
-from dask_p2p.backends.kernels.copies import engine_pitch
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.plans.ranks import ORDERS, Exchange, RankGrid
 from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Partitions, Pieces
 from dask_p2p.sections.exchange.regions import ExchangeCall, RegionExchange
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
@@ -35,7 +30,7 @@ from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of, run_gang
 from tests.simulation.streams import Event, RaceError, Stream, drop_queue_slots
-from tests.support import BOUND_S, pairwise, tune
+from tests.support import pairwise, tune
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
@@ -153,46 +148,6 @@ def test_pieces(gpu, through_host, ranks, count, has_windows, axis, part_bytes):
     assert all(sends and receives for _, sends, receives in through_host)
 
 
-def test_others_read_the_first_piece_before_the_last_is_made(gpu, monkeypatch):
-    """The reader of a piece waits for its own event, and for no later one."""
-    waited, wait = set(), PeerMemory.wait
-
-    def noted(peer, stream, number):
-        waited.add(number)
-        wait(peer, stream, number)
-
-    monkeypatch.setattr(PeerMemory, "wait", noted)
-    run(gpu, PAIR, partial(in_pieces, gpu, PAIR, count=3))
-    first = WRITTEN
-    assert waited == {READ, first, first + 1, first + 2}
-
-
-@pytest.mark.parametrize("exchange", ORDERS[1:])
-def test_orders(gpu, through_host, exchange):
-    run(gpu, SLABS, partial(there_and_back, gpu, exchange=exchange))
-    assert not through_host
-
-
-def test_a_read_takes_two_messages(gpu, monkeypatch):
-    """The positions of the regions, and the acknowledgement of the reads."""
-    calls, begin = defaultdict(list), Connections.begin
-
-    def noted(connections, call, *args):
-        calls[connections.rank_and_size[0]].append(call.rpartition(" ")[2])
-        return begin(connections, call, *args)
-
-    monkeypatch.setattr(Connections, "begin", noted)
-
-    def twice(ctx, own):
-        a = filled(gpu, own)
-        b = ctx.redistribute(a, (1,))
-        calls[ctx.rank].clear()
-        ctx.redistribute(a, (1,), out=b)
-
-    run(gpu, PAIR, twice)
-    assert [each[:2] for each in calls.values()] == [["descriptors", "read"]] * 2
-
-
 @pytest.mark.parametrize("window_bytes", [0, 2**26])
 @settings(max_examples=40, deadline=None)
 @given(
@@ -239,38 +194,6 @@ def test_views_of_any_strides_are_read(gpu, through_host, in_place, monkeypatch,
     assert len(in_place) == (0 if window_bytes else 2)
 
 
-def test_the_second_time_nothing_is_opened_or_allocated(gpu, monkeypatch):
-    done, barrier = [], []
-    runtime = gpu.cupy.cuda.runtime
-    names = (
-        (runtime, "ipcOpenMemHandle"),
-        (runtime, "ipcOpenEventHandle"),
-        (runtime, "ipcGetEventHandle"),
-        (gpu, "_empty"),
-    )
-    for where, name in names:
-
-        def noted(original, name, *args):
-            done.append(name)
-            return original(*args)
-
-        monkeypatch.setattr(where, name, partial(noted, getattr(where, name), name))
-
-    def again_and_again(ctx, own):
-        a = filled(gpu, own)
-        out = ctx.redistribute(a, (1,))
-        for _ in range(3):
-            ctx.barrier()
-            if not ctx.rank:
-                barrier.append([*done])
-            ctx.redistribute(a, (1,), out=out)
-            ctx.barrier()
-
-    run(gpu, PAIR, again_and_again)
-    assert {name for _, name in names} == {*done}
-    assert barrier[0] == barrier[1] == barrier[2]
-
-
 def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
     runtime, events = gpu.cupy.cuda.runtime, []
     original = runtime.ipcOpenEventHandle
@@ -306,60 +229,6 @@ def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, par
     assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
 
 
-@pytest.mark.parametrize(
-    ("lies", "axes", "shape"),
-    [
-        ((0, 1, 2), (1, 2, 0), (12, 1, 10)),  # the output has whole rows along the first axis
-        ((0, 1, 2), (0, 1, 2), (4, 4, 10)),
-        ((1, 2, 0), (0, 1, 2), (12, 1, 10)),  # divided along the first axis in memory
-    ],
-)
-def test_parts_keep_rows_whole_and_lie_together(gpu, monkeypatch, lies, axes, shape):
-    assert shapes_of_parts(gpu, monkeypatch, (24, 8, 10), lies, axes, 4 * 4 * 10) == {shape}
-
-
-def test_parts_of_rows_with_gaps_suit_copy_engines(gpu, monkeypatch):
-    """Parts hold rows of one plane: rows of several planes have no constant distance."""
-    tune(monkeypatch, gpu_row_bytes=128)
-    given = (24, 128, 10), (2, 0, 1), (0, 1, 2), 12 * 22 * 10
-    assert shapes_of_parts(gpu, monkeypatch, *given) == {(12, 22, 10), (12, 20, 10)}
-
-
-def shapes_of_parts(gpu, monkeypatch, shape, lies, axes, part_elements):
-    """Return the shapes of parts of an array redistributed from axis 0 to axis 1."""
-    shapes, original = set(), DeviceQueue.prefetch
-    whole = np.arange(prod(shape), dtype="f8").reshape(shape)
-
-    def noted(queue, src, slot_bytes):
-        part = as_it_lies(src)[0]
-        assert part.shape[-1] * 8 < 128 or engine_pitch(part.shape, part.strides, 8)
-        shapes.add(src.shape)
-        return original(queue, src, slot_bytes)
-
-    def redistributed(ctx, _):
-        own = whole[box_slices(ctx.box_of((0,), whole.shape))]
-        back = tuple(map(lies.index, range(3)))
-        a = filled(gpu, np.ascontiguousarray(own.transpose(lies))).transpose(back)
-        partition = (axes.index(1),)
-        b = ctx.redistribute(a, partition, (0,), axes=axes, shape=whole.shape)
-        wanted = whole.transpose(axes)
-        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of(partition, wanted.shape))])
-
-    monkeypatch.setattr(DeviceQueue, "prefetch", noted)
-    run(gpu, PAIR, redistributed, part_elements * 8)
-    return shapes
-
-
-def test_bytes_are_counted(gpu):
-    def counted(ctx, own):
-        ctx.redistribute(filled(gpu, own), (1,))
-        (_, count, _), *_ = connections_of(ctx).received
-        shape = ctx.redistribute(filled(gpu, own), (1,)).shape
-        assert count >= (48 - len(own)) * shape[1] * 8
-
-    run(gpu, PAIR, counted)
-
-
 # --- memory that cannot be read goes through the host
 
 OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
@@ -388,14 +257,6 @@ def test_ranks_of_other_hosts_by_ucx(gpu, through_host, monkeypatch, order):
     assert not through_host
     assert len(messenger.sent) == 4 * 4 * 2
     assert not messenger.waiting
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_pieces_for_other_hosts_by_ucx(gpu, through_host, monkeypatch, axis):
-    messenger = with_ucx(gpu, monkeypatch)
-    run(gpu, SLABS, partial(in_pieces, gpu, SLABS, axis=axis))
-    assert not through_host
-    assert len(messenger.sent) == 4 * 2
 
 
 def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
@@ -454,11 +315,6 @@ def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
     monkeypatch.setattr(PeerMemory, "mapped", fails)
     run(gpu, SLABS, partial(to_columns, gpu))
     assert sorted(through_host) == OF_THE_SECOND
-
-
-def test_a_lack_of_memory_for_slots(gpu, monkeypatch):
-    monkeypatch.setattr(gpu, "limit_bytes", 2**16)
-    run(gpu, PAIR, partial(there_and_back, gpu), 2**16)
 
 
 # --- the end of an attempt
@@ -605,26 +461,6 @@ def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
     assert not counted
 
 
-def test_messages_to_partners_alone_are_not_enough(gpu, counted, monkeypatch):
-    """The test above would fail without messages to all ranks."""
-    original = GpuRegions.bring
-
-    def bring(own, call, source, target):
-        every = own._open(call)
-        partners = {*call.exchange.sends, *call.exchange.receives}
-        own._near = {rank: every[rank] for rank in every if rank in partners}
-        try:
-            original(own, call, source, target)
-            own.settle()
-        finally:
-            own._near = every
-
-    monkeypatch.setattr(GpuRegions, "bring", bring)
-    counted.patience_s = BOUND_S
-    one_after_the_other(gpu, counted)
-    assert counted
-
-
 # --- without one of the rules
 
 
@@ -698,9 +534,6 @@ def one_stream_waits(number):
     return breaks
 
 
-BOTH = without(start=True, end=True)
-
-
 @pytest.mark.parametrize(
     ("breaks", "part_bytes"),
     [
@@ -752,12 +585,6 @@ def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
     breaks(monkeypatch)
     with pytest.raises(RaceError):
         run(gpu, PAIR, partial(in_pieces, gpu, PAIR), part_bytes)
-
-
-@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
-def test_the_replacement_of_the_queues_rules_keeps_them(gpu, monkeypatch, part_bytes):
-    BOTH(monkeypatch)
-    run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
 
 
 @pytest.mark.parametrize(("start", "end"), [(False, True), (True, False)])

@@ -8,15 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from dask_p2p.config import options
 from dask_p2p.errors import DeviceLostError, TransferError
 from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.transports import cuda_ipc
 from dask_p2p.transports.cuda_ipc import IpcHandle
-from dask_p2p.transports.in_place import IpcTransport
 from dask_p2p.transports.process_memory import Peer
 from tests.sections.emulated import emulated_gpu
 from tests.transports.loopback import wait_until
@@ -93,24 +90,6 @@ def descriptor(calls, monkeypatch, other):
         return OwnEvents(Gpu(), 2).descriptor(0)
 
 
-def test_tasks_and_sections_have_the_same_mappings(calls):
-    """A pool that both read is mapped once."""
-    worker = SimpleNamespace(folder="/nowhere", address="a")
-    transport = IpcTransport(worker, options())
-    own = Peer.own("gpu")
-    mapping = transport.mappings.acquire(own, handle(1, 5000), 1)
-    memory = PeerMemory(gpu := Gpu(), OwnEvents(gpu, 2).descriptor(0))
-    assert memory.mapped(handle(1, 5000), 800) == 2**20
-    assert calls == ["01"]
-    memory.close()
-    transport.mappings.release(mapping)
-    assert own.process == transport.describe().process
-    transport.on_worker_left("unknown")
-    transport.mappings.retire(own.process)
-    transport.mappings.close_unused()
-    assert calls == ["01", "closed"]
-
-
 def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descriptor, other):
     memory = PeerMemory(Gpu(), descriptor)
     other.kill()
@@ -119,15 +98,6 @@ def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descripto
         memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == []
-
-
-def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
-    memory = PeerMemory(Gpu(), descriptor)
-    memory.mapped(handle(1, 5000), 100)
-    memory.close()
-    assert calls == ["01"], "the next section need not map it"
-    other.kill()
-    wait_until(lambda: calls == ["01", "closed"])
 
 
 @pytest.mark.parametrize("which", ["stream", "copies", "queue"])
@@ -156,20 +126,6 @@ def test_memory_that_the_gpu_still_reads_is_closed_after_that(
         wait_until(lambda: calls == ["01", "closed"])
         memory.close()
         assert calls == ["01", "closed"]
-
-
-def test_memory_that_graphs_read_is_closed_by_the_rank(calls, descriptor, other):
-    gpu = Gpu()
-    with gpu.running([]):
-        memory = PeerMemory(gpu, descriptor)
-        memory.mapped(handle(1, 5000), 100)
-        gpu.ending.append(lambda: None)  # as a device barrier adds it
-        other.kill()
-        wait_until(lambda: gpu.has_ended)
-        memory._unmap("as it is called")
-        assert calls == ["01"]
-        memory.close()
-        wait_until(lambda: calls == ["01", "closed"])
 
 
 class Waiting:
@@ -231,15 +187,3 @@ def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
 
     with pytest.raises(DeviceLostError, match=f"an event of process {other.pid}, which has ended"):
         work()
-
-
-def test_events_that_are_closed_are_not_recorded(monkeypatch, calls, descriptor, other):
-    gpu = Gpu()
-    memory = PeerMemory(gpu, descriptor)
-    memory.close()
-    waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
-    memory._on_end("as it would be called a little too late")
-    other.kill()
-    wait_until(lambda: cuda_ipc.PROCESSES.has_ended(f"other-{other.pid}"))
-    assert waiting.recorded == []
-    assert not gpu.has_ended

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from dask_p2p import Record, iterate, spmd
-from dask_p2p.errors import BlockMismatchError, InputError, P2PWarning
-from tests.sections.iterate.test_coupled import U, V, array
+from dask_p2p.errors import InputError, P2PWarning
+from tests.sections.iterate.test_coupled import U, array
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -105,21 +105,6 @@ def test_halos_wider_than_local_blocks(client, chunks):
     assert spmd(function, x, ranks=4).compute().all()
 
 
-def test_fields_share_messages(client):
-    def both(u, v):
-        return {"u": spread(v)["u"], "v": u[1:-1, 1:-1]}
-
-    boundary = {"u": {0: wall, 1: "odd"}, "v": {0: "periodic", 1: (0.0, profile)}}
-    fields = {"u": array(U), "v": array(V)}
-    (made,) = dask.compute(iterate(both, fields, 1, 6, boundary=boundary, ranks=4))
-    u, v = U, V
-    for step in range(6):
-        old = padded(v, 1, ("periodic", (0.0, profile)), step)
-        u, v = spread(old)["u"], u
-    assert np.array_equal(made["u"], u)
-    assert np.array_equal(made["v"], v)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_records_read_the_halo_of_the_next_step(client, ranks):
     boundary = (profile, "odd")
@@ -149,15 +134,6 @@ def test_wrong_boundaries_are_refused(client):
     captured = iterate(spread, {"u": array(U)}, 1, 9, boundary=profile, capture=True)
     with pytest.raises(InputError, match=r"at\.step: .* capture=True"):
         dask.compute(captured)
-
-
-def test_a_boundary_of_the_right_shape_only(client):
-    def wrong(rim, inside, at):
-        rim[...] = np.zeros(3)
-
-    made = iterate(spread, {"u": array(U)}, 1, 3, boundary=wrong, ranks=2)
-    with pytest.raises((ValueError, BlockMismatchError), match="broadcast"):
-        dask.compute(made)
 
 
 def of_its_mean(rim, inside, at):
@@ -196,15 +172,6 @@ def test_functions_that_depend_on_the_number_of_ranks_are_named(client, function
     with pytest.warns(P2PWarning, match=match):
         found = stepped(function, 4)
     assert not np.allclose(found, stepped(function, 1))
-
-
-@pytest.mark.parametrize("function", OF_PARTS)
-def test_such_functions_of_contexts_are_named(client, function):
-    def pad(ctx, u):
-        return ctx.pad(u, 1, boundary=(function, "periodic"))[1:-1, 1:-1]
-
-    with pytest.warns(P2PWarning, match=f"boundary: {function.__name__} returns other values"):
-        spmd(pad, array(U, (24, 5)), ranks=4).compute()
 
 
 @pytest.mark.parametrize("function", [wall, profile])

@@ -4,13 +4,13 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from dask_p2p import iterate
-from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.plans.ranks import ORDERS
-from tests.sections.support import nothing_is_left
+from dask_p2p.errors import (
+    BlockMismatchError,
+    InputError,
+    UnsupportedArrayError,
+)
 
 X = np.random.default_rng(0).normal(size=(24, 30))
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -58,12 +58,6 @@ def test_boundaries(client, boundary, ranks):
     assert np.array_equal(alone.compute(scheduler="threads"), wanted)
 
 
-def test_nothing_is_left_of_it(client):
-    for _ in range(3):
-        iterate(star, array(), 1, 5, ranks=4).compute()
-    nothing_is_left(client)
-
-
 def test_levels_of_time_constants_and_keywords(client):
     speed = np.random.default_rng(1).random(X.shape)
     wanted = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
@@ -79,126 +73,6 @@ def test_levels_of_time_constants_and_keywords(client):
     )
     for y, z in zip(dask.compute(*made), wanted, strict=True):
         assert np.array_equal(y, z)
-
-
-def test_fields_have_halos_of_their_own(client):
-    def differs(u, before, out):
-        assert before.shape[1] == out.shape[1] + 1
-        out[:] = u[4:, :] - before[:, :-1]
-
-    u, before = X.copy(), X + 1
-    for _ in range(3):
-        halo_array = np.pad(u, ((4, 0), (0, 0)), "wrap")
-        wider = np.pad(before, ((0, 0), (1, 0)), "wrap")
-        u, before = halo_array[4:, :] - wider[:, :-1], u
-    y, _ = iterate(differs, (array(), array(X + 1)), [{0: (4, 0)}, {1: (1, 0)}], 3, ranks=4)
-    assert np.array_equal(y.compute(), u)
-
-
-@pytest.mark.parametrize("exchange", ORDERS[1:])
-def test_the_order_of_messages_changes_no_bit(client, exchange):
-    y = iterate(star, array(), 1, 5, boundary="nearest", ranks=8, exchange=exchange)
-    (wanted,) = reference(star, [X], 1, 5, "nearest")
-    assert np.array_equal(y.compute(), wanted)
-
-
-@pytest.mark.parametrize("boundary", ["periodic", "none"])
-@pytest.mark.parametrize("ranks", [2, 8])
-def test_overlap_changes_no_bit(client, boundary, ranks):
-    """For functions that fill `out`, and that return arrays with or without halos."""
-
-    def filling(u, before, factor, out, has_numbers):
-        out[:] = np.sin(u[2:-1, 1:-1]) + factor * u[:-3, 1:-1] * before[:, 1:] - u[1:-2, 2:]
-        return (out.size, np.sum(out)) if has_numbers else None
-
-    def returning(u, before, factor):
-        new = u * 1.5
-        new[2:-1, 1:-1] += np.sin(u[:-3, 1:-1]) * u[3:, 1:-1] - u[2:-1, 2:]
-        return new
-
-    function = filling if boundary == "periodic" else returning
-
-    def given(until):
-        return {"has_numbers": until is not None} if function is filling else {}
-
-    found = [
-        dask.compute(
-            *iterate(
-                function,
-                (array(), array(X + 1)),
-                [((2, 1), 1), {1: (1, 0)}],
-                5,
-                boundary=boundary,
-                constants=(array(X / 3),),
-                overlap=overlap,
-                until=until,
-                check_every=3,
-                ranks=ranks,
-                **given(until),
-            )
-        )
-        for overlap, until in (
-            (False, None),
-            (True, None),
-            (True, lambda *numbers: numbers[0] != X.size),
-        )
-        if until is None or function is filling
-    ]
-    for each in found[1:]:
-        assert all(map(np.array_equal, each, found[0]))
-
-
-def test_halos_wider_than_local_blocks_and_corners(client):
-    def diagonal(u, out):
-        out[:] = u[14:, :-14] + u[:-14, 14:] + u[7:-7, 7:-7]
-
-    (wanted,) = reference(diagonal, [X], 7, 3, "periodic")
-    y = iterate(diagonal, array(), 7, 3, corners=True, ranks=8)
-    assert np.array_equal(y.compute(), wanted)
-
-
-@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_one_to_four_axes_are_divided(client, data):
-    ndim = data.draw(st.integers(1, 4))
-    sizes = st.lists(st.integers(1, 3), min_size=2, max_size=3).map(tuple)
-    chunks = tuple(data.draw(sizes) for _ in range(ndim))
-    x = np.random.default_rng(0).normal(size=tuple(map(sum, chunks)))
-
-    def sides(u, out):
-        own = (slice(1, -1),) * u.ndim
-        out[:] = u[own]
-        for axis in range(u.ndim):
-            before = tuple(slice(0, -2) if a == axis else slice(1, -1) for a in range(u.ndim))
-            out += (1 + axis) * u[before]
-
-    boundary = data.draw(st.sampled_from(["periodic", "reflect", "nearest", 2.0]))
-    (wanted,) = reference(sides, [x], 1, 2, boundary)
-    y = iterate(sides, array(x, chunks), 1, 2, boundary=boundary, ranks=2**ndim)
-    assert np.array_equal(y.compute(), wanted)
-
-
-def test_functions_may_return_local_blocks_with_and_without_halos(client):
-    """As in map_overlap. They must, if there are no halos beyond the ends."""
-
-    def smoothed(u):
-        new = u.copy()
-        new[1:-1] = (u[:-2] + u[2:]) / 2
-        return new
-
-    wanted = X
-    for _ in range(4):
-        wanted = smoothed(wanted)
-    y = iterate(smoothed, array(), {0: 1}, 4, boundary="none", ranks=4)
-    assert np.array_equal(y.compute(), wanted)
-
-    def inner(u):
-        return u[1:-1, 1:-1] + u[2:, 1:-1]
-
-    wanted = X
-    for _ in range(3):
-        wanted = wanted + np.roll(wanted, -1, 0)
-    assert np.array_equal(iterate(inner, array(), 1, 3, ranks=4).compute(), wanted)
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -236,12 +110,6 @@ def test_fields_are_not_narrowed_to_the_first_one(first, second):
     assert [each.dtype for each in found] == [second] * 2
 
 
-def test_a_wrong_result_is_named(client):
-    y = iterate(lambda u: u[1:], array(), 1, 2, ranks=2)
-    with pytest.raises(BlockMismatchError, match=r"expected an array of shape .*, or .* with halo"):
-        y.compute()
-
-
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("more", [{}, {"until": lambda total: total < 0}, {"overlap": True}])
 @pytest.mark.parametrize("every", [None, np.int64(5)])
@@ -256,11 +124,6 @@ def test_without_steps_fields_come_back(client, ranks, more, every):
     assert u.dtype == v.dtype == "f4"
     assert np.array_equal(u, X.astype("f4"))
     assert np.array_equal(v, (2 * X).astype("f4"))
-
-
-def test_by_default_each_worker_has_a_rank(client):
-    y = iterate(lambda u: u, array(), 1, 2)
-    assert sum("ranks" in str(key[0]) and key[1] != "commit" for key in y.dask.to_dict()) == 2
 
 
 def test_wrong_arguments_are_refused():

@@ -8,7 +8,6 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.sections import Context
 
 X = np.arange(24.0).reshape(6, 4)
 
@@ -61,11 +60,6 @@ def test_small_elements_that_are_not_filled_are_named(dtype):
         computed(iterate(forgets, da.from_array(x, chunks=5), 0, 3, ranks=1))
 
 
-def test_ufuncs_fill_and_return_out():
-    y = iterate(lambda u, out: np.negative(u, out=out), array(), 0, 3, ranks=1)
-    assert np.array_equal(computed(y), -X)
-
-
 @pytest.mark.parametrize("made", [None, (), [1, 2], 3.0], ids=lambda made: type(made).__name__)
 def test_what_is_no_array(made):
     with pytest.raises(BlockMismatchError, match=f"from the function, got {type(made).__name__}"):
@@ -75,16 +69,6 @@ def test_what_is_no_array(made):
     wrong = r"expected (a tuple of output 0, output 1|an array of shape)"
     with pytest.raises(BlockMismatchError, match=wrong):
         computed(spmd(lambda ctx, x: made, array(), outputs=2, ranks=1)[0])
-
-
-def test_numbers_that_until_waits_for():
-    def filled(u, out):
-        out[:] = u
-
-    for function in (filled, lambda u: u):
-        y = iterate(function, array(), 0, 3, until=lambda size: size < 1, ranks=1)
-        with pytest.raises(BlockMismatchError, match="expected numbers for until="):
-            computed(y)
 
 
 def test_none_does_not_stop_it():
@@ -141,16 +125,6 @@ def test_fields_and_constants_are_only_read():
         computed(iterate(older, (array(), array()), 0, 3, ranks=1)[0])
 
 
-def test_copies_of_fields_may_be_written_to():
-    def scaled(u, weight, out):
-        u = u * 0.5
-        u += weight
-        out[:] = u
-
-    y = iterate(scaled, array(), 0, 2, constants=(array(np.ones_like(X)),), ranks=1)
-    assert np.array_equal(computed(y), (X * 0.5 + 1) * 0.5 + 1)
-
-
 @pytest.mark.parametrize(
     ("block", "error"),
     [
@@ -170,15 +144,3 @@ def test_blocks_that_differ_from_their_array_metadata(block, error):
     ):
         with pytest.raises(error):
             computed(y)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_steps_do_not_copy_fields(monkeypatch, overlap):
-    """Only functions of `spmd` may keep several filled halos."""
-    monkeypatch.setattr(Context, "_copied", lambda *_: pytest.fail("a field was copied"))
-
-    def smooth(u, out):
-        out[...] = (u[:-2, 1:-1] + u[2:, 1:-1]) / 2
-
-    y = computed(iterate(smooth, array(), 1, 5, overlap=overlap, boundary="periodic"))
-    assert np.isfinite(y).all()

@@ -83,25 +83,6 @@ def test_functions_that_read_corners_with_overlap(client, overlap, exchange):
         assert np.array_equal(y.compute(), reference(nine_points, FLOATS, 1, 5))
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES)
-def test_twenty_seven_points(client, boundary):
-    x = RNG.normal(size=(8, 6, 10))
-    wanted = reference(box_average, x, 1, 3, boundary)
-    for ranks in (1, 3, 8):
-        y = iterate(box_average, array(x, (4, 3, 5)), 1, 3, boundary=boundary, ranks=ranks)
-        assert np.array_equal(y.compute(), wanted)
-
-
-def test_deep_corners_over_several_ranks(client):
-    def far(u, out):
-        out[...] = u[10:, 10:] + 2 * u[:-10, 10:] + 3 * u[10:, :-10] + u[:-10, :-10] + u[5:-5, 5:-5]
-
-    for boundary in BOUNDARIES:
-        wanted = reference(far, FLOATS, 5, 3, boundary)
-        y = iterate(far, array(FLOATS, (3, 4)), 5, 3, boundary=boundary, ranks=8)
-        assert np.array_equal(y.compute(), wanted)
-
-
 @pytest.mark.parametrize("dtype", ["f8", "f4", "c16", "i4", "u1", "?", "i8"])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_corners_that_are_asked_not_to_be_exchanged(client, dtype, ranks):
@@ -123,14 +104,6 @@ def test_corners_that_are_asked_not_to_be_exchanged(client, dtype, ranks):
         y = iterate(function, array(x), 1, 3, corners=False, ranks=ranks)
         with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
             y.compute()
-
-
-def test_random_numbers_are_no_corners(client):
-    def noise(u, out):
-        out[...] = u[2:, 1:-1] + np.random.default_rng().normal(size=out.shape)
-
-    y = iterate(noise, array(FLOATS), 1, 3, corners=False, ranks=2)
-    assert np.isfinite(y.compute()).all()
 
 
 def computed(y):
@@ -158,16 +131,6 @@ def test_several_new_arrays_are_refused():
         computed(iterate(listed, fields, 0, 2, ranks=1)[0])
 
 
-def test_coupled_fields_that_are_stacked():
-    def coupled(w, out):
-        u, v = w
-        out[0], out[1] = u + v, u - v
-
-    x = da.stack([array(FLOATS), array(FLOATS + 1)]).rechunk({0: -1})
-    y = iterate(coupled, x, {1: 0}, 1, ranks=1)
-    assert np.array_equal(computed(y), [FLOATS + (FLOATS + 1), FLOATS - (FLOATS + 1)])
-
-
 def test_numbers_without_until_are_refused():
     def returning(u):
         return u, 1.0
@@ -191,15 +154,6 @@ def test_numbers_that_are_none():
     y = iterate(lambda u: (u, np.ones(3)), array(FLOATS), 0, 2, ranks=1, until=lambda n: True)
     with pytest.raises(BlockMismatchError, match=r"another array of shape \(3,\)"):
         computed(y)
-
-
-def test_functions_may_return_out_and_numbers():
-    def filling(u, out):
-        out[...] = u
-        return out, out.sum()
-
-    y = iterate(filling, array(FLOATS), 0, 2, ranks=1, until=lambda total: False)
-    assert np.array_equal(computed(y), FLOATS)
 
 
 @pytest.mark.parametrize("dtype", ["i8", "i4", "u1", "?"])
@@ -312,24 +266,3 @@ def test_data_that_equal_the_marks_of_unfilled_memory(dtype):
             x = np.frombuffer(byte * (64 * np.dtype(dtype).itemsize), dtype).reshape(8, 8)
             with pytest.raises(BlockMismatchError, match="left 8 of 64 elements"):
                 computed(iterate(misses_an_edge, array(x, (4, 4)), 0, 3, ranks=1))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_writing_boundary_conditions_into_halos_is_refused(client, ranks):
-    def clamped(u, out):
-        u[0] = 0
-        out[...] = u[:-2] + u[2:]
-
-    y = iterate(clamped, array(FLOATS), {0: 1}, 3, ranks=ranks)
-    with pytest.raises(InputError, match="only reads its fields"):
-        y.compute()
-
-
-def test_flags_and_depths_of_the_wrong_type_are_refused():
-    for wrong in ({"overlap": 1}, {"overlap": 0}, {"capture": "yes"}, {"corners": 1}):
-        ((name, value),) = wrong.items()
-        with pytest.raises(InputError, match=f"{name}: expected True.*got {value!r}"):
-            iterate(life, array(BITS), 1, 3, **wrong)
-    with pytest.raises(InputError, match="depth: expected the number of"):
-        iterate(life, array(BITS), None, 3)
-    assert iterate(life, array(BITS), 1, 3, overlap=np.bool_(True)) is not None

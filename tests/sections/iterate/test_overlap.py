@@ -141,11 +141,6 @@ def test_the_interior_comes_first(boxes):
     assert boxes[-2:] == [(12, 5)] * 2
 
 
-def test_one_rank_has_no_halos_to_wait_for(boxes):
-    in_ranks(counter(), 3, ranks=1, overlap=True)
-    assert boxes == [(24, 5)] * 2
-
-
 @pytest.mark.parametrize("make", [counter, previous, cached])
 def test_by_default_functions_with_a_state_compute_whole_blocks(far, boxes, make):
     assert np.array_equal(in_ranks(make(), 4), in_ranks(make(), 4, ranks=1))
@@ -166,15 +161,6 @@ def test_by_default_functions_that_round_parts_otherwise_compute_whole_blocks(fa
     expected = whole(rounds_otherwise, 4)
     assert np.array_equal(in_ranks(rounds_otherwise, 4), expected)
     assert boxes[-2:] == [(12, 5)] * 2
-
-
-def test_by_default_keywords_that_may_change_compute_whole_blocks(far, boxes):
-    def scaled(u, out, factors):
-        factors.append(factors[-1] / 2)
-        out[:] = factors[-1] * u[1:-1]
-
-    assert np.array_equal(in_ranks(scaled, 3, factors=[8.0]), X * 4 * 2 * 1)
-    assert {*boxes} == {(12, 5)}
 
 
 @pytest.mark.parametrize(

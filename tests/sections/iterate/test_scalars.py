@@ -13,8 +13,7 @@ from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.gang import worker as progress
 from tests.sections.iterate.test_coupled import U, array
-from tests.sections.support import nothing_is_left
-from tests.support import die_once, mostly_slow, result_of
+from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -91,34 +90,6 @@ def test_phases_read_and_change_numbers(client):
     assert np.allclose(found["u"], total, rtol=1e-12)
 
 
-def test_a_record_reads_a_number(client):
-    def step(u, t):
-        return {"u": u + 1, "t": t * 2}
-
-    fields = {"u": array(np.zeros((24, 20))), "t": 1.0}
-    record = {"times": Record(lambda t, at: t if at.rank == 0 else 0.0)}
-    (found,) = dask.compute(iterate(step, fields, 0, 4, record=record, ranks=2))
-    assert found["times"].tolist() == [2.0, 4.0, 8.0, 16.0]
-
-
-def test_a_killed_worker_keeps_numbers(client, tmp_path):
-    def step(u, t, at, folder):
-        if at.step == 150 and at.rank == 1:
-            die_once(folder / "killed")
-        return {"u": u + t, "t": t + 1}
-
-    fields = {"u": array(np.zeros((24, 20))), "t": 0.0}
-    options = {"checkpoint_every": 40, "ranks": 2, "folder": tmp_path}
-    made = iterate(step, fields, 0, 200, **options)
-    futures = client.compute([made["u"], made["t"]])
-    u, t = (result_of(client, future) for future in futures)
-    assert (u == sum(range(200))).all()
-    assert t == 200
-    assert (tmp_path / "killed").exists()
-    del futures
-    nothing_is_left(client)
-
-
 @pytest.mark.parametrize("ranks", [(1, 3), (4, 2)])
 def test_stores_keep_numbers(client, tmp_path, ranks):
     import zarr
@@ -190,14 +161,6 @@ def test_wrong_arguments_are_refused():
         iterate(step, fields, 0, 3, max_time="soon")
     with pytest.raises(InputError, match="max_time: expected fields by name"):
         iterate(lambda u: u, array(START), 0, 3, max_time="1 s")
-
-
-def test_captured_functions_read_no_records(client):
-    def step(u, at):
-        return u + len(at.last)
-
-    with pytest.raises(InputError, match=r"at\.last: .* capture=True"):
-        dask.compute(iterate(step, {"u": array(START)}, 0, 9, capture=True, ranks=2))
 
 
 # --- the end by time

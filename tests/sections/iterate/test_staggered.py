@@ -7,7 +7,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Checkpoint, Record, Save, iterate
+from dask_p2p import iterate
 from dask_p2p.errors import InputError
 from tests.support import mostly_slow
 
@@ -67,52 +67,6 @@ def test_pressures_in_cells_and_velocities_on_faces(client, chunks, ranks, overl
     (found,) = dask.compute(made)
     for name, wanted in zip("puv", stepped(9), strict=True):
         assert np.array_equal(found[name], wanted), name
-
-
-def test_the_memory_of_a_field_on_faces(client):
-    def carry(u, out):
-        out.u[...] = (u[:, 2:] + u[:, :-2]) / 2
-
-    phases = [(carry, ("u",))]
-    given = {"p": da.from_array(P, chunks=(24, 5)), "u": da.from_array(U, chunks=(24, 21))}
-    (found,) = dask.compute(iterate(phases, given, {1: 1}, 6, boundary="periodic", ranks=4))
-    u = U
-    for _ in range(6):
-        u = (np.roll(u, -1, 1) + np.roll(u, 1, 1)) / 2
-    assert np.array_equal(found["u"], u)
-    assert np.array_equal(found["p"], P)
-
-
-@pytest.mark.parametrize("ranks", [(1, 4), (3, 2)])
-def test_stores(client, tmp_path, ranks):
-    import zarr
-
-    options = {
-        "boundary": BOUNDARY,
-        "save": Save(tmp_path / "frames.zarr", every=5),
-        "checkpoint": Checkpoint(tmp_path / "states", every=5),
-        "record": {"faces": Record(lambda u: u[1:-1, 1:-1].size, dtype=int)},
-    }
-    dask.compute(iterate(STEP, fields((6, 20)), 1, 10, ranks=ranks[0], **options))
-    made = iterate(STEP, fields((12, 10)), 1, 15, ranks=ranks[1], **options)
-    with pytest.raises(Exception, match=r"same fields|frames of the same"):
-        dask.compute(
-            iterate(
-                STEP,
-                {"p": fields((6, 20))["p"]}
-                | {"u": fields((6, 20))["p"], "v": fields((6, 20))["p"]},
-                1,
-                15,
-                **options,
-            )
-        )
-    (found,) = dask.compute(made)
-    for name, wanted in zip("puv", stepped(15), strict=True):
-        assert np.array_equal(found[name], wanted), name
-    assert (found["faces"] == U.size).all()
-    frames = zarr.open_group(tmp_path / "frames.zarr", mode="r")
-    assert np.array_equal(frames["u"][1], stepped(10)[1])
-    assert np.array_equal(frames["v"][2], stepped(15)[2])
 
 
 def test_other_shapes_are_refused():

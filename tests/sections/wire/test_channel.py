@@ -10,7 +10,6 @@ import pytest
 
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import connection as module
-from dask_p2p.sections.wire import point_to_point as polling
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.transports.ucx_messenger import Messenger
@@ -98,34 +97,7 @@ def test_small_messages_go_by_the_socket(pair, messengers, size_bytes):
     ] == [size_bytes >= LEAST_BYTES] * 2
 
 
-def test_ranks_without_ucx_have_sockets(hosts, messengers):
-    with Gang(3, messengers=[*messengers, None]) as gang:
-
-        def exchange(rank, connections):
-            others = {0, 1, 2} - {rank}
-            found = connections.exchange("all", dict.fromkeys(others, LARGE), dict.fromkeys(others))
-            return {each: bytes(data) for each, data in found.items()}
-
-        for rank, found in enumerate(gang.run(exchange)):
-            assert found == dict.fromkeys({0, 1, 2} - {rank}, LARGE)
-        carried = [
-            [connections.carries(r, LEAST_BYTES) for r in range(3)]
-            for connections in gang.connections
-        ]
-    assert carried == [[False, True, False], [True, False, False], [False, False, False]]
-    assert [len(each.sent) for each in messengers] == [1, 1]
-
-
-def test_ranks_of_one_host_open_no_channel(messengers):
-    with Gang(2, messengers=messengers) as gang:
-        assert not any(
-            connections.carries(1 - n, LEAST_BYTES)
-            for n, connections in enumerate(gang.connections)
-        )
-        assert gang.run(swap(LARGE)) == [LARGE, LARGE]
-        assert not any(each.sent for each in messengers)
-
-
+@pytest.mark.slow
 def test_a_rank_that_sends_late_is_waited_for(impatient):
     def exchange(rank, connections):
         if rank:
@@ -144,15 +116,6 @@ def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
     for each in errors:
         assert isinstance(each, AttemptEndedError)
     assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
-
-
-def test_an_interrupted_connection_is_noticed_before_a_header_has_come(impatient, monkeypatch):
-    """No part is due yet, so only the socket shows it."""
-    monkeypatch.setattr(module.Channel, "send", lambda *_: None)
-    monkeypatch.setattr(module.Channel, "expect", lambda _: None)
-    monkeypatch.setattr(polling, "is_lost", lambda *_: True)
-    for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2)):
-        assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
 @pytest.mark.parametrize("end", ["is woken", "has a peer that closes"])
@@ -197,6 +160,7 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
     pair.wake()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sends", [True, False])
 def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends):
     """A rank's call differs: no peer sends a matching message, or receives one."""

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.frames import HEADER, sent_message, small_value
+from dask_p2p.sections.wire.frames import HEADER, small_value
 from dask_p2p.sections.wire.mailbox import Receive
 from tests.sections.wire.support import inline_header
 
@@ -48,41 +48,12 @@ def test_a_header_in_two_pieces(ends, first):
     assert receive.arrival.data[:8] == b"12345678"
 
 
-def test_receives_that_were_begun_come_first(ends):
-    connection, peer = ends
-    connection.mailbox.receive(receive := Receive(7, 5))
-    peer.send(header(7))
-    assert connection.receive_small(0.0) is None
-    connection.receive_messages()
-    assert receive.is_complete
-
-
 def test_calls_of_all_ranks_that_were_earlier_come_first(ends):
     connection, peer = ends
     connection.early.append((HEADER.pack(1, 0, b"barrier()"), memoryview(b"")))
     peer.send(header(7))
     assert connection.receive_small(0.0) is None
     assert connection.call == "barrier()"
-
-
-def test_a_larger_message_is_received_otherwise(ends):
-    connection, peer = ends
-    message = sent_message(3, 0, b"text", [memoryview(bytes(range(250)))], has_address=False)
-    peer.sendmsg(message.buffers)
-    assert connection.receive_small(0.0) is None
-    connection.mailbox.receive(receive := Receive(3, 0))
-    connection.receive_messages()
-    assert receive.arrival.data.tolist() == [*range(250)]
-
-
-def test_a_call_of_all_ranks_is_kept(ends):
-    connection, peer = ends
-    connection.number = 1
-    peer.send(HEADER.pack(1, 0, b"barrier()"))
-    assert connection.receive_small(0.0) is None
-    assert connection.call == "barrier()"
-    connection.begin_to_receive(None)
-    assert connection.advance(b"barrier()", 0, 1)
 
 
 def test_a_peer_that_has_closed(ends):

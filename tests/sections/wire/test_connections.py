@@ -12,7 +12,6 @@ import weakref
 from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import suppress
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -20,11 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError
-from dask_p2p.sections.wire import connections as module
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.sections.wire.frames import HEADER
+from dask_p2p.sections.wire.streams import Bell, pair
 from tests.sections.gangs import disconnect, has_come, stop_listening
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S, tune
@@ -50,17 +48,6 @@ def test_all_exchange_with_all(gang, count):
     for _ in range(2):
         for rank, found in enumerate(gang.run(exchange)):
             assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
-
-
-def test_ranks_without_data_for_each_other_exchange_no_message(gang):
-    def exchange(rank, connections):
-        if rank < 2:
-            connections.exchange("two of them", {1 - rank: b"a"}, {1 - rank: None})
-        others = dict.fromkeys({0, 1, 2} - {rank})
-        return connections.exchange("all", dict.fromkeys(others, bytes([rank])), others)
-
-    for rank, found in enumerate(gang.run(exchange)):
-        assert found == {other: bytes([other]) for other in {0, 1, 2} - {rank}}
 
 
 def test_a_rank_that_is_ahead_does_not_wait(gang):
@@ -123,45 +110,6 @@ def is_here(connections, ranks):
     return all(has_come(connections, rank) for rank in ranks)
 
 
-class EndsLate(threading.Thread):
-    made: ClassVar[list[threading.Thread]] = []
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.made.append(self)
-
-    def run(self):
-        super().run()
-        time.sleep(0.1)
-
-
-def test_closed_connections_end_an_exchange_in_the_background(monkeypatch):
-    """Closing waits for its thread, whose descriptors are closed next."""
-    gang = Gang(2)
-    gang.run(lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None}))
-    monkeypatch.setattr(EndsLate, "made", [])
-    with monkeypatch.context() as patch:
-        patch.setattr(threading, "Thread", EndsLate)
-        gang.connections[0].begin("y", {1: bytes(LARGE)}, {1: None}, in_background=True)
-    (in_background,) = EndsLate.made
-    assert in_background.is_alive()
-    gang.connections[0].close()
-    assert not in_background.is_alive()
-    gang.connections[1].close()
-    gang.threads.shutdown()
-
-
-def test_an_exchange_in_the_background_ends_with_its_connection():
-    with Gang(2) as gang:
-        gang.run(
-            lambda rank, connections: connections.exchange("x", {1 - rank: b""}, {1 - rank: None})
-        )
-        end = gang.connections[0].begin("y", {1: b""}, {1: None}, in_background=True)
-        disconnect(gang.connections[1], 0)
-        with pytest.raises(AttemptEndedError):
-            end()
-
-
 def differing(rank, connections):
     others = dict.fromkeys({0, 1, 2} - {rank})
     call = "this" if rank != 1 else "that"
@@ -179,15 +127,6 @@ def test_different_calls_are_named(gang):
         assert "that on rank 1" in str(each)
         assert "this on rank " in str(each)
     assert all(isinstance(each, AttemptEndedError) for each in raised if each not in named)
-
-
-def test_other_lengths_are_different_calls(gang):
-    def exchange(rank, connections):
-        if rank == 2:
-            return None
-        return connections.exchange("same", {1 - rank: bytes(rank)}, {1 - rank: bytearray(1)})
-
-    assert isinstance(gang.begin(exchange)[1].exception(BOUND_S), SectionError)
 
 
 def test_failed_connections_keep_no_stack_frames(gang):
@@ -240,6 +179,7 @@ def test_a_peer_that_has_gone_cannot_be_reached(gang):
     assert isinstance(error, AttemptEndedError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [TCP, pytest.param(None, id="tls")])
 def test_a_rank_that_receives_nothing_for_long_is_not_lost(hosts, reach):
     """It computes: its kernel answers."""
@@ -273,68 +213,6 @@ def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
             lambda rank, connections: connections.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
         )
         assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
-
-
-@UNCONNECTED
-def test_a_failure_that_a_function_catches_is_raised_again(gang):
-    stop_listening(gang.connections[1])
-
-    def exchange(rank, connections):
-        with suppress(AttemptEndedError):
-            connections.exchange("first", {1: b""}, {})
-        return connections.exchange("second", {}, {2: None})
-
-    error = gang.begin(lambda rank, connections: rank or exchange(rank, connections))[0].exception(
-        BOUND_S
-    )
-    assert "the connection to rank 1 on worker broke" in str(error)
-
-
-@given(sent=st.binary(max_size=100))
-def test_bytes_of_strangers_end_nothing(sent):
-    with Gang(2) as gang:
-        *_, name, _, host, port = gang.connections[1].endpoint.split()
-        for family, address in (
-            (socket.AF_UNIX, bytes.fromhex(name)),
-            (socket.AF_INET, (host, int(port))),
-        ):
-            with socket.socket(family) as stranger:
-                stranger.connect(address)
-                stranger.sendall(sent)
-
-        def exchange(rank, connections):
-            return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
-
-        assert gang.run(exchange) == [b"abc", b"abc"]
-
-
-headers = st.builds(
-    HEADER.pack,
-    st.sampled_from([1, 2, 2**64 - 1]),
-    st.sampled_from([0, 3, 4, 2**30 - 1, 2**64 - 1]),
-    st.sampled_from([b"x", b"xx", b"\xff", b""]),
-)
-
-
-@given(sent=headers.flatmap(lambda h: st.binary().map(lambda more: h + more)) | st.binary())
-def test_headers_that_no_rank_sends_are_refused(sent):
-    with Gang(2) as gang, socket.socket(socket.AF_UNIX) as made:
-        *_, name, _, _, _ = gang.connections[1].endpoint.split()
-
-        def exchange(rank, connections):
-            if rank == 0:
-                made.connect(bytes.fromhex(name))
-                made.sendall(f"{gang.peers[0].token}{gang.peers[1].token}".encode() + sent)
-                made.shutdown(socket.SHUT_WR)
-                return None
-            return connections.exchange("x", {}, {0: bytearray(3)})
-
-        future = gang.begin(exchange)[1]
-        try:
-            assert future.result(BOUND_S) == {0: sent[HEADER.size :][:3]}
-            assert sent.startswith(HEADER.pack(1, 3, b"x"))
-        except (SectionError, AttemptEndedError):
-            pass
 
 
 @UNCONNECTED
@@ -412,20 +290,72 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
         assert not wait(futures[1:], 0.2).done
 
 
-@pytest.mark.parametrize(("cores", "spins"), [(2, False), (3, True)])
-def test_ranks_spin_where_each_has_a_core(processes, monkeypatch, cores, spins):
-    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: range(cores))
-    looks = []
-    poll = select.poll
-    monkeypatch.setattr(select, "poll", lambda: looks.append(1) or poll())
-    tune(monkeypatch, spin_s=BOUND_S)
+# --- streams between ranks of one process. `test_connections` tests ranks that use them
 
-    def exchange(rank, connections):
-        others = dict.fromkeys({0, 1, 2} - {rank})
-        return [connections.exchange("x", dict.fromkeys(others, b"x"), others) for _ in range(20)]
 
-    with Gang(3) as gang:
-        gang.run(exchange)
-        looks.clear()  # those for connections
-        gang.run(exchange)
-    assert (len(looks) == 0) == spins
+@pytest.fixture
+def bells():
+    made = Bell(), Bell()
+    yield made
+    for each in made:
+        each.close()
+
+
+def rings(bell):
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def received(end, most):
+    into = bytearray(most)
+    return bytes(into[: end.recv_into(into)])
+
+
+def test_a_full_stream_takes_more_after_bytes_were_received(bells):
+    one, other = pair(*bells)
+    sent = one.sendmsg([bytes(10_000_000)])
+    assert 0 < sent < 10_000_000
+    assert not one.is_ready(select.POLLOUT)
+    with pytest.raises(BlockingIOError):
+        one.sendmsg([b"a"])
+    assert len(received(other, 100)) == 100
+    assert rings(bells[0])
+    assert one.is_ready(select.POLLOUT)
+    assert one.sendmsg([bytes(1000)]) == 100
+
+
+def test_a_closed_bell_writes_to_no_file():
+    bell, other = Bell(), Bell()
+    one, _ = pair(bell, other)
+    number = other.fileno()
+    other.close()
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        if writer.fileno() != number and reader.fileno() != number:
+            os.dup2(writer.fileno(), number)
+        one.sendmsg([b"a"])
+        one.close()
+        other.ring()
+        for end in (reader, writer):
+            end.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                end.recv(8)
+        if writer.fileno() != number and reader.fileno() != number:
+            os.close(number)
+    bell.close()
+
+
+@given(parts=st.lists(st.binary(max_size=9)), sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_bytes_come_in_order_however_they_are_divided(parts, sizes):
+    bells = Bell(), Bell()
+    one, other = pair(*bells)
+    one.sendmsg(parts)
+    one.close()
+    found, numbers = b"", iter(sizes * 1000)
+    while got := received(other, next(numbers)):
+        found += got
+    assert found == b"".join(parts)
+    for each in bells:
+        each.close()

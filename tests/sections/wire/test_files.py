@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import resource
 import threading
 
@@ -12,49 +11,10 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
-from dask_p2p.sections.wire import streams as files
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, restart, result_of
+from tests.support import BOUND_S, mostly_slow, restart, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
-
-
-class Limits:
-    """Limits of a process that replace the system's."""
-
-    def __init__(self, monkeypatch, soft, hard, opened=100):
-        self.now = soft, hard
-        monkeypatch.setattr(resource, "getrlimit", lambda which: self.now)
-        monkeypatch.setattr(resource, "setrlimit", self.set)
-        monkeypatch.setattr(files.os, "listdir", lambda path: range(opened))
-
-    def set(self, which, limits):
-        self.now = limits
-
-
-def test_the_soft_limit_is_raised_as_far_as_needed(monkeypatch):
-    limits = Limits(monkeypatch, 1024, 10_000)
-    files.reserve_files(2, 4)
-    assert limits.now == (1024, 10_000)
-    files.reserve_files(16, 112)
-    soft, hard = limits.now
-    assert 100 + 16 * 112 < soft < 4000
-    assert hard == 10_000
-
-
-def test_a_hard_limit_that_is_too_low_is_named(monkeypatch):
-    limits = Limits(monkeypatch, 1024, 1024)
-    expected = "room for 1892 open files .* 16 of 128 ranks run, got a hard limit of 1024. Raise"
-    with pytest.raises(SectionError, match=expected):
-        files.reserve_files(16, 112)
-    assert limits.now == (1024, 1024)
-
-
-def test_errors_of_this_process_are_named():
-    for number in (errno.EMFILE, errno.ENFILE):
-        with pytest.raises(SectionError, match=r"one more open file .*Raise the hard limit"):
-            files.check_files(OSError(number, "too many"))
-    files.check_files(ConnectionRefusedError(errno.ECONNREFUSED, "not there"))
 
 
 def limit(soft, hard):
@@ -114,7 +74,7 @@ def test_a_need_beyond_the_hard_limit_is_refused_before_the_start(client, limite
     nothing_is_left(client)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", mostly_slow([0, 1], [1]))
 def test_files_that_the_function_takes_end_the_section(client, limited, late):
     """The process without free files connects, or accepts a connection."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from contextlib import nullcontext
 from functools import partial
 
 import dask.array as da
@@ -22,7 +21,7 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import BarrierKernel, Pool, RaceError, Stream
+from tests.simulation.streams import BarrierKernel, RaceError, Stream
 from tests.support import tune
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -62,17 +61,6 @@ def test_interiors_during_exchanges(gpu, replayed, monkeypatch, steps):
     assert len(forks) == (8 if steps > 6 else 0)  # two steps of a cycle
 
 
-@pytest.mark.parametrize("boundary", ["reflect", "nearest", 0.5])
-def test_boundaries(gpu, replayed, boundary):
-    check(gpu, star, X, 1, 7, boundary)
-    assert len(replayed) == 8
-
-
-def test_ranks_without_halos_have_no_device_barrier(gpu, replayed):
-    check(gpu, lambda u, out: np.negative(u, out=out), X, 0, 7)
-    assert len(replayed) == 8
-
-
 def test_a_function_that_allocates(gpu, replayed):
     """Memory allocated in a graph stays: no other array may get it between replays."""
     held = []
@@ -96,42 +84,6 @@ def test_a_function_that_allocates(gpu, replayed):
     assert len(replayed) > 12
     gc.collect()
     gpu.check()
-
-
-def leaps(u, old, out):
-    out[...] = u[2:] + u[:-2] - old[1:-1] / 2
-
-
-@pytest.mark.parametrize("steps", [13, 18, 19, 20])
-def test_levels_of_time_come_round(gpu, replayed, steps):
-    fields = [on_gpu(gpu, da.from_array(x, chunks=(3, 10))) for x in (X, X + 1)]
-    y = iterate(kernel(gpu, leaps), fields, {0: 1}, steps, ranks=4, capture=True)
-    found = run_section(gpu, y[0], [X, X + 1])
-    new, old = X, X + 1
-    for _ in range(steps):
-        new, old = np.roll(new, 1, 0) + np.roll(new, -1, 0) - old / 2, new
-    assert np.array_equal(found[0], new)
-    assert np.array_equal(found[1], old)
-    assert len(replayed) == 8 * (steps > 18)  # by sixes: three buffers, two slots
-
-
-def test_until_is_asked_in_time(gpu, replayed):
-    asked = []
-
-    def halved(u, out):
-        out[...] = u / 2
-        return float(abs(out).max())
-
-    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
-    y = iterate(
-        kernel(gpu, halved), a, 0, 100, ranks=4, check_every=7, capture=True,
-        until=lambda most: asked.append(most) or most < 1e-3,
-    )  # fmt: skip
-    (got,) = run_section(gpu, y, [X])
-    steps = 7 * len(asked) // 4
-    assert 7 < steps < 100
-    assert np.array_equal(got, X / 2**steps)
-    assert len(replayed) > 4
 
 
 def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
@@ -158,22 +110,6 @@ def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, ha
         )
     check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
     assert not replayed
-
-
-def test_hosts_exchange_nothing(gpu, monkeypatch):
-    begin, calls = Connections.begin, []
-
-    def noted(connections, call, *args):
-        calls.append(call.partition(" ")[0])
-        return begin(connections, call, *args)
-
-    monkeypatch.setattr(Connections, "begin", noted)
-    counts = []
-    for steps in (7, 33):
-        calls.clear()
-        check(gpu, star, X, 1, steps, checkpoint_every=None)
-        counts.append(calls.count("update_halo()"))
-    assert counts[0] == counts[1]
 
 
 def test_what_cannot_be_captured_is_named(gpu):
@@ -227,12 +163,6 @@ def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
     y = iterate(adds, a, 0, 19, ranks=1, capture=True)
     with pytest.raises(InputError, match=r"differ from its own in \d+ of 960 bytes"):
         run_section(gpu, y, [X])
-
-
-def test_numpy_blocks_go_on_as_without():
-    y = iterate(star, da.from_array(X, chunks=CHUNKS), 1, 9, capture=True)
-    wanted = reference(star, [X], 1, 9, "periodic")[0]
-    assert np.array_equal(y.compute(scheduler="sync"), wanted)
 
 
 # --- without one of the rules
@@ -314,13 +244,6 @@ def test_each_rule_of_interiors_is_needed(gpu, monkeypatch, broken):
     gpu.barrier_timeout_s = 0.5
     with pytest.raises((RaceError, AssertionError)):
         check(gpu, star, X, 1, 11, overlap=True)
-
-
-def test_memory_of_a_graph_is_its_own(gpu, monkeypatch):
-    monkeypatch.setattr(Pool, "append", lambda pool, owner: None)
-    monkeypatch.setattr(Gpu, "capturing", lambda device: nullcontext(device.stream))
-    with pytest.raises((RaceError, AssertionError, InputError)):
-        test_a_function_that_allocates(gpu, [None] * 13)
 
 
 def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):

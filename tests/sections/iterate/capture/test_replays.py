@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate
-from dask_p2p.errors import InputError, P2PWarning, SectionError
+from dask_p2p.errors import SectionError
 from dask_p2p.sections.exchange.halo import HaloExchange
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import capture as overlap
@@ -123,26 +123,6 @@ def test_interiors_of_plain_functions_are_computed_during_exchanges(
     assert len(forks) == 8 * (how == "plain")
 
 
-def test_a_function_of_the_shape_of_its_block_gets_the_whole_block(gpu, replayed, monkeypatch):
-    monkeypatch.setattr(overlap, "is_replayable", lambda function: True)
-    tune(monkeypatch, graph_overlap_bytes=1)
-    monkeypatch.setattr(Gpu, "on_side_stream", None)  # not called
-
-    def sized(u, out):
-        star(u, out)
-        out[...] += out.shape[0]
-
-    a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
-    y = iterate(kernel(gpu, sized), a, 1, STEPS, ranks=4)
-    with pytest.warns(P2PWarning, match="number of ranks"):
-        (got,) = run_section(gpu, y, [X])
-    found = X
-    for _ in range(STEPS):
-        found = reference(star, [found], 1, 1, "periodic")[0] + 3
-    np.testing.assert_allclose(got, found)
-    assert len(replayed) == 32
-
-
 def reads_the_host(gpu, is_meant):
     apply = kernel(gpu, star)
 
@@ -177,18 +157,6 @@ def test_steps_that_read_the_host_go_on_one_by_one(gpu, replayed, on, number):
     assert not replayed
 
 
-def test_memory_that_is_missing_for_a_graph(gpu, replayed, monkeypatch):
-    apply = kernel(gpu, star)
-
-    def step(u, out):
-        if gpu.capture is not None:
-            raise MemoryError
-        apply(u, out=out)
-
-    assert np.array_equal(made(gpu, step), wanted())
-    assert not replayed
-
-
 @pytest.mark.parametrize("on", ["all ranks", "one rank"])
 def test_graphs_with_other_results_are_dropped(gpu, replayed, on):
     apply = kernel(gpu, star)
@@ -208,11 +176,6 @@ def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed):
 
     assert np.array_equal(made(gpu, kernel(gpu, star), boundary=rim), wanted(boundary=0.5))
     assert not replayed
-
-
-def test_promised_steps_raise(gpu):
-    with pytest.raises(InputError, match="capture: expected a function that only enqueues"):
-        made(gpu, reads_the_host(gpu, lambda out: True), capture=True)
 
 
 # --- without one of the rules

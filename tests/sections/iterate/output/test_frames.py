@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
 import dask
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
-from dask_p2p import Checkpoint, Field, Record, Save, estimate, iterate
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import (
     BlockMismatchError,
     FileError,
@@ -22,12 +21,9 @@ from dask_p2p.errors import (
     MissingPackageError,
     P2PWarning,
 )
-from dask_p2p.sections.iterate.output import frames as frames_module
-from dask_p2p.sections.iterate.output.specs import part_of_slice
-from tests.sections.iterate.output.test_stores import A, B, fields, states
-from tests.sections.iterate.test_coupled import array, inner, react
+from tests.sections.iterate.output.test_stores import A, fields, states
+from tests.sections.iterate.test_coupled import array, react
 from tests.sections.support import nothing_is_left
-from tests.support import die_once, result_of
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -35,17 +31,6 @@ CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 def frames_of(path):
     group = zarr.open(path, mode="r")
     return {name: array[...] for name, array in group.arrays()}
-
-
-@pytest.mark.parametrize("start", [None, 0, 2, 7, -4])
-@pytest.mark.parametrize("stop", [None, 1, 6, 10, -1])
-@pytest.mark.parametrize("step", [None, 1, 3, 11])
-def test_parts_of_slices(start, stop, step):
-    of, found = slice(start, stop, step), {}
-    for low, high in ((0, 4), (4, 5), (5, 5), (5, 10)):
-        where, own = part_of_slice(of, 10, low, high)
-        found.update(zip(range(20)[where], range(low, high)[own], strict=True))
-    assert found == dict(enumerate(range(10)[of]))
 
 
 REGIONS = [np.s_[::2], np.s_[3:21, ::5], np.s_[1:, -7:-1], np.s_[9:10, :], np.s_[5::7, 2:]]
@@ -60,14 +45,6 @@ def test_regions(client, tmp_path, region, chunks):
     for name in "uv":
         for frame in range(3):
             assert np.array_equal(found[name][frame], wanted[2 * frame + 2][name][region])
-
-
-def test_regions_of_staggered_fields(client, tmp_path):
-    given = {"u": array(A, 8), "w": array(np.arange(25.0 * 20).reshape(25, 20), ((8, 8, 9), 10))}
-    save = Save(tmp_path, 1, region=np.s_[::3, 4:])
-    dask.compute(iterate(lambda u, w: {"w": w + 1}, given, 0, 2, save=save, ranks=4))
-    wanted = np.arange(25.0 * 20).reshape(25, 20)[::3, 4:]
-    assert np.array_equal(frames_of(tmp_path)["w"], [wanted + 1, wanted + 2])
 
 
 def difference(u, c, at, scale):
@@ -146,17 +123,6 @@ def test_other_computed_fields_are_compared_without_a_word(client, tmp_path, rec
     assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]
 
 
-def test_computed_fields_read_the_newest_records(tmp_path):
-    """They are of the same step."""
-    save = Save(tmp_path, 2, [], compute={"part": lambda u, at: u / at.last.get("mass", 1.0)})
-    options = {"record": {"mass": lambda u: u.sum()}, "save": save, "ranks": 1}
-    made = iterate(lambda u: u * 1.5, {"u": array(A, 8)}, 0, 4, **options)
-    (found,) = dask.compute(made, scheduler="sync")
-    for frame, step in enumerate((2, 4)):
-        wanted = A * 1.5**step / found["mass"][step - 1]
-        np.testing.assert_allclose(frames_of(tmp_path)["part"][frame], wanted)
-
-
 def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
     """The first frame is written when the second step has been made, and not by its thread."""
 
@@ -170,25 +136,6 @@ def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
     assert np.array_equal(frames_of(tmp_path)["u"], list(accumulate([1] * 4, initial=A))[1:])
     assert len({*late_writes.threads}) == 1
     assert late_writes.threads[0] not in threading.enumerate()
-
-
-def test_at_most_one_frame_is_in_the_thread(tmp_path, monkeypatch):
-    """A frame that is due while the previous one is written waits."""
-    order = []
-
-    class Recorded(ThreadPoolExecutor):
-        def submit(self, work, *given):
-            def noted():
-                work(*given)
-                order.append("written")
-
-            order.append("copied")
-            return super().submit(noted)
-
-    monkeypatch.setattr(frames_module, "ThreadPoolExecutor", Recorded)
-    lazy = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 5, save=Save(tmp_path, 1), ranks=1)
-    dask.compute(lazy, scheduler="sync")
-    assert order == ["copied", "written"] * 5
 
 
 def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
@@ -206,33 +153,6 @@ def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
         dask.compute(iterate(step, {"u": array(A, ((12, 12), 20))}, 0, 6, **options))
     assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] <= 1
     nothing_is_left(client)
-
-
-def test_a_killed_worker_between_frame_and_record(client, tmp_path):
-    """A checkpoint in memory follows a frame; the run that resumes there finds the frame."""
-
-    def kills(u, v, at, folder):
-        if at.step == 6 and at.rank == 1:
-            die_once(folder / "killed")
-        return react(u, v)
-
-    options = {"save": Save(tmp_path / "frames", 2), "ranks": 2, "folder": tmp_path}
-    made = iterate(kills, fields(), 1, 9, checkpoint_every=2, **options)
-    future = client.compute(made["u"])
-    wanted = states(9)
-    assert np.array_equal(result_of(client, future), wanted[9]["u"])
-    found = frames_of(tmp_path / "frames")["v"]
-    for frame in range(4):
-        assert np.array_equal(found[frame], wanted[2 * frame + 2]["v"])
-
-
-def test_estimates_have_the_copies(tmp_path):
-    whole, part = Save(tmp_path, 2), Save(tmp_path, 2, ["u"], np.s_[::2, :5], {"d": lambda u: u})
-    plain = estimate(iterate(react, fields(), 1, 2, ranks=1)["u"])
-    for save, count in ((whole, 2 * 24 * 20), (part, 2 * 12 * 5)):
-        found = estimate(iterate(react, fields(), 1, 2, save=save, ranks=1)["u"])
-        assert found.frames_bytes == 8 * count
-        assert found.total_bytes == plain.total_bytes + 8 * count
 
 
 # --- URLs
@@ -263,12 +183,6 @@ def test_stores_at_urls(tmp_path):
         "step-000000000009",
         "step-000000000009.complete",
     }
-
-
-def test_memory_of_one_process_is_refused(client):
-    save = Save("memory://dask-p2p-frames", 2)
-    with pytest.raises(FileError, match="a folder that all workers see"):
-        dask.compute(iterate(react, fields(), 1, 4, save=save, ranks=2))
 
 
 def test_urls_need_packages(monkeypatch):
@@ -338,15 +252,6 @@ def test_another_region_of_a_store_is_refused(tmp_path):
     run(np.s_[:12])
     with pytest.raises(InputError, match=r"region .* in place of"):
         run(np.s_[12:])
-
-
-def test_big_endian_fields(tmp_path):
-    """Zarr's version 2 has them; so it needs a compressor of its own."""
-    given = da.from_array(B.astype(">f8"), chunks=10)
-    save = Save(tmp_path, 1)
-    made = iterate(lambda u: inner(u).astype(u.dtype), {"u": given}, 1, 2, save=save, ranks=1)
-    dask.compute(made, scheduler="sync")
-    assert np.array_equal(frames_of(tmp_path)["u"][1], B)
 
 
 def test_bits_of_negative_zeros(tmp_path):

@@ -9,7 +9,7 @@ import dask
 import numpy as np
 import pytest
 
-from dask_p2p import Checkpoint, Field, Record, Save, iterate, spmd
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import InputError, P2PWarning
 from tests.sections.iterate.output.test_stores import A, B, array
 
@@ -27,13 +27,6 @@ def opened(path):
     return xr.open_zarr(path, consolidated=False)
 
 
-def test_xarray_opens_frames_without_names(tmp_path):
-    saved(Save(tmp_path, 1))
-    found = opened(tmp_path)
-    assert dict(found.sizes) == {"frame": 2, "dim_0": 24, "dim_1": 20}
-    np.testing.assert_array_equal(found.u[1], A + 1 + 1)
-
-
 def test_names_and_coordinates(tmp_path):
     y = xr.DataArray(np.arange(24.0), dims="y", attrs={"units": "m"})
     saved(Save(tmp_path, 1, region=np.s_[::4], dims=["y", "x"], coords={"y": y}))
@@ -47,11 +40,6 @@ def test_fields_on_faces_have_axes_of_their_own(tmp_path):
     faces = array(np.zeros((25, 20)), ((12, 13), (10, 10)))
     saved(Save(tmp_path, 1, dims=["y", "x"]), {"u": array(A, (12, 10)), "v": Field(faces)})
     assert opened(tmp_path).v.dims == ("frame", "y_v", "x")
-
-
-def test_other_fields_and_numbers_have_the_axis_of_frames(tmp_path):
-    saved(Save(tmp_path, 1), {"u": array(A, (12, 10)), "v": 0.5})
-    assert opened(tmp_path).v.dims == ("frame",)
 
 
 @pytest.mark.parametrize(
@@ -88,21 +76,6 @@ def test_frames_have_their_steps_and_times(tmp_path):
     assert some.frame.values.tolist() == [0, 5, 9]
     assert some.swap_dims(frame="step").sel(step=30).t == 15
     np.testing.assert_allclose(some.swap_dims(frame="t").sel(t=15), A + 30)
-
-
-def test_numbers_of_a_loop_of_steps_are_times(tmp_path):
-    def loop(ctx, u, count):
-        s = ctx.state(u=u, time=0.0)
-        for step in ctx.steps(20, s, save=Save(str(tmp_path), 2)):
-            if step == count:
-                break
-            s.u, s.time = s.u + 1, s.time + 0.25
-        return s.u
-
-    spmd(loop, array(A, (12, 10)), count=7, ranks=1).compute(scheduler="sync")
-    found = opened(tmp_path)
-    assert (found.step.values.tolist(), found.time.values.tolist()) == ([2, 4, 6], [0.5, 1, 1.5])
-    assert found.u.shape == (3, *A.shape)
 
 
 def test_names_of_fields_and_axes_are_not_those_of_coordinates(tmp_path):

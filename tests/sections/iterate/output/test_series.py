@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dask
+import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Record, estimate, iterate
-from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
+from dask_p2p import Record, Whole, iterate
+from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError, P2PWarning
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.iterate.output.series import Series, checked_series
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, laplacian, react
-from tests.sections.support import nothing_is_left
-from tests.support import die_once, mostly_slow, result_of
+from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 RANKS = [1, 2, 3, 4]
@@ -100,29 +99,6 @@ def test_until_reads_the_newest_records(client, ranks):
     assert found["steps_done"].tolist() == [4, 8] + [0] * 10
 
 
-def test_a_killed_worker_leaves_no_gap(client, tmp_path):
-    def step(u, at, folder):
-        if at.step == 150 and at.rank == 1:
-            die_once(folder / "killed")
-        return u + 1
-
-    record = {"mass": Record(lambda u: u.max(), op="max"), "late": Record(roughly, every=60)}
-    options = {"record": record, "checkpoint_every": 40, "ranks": 2, "folder": tmp_path}
-    made = iterate(step, {"u": array(np.zeros((24, 20)))}, 0, 200, **options)
-    futures = client.compute([made["mass"], made["late"], made["steps"]])
-    mass, late, steps = (result_of(client, future) for future in futures)
-    assert np.array_equal(mass, np.arange(1.0, 201))
-    assert np.array_equal(late, [60 * 480, 120 * 480, 180 * 480])
-    assert steps == 200
-    assert (tmp_path / "killed").exists()
-    del futures
-    nothing_is_left(client)
-
-
-def roughly(u):
-    return u.sum()
-
-
 def test_series_grow():
     """They have no memory for steps that a run may never make."""
     ctx = Context(RankGrid.in_line(1))
@@ -148,27 +124,6 @@ def test_series_that_do_not_fit_into_memory_are_refused(client):
     (found,) = dask.compute(iterate(lambda u: u, NAMED, 0, 10**13, **options))
     assert found["mass"].shape == (10**4,)
     assert np.isnan(found["mass"]).all()
-
-
-def test_estimates_have_the_series():
-    record = {"rows": Record(row_sums, every=2, shape=(24,))}
-    for every, copies in ((None, 0), ("30 s", 2 * GENERATIONS)):
-        options = {"checkpoint_every": every, "ranks": 2}
-        plain = estimate(iterate(react, {"u": array(U), "v": array(V)}, 1, 100, **options)["u"])
-        found = estimate(
-            iterate(react, {"u": array(U), "v": array(V)}, 1, 100, record=record, **options)["u"]
-        )
-        series_bytes = 50 * 24 * 8
-        assert found.series_bytes == 3 * series_bytes
-        assert found.state_bytes == plain.state_bytes + copies * series_bytes
-        assert found.total_bytes == plain.total_bytes + (3 + copies) * series_bytes
-
-
-def test_without_steps(client):
-    options = {"record": {"mass": lambda u: u.sum()}, "ranks": 2}
-    (found,) = dask.compute(iterate(lambda u: u, {"u": array(U)}, 0, 0, **options))
-    assert found["mass"].shape == (0,)
-    assert found["steps"] == 0
 
 
 def test_wrong_values_are_named(client):
@@ -200,3 +155,68 @@ def test_wrong_arguments_are_refused():
     refused("steps between records", {"r": Record(lambda u: 0, every=0)})
     refused("fields by name", {"r": lambda u: 0}, array(U))
     refused("name of a parameter for a record", {"a b": lambda u: 0})
+
+
+# --- records of values that add up over the parts of an array
+
+
+X = np.random.default_rng(0).normal(size=(24, 18)) + 1
+
+
+def own(u):
+    return u[1:-1, 1:-1]
+
+
+def recorded(function, x=X, ranks=3, constants=None, **options):
+    fields = {"u": da.from_array(x, chunks=(4, 9)), "t": 0.0}
+    more = {"ranks": ranks, "constants": constants or {}, "boundary": "periodic"}
+    record = {"m": Record(function, **options)}
+    made = iterate(lambda u, t: {"u": own(u), "t": t + 1}, fields, 1, 2, record=record, **more)
+    return dask.compute(made["m"])[0]
+
+
+def warned(recwarn):
+    return [each for each in recwarn if issubclass(each.category, P2PWarning)]
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda u: own(u).sum(), X.sum()),
+        (lambda u: (own(u) ** 2).mean() * own(u).size, (X**2).sum()),
+        (lambda u: own(u).size, X.size),
+        (lambda u, at: own(u).mean() if at.rank == 0 else 0.0, None),
+        (lambda u: ((u[2:] - u[1:-1]) ** 2).sum(), None),
+    ],
+)
+def test_other_values_are_summed(client, function, wanted):
+    found = recorded(function)
+    assert wanted is None or found == pytest.approx([wanted] * 2)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (lambda u: own(u).sum(), {}),
+        (lambda u: np.histogram(own(u), 4, (-9, 9))[0], {"shape": (4,), "dtype": int}),
+        (lambda u: ((u[2:] - u[1:-1])[:, 1:-1] ** 2).sum(), {}),
+        (lambda u: u.max(), {"op": "max"}),
+        (lambda u: abs(np.diff(u)).max(), {"op": "max"}),
+        (lambda u: own(u).min(), {"op": "min"}),
+        (lambda u: (1 + own(u) / 100).prod(), {"op": "prod"}),
+        (lambda u: 1.0, {"op": "max"}),
+    ],
+)
+def test_values_of_elements_are_recorded_without_a_word(client, recwarn, function, options):
+    for x in (X, X.astype("f4"), np.cumsum(X).reshape(X.shape), np.zeros_like(X)):
+        one = recorded(function, x, ranks=1, **options)
+        assert np.allclose(one, recorded(function, x, **options), rtol=1e-3, atol=1e-6)
+    assert not warned(recwarn)
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "max"])
+def test_values_that_all_ranks_have_count_once(client, op):
+    assert recorded(lambda t: t, op=op).tolist() == [1, 2]
+    constants = {"table": Whole(da.arange(4, chunks=2)), "factor": 3.0}
+    found = recorded(lambda table, factor: table.sum() * factor, op=op, constants=constants)
+    assert found.tolist() == [18, 18]

@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 import types
 import warnings
 
@@ -18,7 +17,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Checkpoint, Field, Record, Whole, iterate
+from dask_p2p import Checkpoint, Field, Whole, iterate
 from tests.support import import_path
 
 pytest.importorskip("zarr")
@@ -160,24 +159,6 @@ def test_keywords(tmp_path, value, changed):
     assert differences(tmp_path, 9, keyword, p=changed) == ["p"]
 
 
-def test_keywords_that_are_left_out(tmp_path):
-    def keyword(u, p=1):
-        return {"u": p * u[1:-1]}
-
-    assert differences(tmp_path, function=keyword, p=2) == []
-    assert differences(tmp_path, 9, keyword) == ["the names of arguments"]
-
-
-def test_keywords_without_a_pickle(tmp_path):
-    def keyword(u, p):
-        return {"u": u[1:-1] * p[0].rate}
-
-    values = [Numbers(), threading.Lock(), np.random.default_rng()]
-    assert differences(tmp_path, function=keyword, p=values) == []
-    values = [Numbers(steps=9), threading.Lock(), np.random.default_rng()]
-    assert differences(tmp_path, 9, keyword, p=values) == [], "it does not read `steps`"
-
-
 def test_constants(client, tmp_path):
     """Arrays of all kinds, divided and whole, by any number of ranks."""
 
@@ -209,15 +190,6 @@ def test_constants(client, tmp_path):
     for name, value in others.items():
         given = {"constants": constants | {name: value}, "ranks": 2}
         assert differences(tmp_path, 9, **options, **given) == [name]
-
-
-def test_records(tmp_path):
-    def recorded(scale):
-        return {"record": {"mass": Record(lambda u: scale * u[1:-1].sum())}}
-
-    assert differences(tmp_path, **recorded(1.0)) == []
-    assert differences(tmp_path, 9, **recorded(1.0)) == []
-    assert differences(tmp_path, 9, **recorded(2.0)) == ["the record mass"]
 
 
 PROGRAM = """
@@ -252,6 +224,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_the_same_program_in_another_process_has_no_warning(tmp_path):
     """With another hash seed, another file, other lines and other chunks."""
     for number, steps in enumerate((2, 4, 6)):

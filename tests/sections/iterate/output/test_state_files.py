@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import warnings
 
-import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Checkpoint, spmd
+from dask_p2p import Checkpoint
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.iterate.output import checkpoints as checkpoint_folder
-from dask_p2p.sections.iterate.output.groups import is_seen_by_all
 from tests.sections.gangs import run_gang
 
 zarr = pytest.importorskip("zarr")
@@ -77,15 +74,6 @@ def test_another_number_of_ranks_resumes(tmp_path, before, after):
     assert sorted(each.name for each in (tmp_path / "a").iterdir()) == [
         f"step-{step:012}{end}" for step in (16, 20) for end in ("", ".complete")
     ]
-
-
-def test_a_checkpoint_that_is_not_complete_is_not_used(tmp_path):
-    with pytest.raises(StoppedError):
-        run_gang(grid(2), program(tmp_path, 20, stop=10))
-    (tmp_path / f"step-{8:012}.complete").unlink()
-    seen = []
-    run_gang(grid(2), program(tmp_path, 20, seen=seen))
-    assert min(seen) == 4
 
 
 def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
@@ -160,29 +148,6 @@ def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
         draw(ranks=3)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1), (1, 2)])
-def test_series_that_all_ranks_have_go_on_with_other_ranks(tmp_path, before, after):
-    def draw(ranks, path, stop=None):
-        def run(ctx):
-            rng = np.random.default_rng(5)
-            s = ctx.state(u=U[box_slices(ctx.box)], rng=rng, sums=np.zeros(10), none=np.zeros(0))
-            for step in ctx.steps(10, s, checkpoint=Checkpoint(str(path), every=3)):
-                if step == stop:
-                    raise StoppedError
-                s.sums[step] = s.rng.normal()
-                s.u = s.u + s.sums[step]
-                s.none = np.zeros(step)
-            return s.sums
-
-        return run_gang(grid(ranks), run)
-
-    with pytest.raises(StoppedError):
-        draw(before, tmp_path / "a", stop=7)
-    (wanted,) = draw(1, tmp_path / "b")
-    for sums in draw(after, tmp_path / "a"):
-        assert np.array_equal(sums, wanted)
-
-
 def test_wrong_arguments(tmp_path):
     def with_options(function):
         return run_gang(grid(2), function)
@@ -246,18 +211,6 @@ def test_only_what_this_package_has_written_is_removed(tmp_path):
         run_gang(grid(2), program(tmp_path, 13))
 
 
-def test_of_two_runs_that_begin_at_the_same_time_one_ends(tmp_path, monkeypatch):
-    def looks(ctx, file):
-        if ctx.rank == 0:
-            file.remove()  # as the other run does
-        ctx.barrier()
-        return is_seen_by_all(ctx, file)
-
-    monkeypatch.setattr(checkpoint_folder, "is_seen_by_all", looks)
-    with pytest.raises(FileError, match=r"one run at a time .* checkpoints .* got another one"):
-        run_gang(grid(2), program(tmp_path, 8))
-
-
 def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
     def count(ctx):
         s = ctx.state(n=0)
@@ -269,24 +222,6 @@ def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
     assert not [*tmp_path.glob("*.complete")]
 
 
-@pytest.mark.parametrize("ranks", [2, 1])
-def test_a_longer_run_goes_on_from_the_files(client, tmp_path, ranks):
-    def grow(ctx, x, path, steps):
-        s = ctx.state(x=x, made=0)
-        for _ in ctx.steps(steps, s, checkpoint=Checkpoint(path, every=5)):
-            s.x = s.x + 1
-            s.made += 1
-        return s.x, ctx.progress.first
-
-    x = da.from_array(U, chunks=(4, 6))
-    given = {"path": str(tmp_path / "states"), "per_rank": [0]}
-    spmd(grow, x, steps=10, ranks=2, **given)[0].compute()
-    y, first = spmd(grow, x, steps=15, ranks=ranks, **given)
-    np.testing.assert_allclose(y.compute(), U + 15)
-    assert {*first.compute().tolist()} <= {10, 15}
-
-
-@pytest.mark.filterwarnings("ignore:ctx.steps writes a state")
 def test_bits_of_negative_zeros(tmp_path):
     """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
     zero = complex(-0.0, -0.0)

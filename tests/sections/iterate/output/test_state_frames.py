@@ -65,15 +65,6 @@ def test_frames_are_the_states_of_all_ranks(tmp_path, ranks):
         assert group["t"][number] == t
 
 
-def test_a_region_of_some_values(tmp_path):
-    options = {"fields": ["fields.v"], "region": np.s_[1::5, :4]}
-    run_gang(grid(3), program(tmp_path, **options))  # ranks share chunks
-    group = zarr.open(tmp_path, mode="r")
-    assert {*group.array_keys()} == {"fields.v", "t", "frame", "step"}
-    for number, (_, v, _) in enumerate(states()[2::3]):
-        assert np.array_equal(group["fields.v"][number], v[1::5, :4])
-
-
 def test_a_run_that_resumes_adds_frames(tmp_path):
     frames, files = tmp_path / "frames", tmp_path / "states"
     with pytest.raises(StoppedError):
@@ -156,20 +147,6 @@ def test_a_function_may_leave_its_loop(tmp_path):
     assert not [each for each in new if each.name.startswith("p2p-frames")]
 
 
-def test_errors_of_the_thread_are_raised_on_all_ranks(tmp_path, monkeypatch):
-    """One rank cannot write its last frame, and has no other call that waits for it."""
-    write = Frames.write
-
-    def fails(self):
-        if self._ctx.rank == 1 and self._number == 3:
-            raise FileError("no room")
-        write(self)
-
-    monkeypatch.setattr(Frames, "write", fails)
-    with pytest.raises(FileError, match="no room"):
-        run_gang(grid(2), program(tmp_path))
-
-
 def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
     """Also before one in memory: a run that resumes there must find them."""
     recorded, orders, record = [], [], Frames.record
@@ -208,8 +185,3 @@ def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
         (8, [2, 4, 6, 8]),
         (12, [2, 4, 6, 8, 10, 12]),
     ]
-
-
-def test_on_a_cluster(client, tmp_path):
-    spmd(grow, da.from_array(U, chunks=(4, 6)), path=str(tmp_path / "frames"), ranks=2).compute()
-    check(tmp_path / "frames", 2, 4, 6)

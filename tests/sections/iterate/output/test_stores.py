@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import dask
 import numpy as np
 import pytest
 import zarr
 
-from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p import Checkpoint, Record, Save, iterate
 from dask_p2p.errors import FileError, InputError, P2PWarning
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, react
 from tests.sections.support import nothing_is_left
@@ -92,110 +87,40 @@ def test_ranks_that_share_chunks_of_a_store_write_in_turn(client, tmp_path):
     """An earlier run with one rank has made chunks that are wider than a local block."""
     stores = {"save": Save(tmp_path / "frames", 1), "checkpoint": Checkpoint(tmp_path / "at", 1)}
     dask.compute(iterate(react, fields((24, 20)), 1, 2, ranks=1, **stores))
-    dask.compute(iterate(react, fields((6, 10)), 1, 40, ranks=4, **stores))
-    group, wanted = zarr.open(tmp_path / "frames", mode="r"), states(40)
+    dask.compute(iterate(react, fields((6, 10)), 1, 15, ranks=4, **stores))
+    group, wanted = zarr.open(tmp_path / "frames", mode="r"), states(15)
     assert group["u"].chunks == (1, 24, 20)
     for name in "uv":
-        for frame in range(40):
+        for frame in range(15):
             assert np.array_equal(group[name][frame], wanted[frame + 1][name]), (name, frame)
 
 
-def test_levels_and_dtypes_come_back(client, tmp_path):
-    def step(w, count):
-        now, before = w
-        return {"w": 2 * inner(now) - inner(before) * 0.9, "count": inner(count) + 1}
+@pytest.mark.parametrize("has_files", [True, False])
+def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path, has_files):
+    """It resumes from a checkpoint in files, or in memory, with all frames, records and numbers."""
 
-    given = {
-        "w": [array(A.astype("c8")), array(B.astype("c8"))],
-        "count": Field(array(np.zeros((24, 20), "i2")), depth=1),
-    }
-    whole = dask.compute(iterate(step, given, 1, 12, ranks=2))[0]
-    for steps in (7, 12):
-        options = {"checkpoint": Checkpoint(tmp_path, every=3), "ranks": 4}
-        found = dask.compute(iterate(step, given, 1, steps, **options))[0]
-    assert np.array_equal(found["count"], whole["count"])
-    assert found["count"].dtype == "i2"
-    assert all(map(np.array_equal, found["w"], whole["w"]))
-
-
-def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path):
-    def kills(u, v, at, folder):
+    def kills(u, v, t, at, folder):
         if at.step == 10 and at.rank == 1:
             die_once(folder / "killed")
-        return react(u, v)
+        return {**react(u, v), "t": t + 0.5}
 
-    options = {
-        "save": Save(tmp_path / "frames", 2),
-        "checkpoint": Checkpoint(tmp_path / "states", every=4),
-        "ranks": 2,
-        "folder": tmp_path,
-    }
-    made = iterate(kills, fields(), 1, 15, **options)
-    future = client.compute(made["u"])
-    wanted = states(15)
-    assert np.array_equal(result_of(client, future), wanted[15]["u"])
+    every = {"checkpoint": Checkpoint(tmp_path / "states", 4)} if has_files else {}
+    options = {"save": Save(tmp_path / "frames", 2), "record": MASS, "checkpoint_every": 2, **every}
+    made = iterate(kills, {**fields(), "t": 0.0}, 1, 15, ranks=2, folder=tmp_path, **options)
+    futures = client.compute([made["u"], made["t"], made["mass"], made["top"]])
+    u, t, mass, top = (result_of(client, future) for future in futures)
+    expected = states(15)
     assert (tmp_path / "killed").exists()
+    assert np.array_equal(u, expected[15]["u"])
+    assert t == 15 * 0.5
+    np.testing.assert_allclose(mass, [state["u"].sum() for state in expected[1:]], rtol=1e-13)
+    assert top.tolist() == [state["v"].max() for state in expected[3::3]]
     group = zarr.open(tmp_path / "frames", mode="r")
     assert group.attrs["frames"] == 7
     for frame in range(7):
-        assert np.array_equal(group["v"][frame], wanted[2 * frame + 2]["v"])
-    del future
+        assert np.array_equal(group["v"][frame], expected[2 * frame + 2]["v"])
+    del futures
     nothing_is_left(client)
-
-
-PROGRAM = """
-import sys
-import dask
-from dask_p2p import Checkpoint, Save, iterate
-from tests.sections.iterate.output.test_stores import MASS, fields, react
-
-path, steps = sys.argv[1], int(sys.argv[2])
-options = {"save": Save(path + "/frames", 50), "checkpoint": Checkpoint(path + "/states", every=20)}
-made = iterate(react, fields(), 1, steps, record=MASS, ranks=1, **options)
-with dask.config.set(scheduler="sync"):
-    found, = dask.compute(made)
-print("done", found["u"].sum().hex(), found["mass"].sum().hex(), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_killed_processes_lose_no_frame(tmp_path):
-    """The whole process is killed at random moments, also in the middle of writes."""
-    draw, steps = random.Random(0), 400
-    for _ in range(6):
-        command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(steps)]
-        with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and not (tmp_path / "states").exists():
-                pass
-            for _ in range(draw.randrange(60)):  # some time: each look takes as long as it takes
-                sum(1 for _ in os.walk(tmp_path))  # while old checkpoints are removed
-            process.kill()
-        if (tmp_path / "frames" / "zarr.json").exists():
-            group = zarr.open(tmp_path / "frames", mode="r")  # it always opens
-            assert group.attrs.get("frames", 0) <= steps // 50
-    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    fields_, mass = {"u": A, "v": B}, []
-    group = zarr.open(tmp_path / "frames", mode="r")
-    for step in range(1, steps + 1):
-        fields_ = both(fields_, 1, 1, [(react, "uv")])
-        mass.append(fields_["u"].sum())
-        if step % 50 == 0:
-            assert np.array_equal(group["u"][step // 50 - 1], fields_["u"])
-    assert done == ["done", fields_["u"].sum().hex(), np.array(mass).sum().hex()]
-    assert group.attrs["frames"] == steps // 50
-
-
-def test_a_longer_run_adds_frames(client, tmp_path):
-    frames, wanted = Save(tmp_path / "frames", 3), states(20)
-    checkpoint = Checkpoint(tmp_path / "states", every=4)
-    for steps, ranks in ((9, 2), (20, 4), (20, 1)):
-        options = {"save": frames, "checkpoint": checkpoint, "ranks": ranks}
-        dask.compute(iterate(react, fields(), 1, steps, **options))
-        group = zarr.open(tmp_path / "frames", mode="r")
-        assert group.attrs["frames"] == steps // 3
-        assert group["u"].shape == (steps // 3, 24, 20)
-        for frame in range(steps // 3):
-            assert np.array_equal(group["v"][frame], wanted[3 * frame + 3]["v"])
 
 
 def test_a_run_with_other_values_names_those_that_differ(tmp_path):
@@ -315,11 +240,3 @@ def test_wrong_arguments_are_refused():
     refused("a URL that fsspec opens", save=Save("nowhere://frames", 2))
     refused("fields by name", array(A, 8), save=Save("frames", 2))
     refused("which Zarr needs", {"u": array(A, ((7, 5, 12), (3, 8, 9)))}, save=Save("frames", 2))
-
-
-def test_paths_are_those_of_the_client(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 2, save=Save("frames", 1), ranks=1)
-    monkeypatch.chdir(Path(__file__).parent)
-    dask.compute(made, scheduler="sync")
-    assert np.array_equal(zarr.open(tmp_path / "frames", mode="r")["u"][1], A + 1 + 1)

@@ -17,7 +17,7 @@ SEEN = []
 X = da.ones((12, 12), chunks=(3, 12))
 
 
-def counting(block):
+def recording(block):
     SEEN.append(1)
     return block
 
@@ -70,11 +70,11 @@ def test_plain_steps(y):
 @pytest.mark.parametrize(
     "y",
     [
-        *(mapped(counting), mapped(noisy), mapped(Scaled()), mapped(lambda block: id(block))),
+        *(mapped(recording), mapped(noisy), mapped(Scaled()), mapped(lambda block: id(block))),
         mapped(functools.partial(plain, factor=np.ones(12))),
         X.map_blocks(plain, factor=np.random.default_rng(0), dtype=float, meta=X._meta),
         X.map_blocks(plain, factor=Scaled(), dtype=float, meta=X._meta),
-        dask_p2p.map_overlap(counting, X, depth=1, boundary=0.5, dtype=float),
+        dask_p2p.map_overlap(recording, X, depth=1, boundary=0.5, dtype=float),
     ],
 )
 def test_other_steps(y):
