@@ -90,7 +90,9 @@ def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     `dask_array` is not supported.
     """
     _ = layer.token  # outside of the expression, which refuses functions without a token
-    kind = _expression_class("PackageExpr" if is_of_dask_array(like) else "DaskExpr")
+    if is_package := is_of_dask_array(like):
+        check_dask_array()
+    kind = _expression_class("PackageExpr" if is_package else "DaskExpr")
     return type(like)(kind(layer, *[with_fixed_blocks(x).expr for x in inputs]))
 
 
@@ -139,7 +141,6 @@ def _expression_class(name: str) -> type:
     Both bases are private.
     """
     if name == "PackageExpr":
-        check_dask_array()
         from dask_array._expr import ArrayExpr
 
         return type(name, (LayerExpr, ArrayExpr), {"__module__": __name__})

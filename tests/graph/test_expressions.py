@@ -1,4 +1,4 @@
-"""Arrays that are expressions: of `dask.array` with query planning, and of the package `dask_array`."""
+"""Arrays that are expressions: those of query planning, and those of the package `dask_array`."""
 
 from __future__ import annotations
 
