@@ -88,7 +88,7 @@ def xarray_to_zarr(original: Callable[..., Any], data: Any, *args: Any, **kwargs
 
     xarray refuses such blocks, but here they are rechunked when they are stored. Regions are left
     to xarray, since several programs may write to regions of one chunk. So are arrays of other
-    libraries, whose functions store blocks as they are.
+    libraries, since their functions store blocks without a rechunk.
     """
     arguments = inspect.signature(original).bind(data, *args, **kwargs).arguments
     is_dataset = isinstance(data, sys.modules["xarray"].Dataset)
