@@ -1,11 +1,11 @@
 """The option `p2p.fuse`: arrays that one gang computes, without a change of code.
 
 Dask gets the function that optimises the graphs of arrays as the attribute `__dask_optimize__` of
-their class. `Optimization` takes the place of this attribute. Of arrays that are expressions, the
-client sends the scheduler an expression, whose graph the scheduler makes. `FusedExpression` takes
-its place: its graph is that of a gang.
+their class. `Optimization` takes the place of this attribute. The client sends the scheduler an
+expression for arrays that are expressions, and the scheduler makes its graph. `FusedExpression`
+takes the place of this expression: its graph is that of a gang.
 
-The package imports this module with `dask.array`, so that the functions import others themselves.
+This module is imported with `dask.array`, so that its functions import other modules themselves.
 """
 
 from __future__ import annotations

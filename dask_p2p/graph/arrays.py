@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, Protocol
 
 from dask import config
@@ -91,7 +91,9 @@ def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     of `dask_array` is not supported.
     """
     _ = layer.token  # outside of the expression, which refuses functions without a token
-    kind = _expression_class("PackageExpr" if is_of_dask_array(like) else "DaskExpr")
+    if is_package := is_of_dask_array(like):
+        check_dask_array()
+    kind = _expression_class("PackageExpr" if is_package else "DaskExpr")
     return type(like)(kind(layer, *[with_fixed_blocks(x).expr for x in inputs]))
 
 
@@ -128,25 +130,26 @@ class LayerExpr:
 
 def __getattr__(name: str) -> Any:
     """Return a class of expressions, whose library is only imported where it has an array."""
-    if name not in ("DaskExpr", "PackageExpr"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _expression_class(name)
+    if name in ("DaskExpr", "PackageExpr"):
+        return _expression_class(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@cache
-def _expression_class(name: str) -> type:
-    """Return the expressions of `dask.array`, or of the package `dask_array`.
+def _expression_class(name: str) -> Any:
+    """Return the class of expressions of `dask.array`, or of the package `dask_array`.
 
-    Both bases are private.
+    Both bases are private. Threads that call this at the same time get the same class.
     """
-    if name == "PackageExpr":
-        check_dask_array()
-        from dask_array._expr import ArrayExpr
+    if name not in globals():
+        methods: dict[str, Any] = {"__module__": __name__}
+        if name == "PackageExpr":
+            from dask_array._expr import ArrayExpr
+        else:
+            from dask.array._array_expr._expr import ArrayExpr
 
-        return type(name, (LayerExpr, ArrayExpr), {"__module__": __name__})
-    from dask.array._array_expr._expr import ArrayExpr
-
-    return type(name, (LayerExpr, ArrayExpr), {"__module__": __name__, "_simplify_up": _aligned})
+            methods["_simplify_up"] = _aligned
+        globals().setdefault(name, type(name, (LayerExpr, ArrayExpr), methods))
+    return globals()[name]
 
 
 def _aligned(_: Any, parent: Any, __: Any) -> Any:

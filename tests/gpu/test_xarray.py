@@ -92,6 +92,7 @@ CHUNKS = {
 }
 
 
+@pytest.mark.parametrize("library", ["dask.array"], indirect=True)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunk_of_xarray(name, client, arrays):
     wanted = CHUNKS[name](arrays[1]).persist()

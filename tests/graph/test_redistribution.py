@@ -18,15 +18,11 @@ def test_a_transpose_before_an_exchange_is_part_of_it(change):
         "function": dask_p2p.rechunk(da.moveaxis(x, 0, 1), (6, -1)),
         "twice": dask_p2p.rechunk(x.T.T.T, (6, -1)),
         "two axes": dask_p2p.rechunk(x.swapaxes(0, -1), (6, -1)),
-        "back": dask_p2p.transpose(x.T, chunks=(4, 8)).T,
     }
     for name, y in results.items():
-        exchanges = {layer for layer in y.dask.layers if layer.startswith("p2p-")}
-        assert len(exchanges) == 1, name
-        assert not [layer for layer in y.dask.layers if layer.startswith("swapaxes")], name
-        assert len(y.dask.layers) == len(x.dask.layers) + 1 + (name == "back"), name
+        assert y.name.startswith("p2p-transpose-"), name
+        assert len(y.dask.layers) == len(x.dask.layers) + 1, name
         np.testing.assert_array_equal(y.compute(scheduler="sync"), expected, name)
-    assert dask_p2p.transpose(x.T).name != x.name
     assert dask_p2p.transpose(x.T, chunks=x.chunks).name == x.name, "nothing is left to do"
     both = dask_p2p.rechunk(x.T, (6, -1)) + x.T  # also other arrays that have the transpose
     np.testing.assert_array_equal(both.compute(scheduler="sync"), 2 * expected)

@@ -48,6 +48,7 @@ def test_results_of_sections_are_of_cupy(name, arrays, strict_cupy):
     assert (y.dtype, y.chunks) == (wanted.dtype, wanted.chunks)
 
 
+@pytest.mark.parametrize("library", ["dask.array"], indirect=True)
 @pytest.mark.parametrize("name", INSTALLED)
 def test_the_methods_of_dask(name, arrays, strict_cupy):
     x, on_host = arrays

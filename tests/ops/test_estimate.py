@@ -87,11 +87,6 @@ def test_it_takes_what_transpose_takes():
     assert dask_p2p.estimate(x, (0, 1), chunks=3).workers == 3
 
 
-def test_nothing_is_allowed_to_be_changed():
-    with pytest.raises(AttributeError):
-        dask_p2p.estimate(da.ones((4, 4)), workers=2).workers = 3
-
-
 def test_the_workers_of_the_current_client(client):
     x = da.ones((800, 800), chunks=(100, 800))
     found = dask_p2p.estimate(x)

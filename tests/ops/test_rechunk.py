@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.errors import InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError
 from tests.plans.support import chunks_of
 from tests.support import layers_of
 
@@ -144,11 +144,6 @@ def test_unknown_sizes_are_fine_along_axes_that_stay():
 def test_wrong_input(chunks, axes, error):
     with pytest.raises(error, match=r"(?i)expected .* got "):
         dask_p2p.rechunk(da.from_array(X, chunks=2), chunks, axes=axes)
-
-
-def test_no_dask_array():
-    with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got numpy"):
-        dask_p2p.rechunk(X, 2)
 
 
 @pytest.mark.parametrize("axes", [None, (2, 0, 1)])

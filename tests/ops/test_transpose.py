@@ -163,11 +163,6 @@ def test_axes_one_by_one(axes):
         dask_p2p.transpose(x, 1, 0)
 
 
-def test_negative_axes():
-    x = indexed((2, 3, 4))
-    same(dask_p2p.transpose(da.from_array(x, chunks=1), (-1, 0, -2)), x.transpose(-1, 0, -2))
-
-
 def test_lazy_and_one_task_an_output_block():
     def fail(block):
         raise AssertionError("computed")

@@ -54,7 +54,7 @@ def test_methods_of_the_scheduler(name):
 
 
 def test_the_method_of_the_client_that_sends_graphs():
-    """See dask_p2p/fusing/expressions.py."""
+    """See dask_p2p/fusing/option.py."""
     parameters = [*inspect.signature(distributed.Client._graph_to_futures).parameters]
     assert parameters[:3] == ["self", "expr", "keys"]
     assert {"workers", "resources", "retries", "user_priority"} <= {*parameters}

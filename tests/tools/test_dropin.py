@@ -5,7 +5,6 @@ import doctest
 import gc
 import inspect
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from threading import Event
 from types import SimpleNamespace
 
@@ -177,18 +176,6 @@ def test_without_a_client(x):
     assert_eq(y, X, scheduler="threads")
 
 
-@pytest.mark.parametrize("dtype", [">f8", "M8[s]", "O", [("a", "i2"), ("b", "f4")]], ids=str)
-def test_keeps_dtypes(client, dtype):
-    values = np.arange(64).reshape(8, 8).astype("i8").astype(dtype)
-    with dask_p2p.install():
-        y = da.from_array(values, chunks=(1, 8)).rechunk((8, 1))
-    assert is_ours(y)
-    assert y.dtype == values.dtype
-    result = y.compute()
-    assert result.dtype == values.dtype
-    np.testing.assert_array_equal(result, values)
-
-
 @pytest.mark.parametrize(
     ("dtype", "order"),
     [(">i4", None), (">f8", None), (">f8", ["comm"]), (">c16", None), (">U3", None)],
@@ -335,28 +322,6 @@ def test_keywords_of_functions_are_those_of_dask():
         np.testing.assert_array_equal(y, stock, name)
         handed_on.add(name)
     assert {"corners", "x", "plan", "make", "self", "verb"} <= handed_on
-
-
-def of_corners(block, corners=True):
-    """A box average, or a star's."""
-    side = block + np.roll(block, 1, 0) + np.roll(block, -1, 0)
-    star = block + np.roll(block, 1, 1) + np.roll(block, -1, 1)
-    return side + np.roll(side, 1, 1) + np.roll(side, -1, 1) if corners else side + star - block
-
-
-@pytest.mark.parametrize("corners", [True, False])
-def test_a_function_of_corners_reads_those_of_blocks(corners):
-    x = da.from_array(X, chunks=(16, 16))
-    ways = {
-        "method": lambda: x.map_overlap(of_corners, 1, "periodic", corners=corners),
-        "function": lambda: da.map_overlap(of_corners, x, depth=1, corners=corners),
-        "bound": lambda: x.map_overlap(partial(of_corners, corners=corners), 1, "reflect"),
-    }
-    for name, way in ways.items():
-        stock = way().compute(scheduler="sync")
-        with dask_p2p.install() as used:
-            np.testing.assert_array_equal(way().compute(scheduler="sync"), stock, name)
-        assert used.count == 1, name
 
 
 SMALL = [((0, 36, 12), (9,)), ((36, 0, 12), (4, 5)), ((36, 12, 0), (9,)), ((0, 0, 48), (1, 8))]
@@ -583,20 +548,6 @@ def test_an_installation_that_fails_replaces_nothing(monkeypatch):
     assert da.map_overlap is map_overlap
 
 
-def test_installing_twice_and_taking_it_off(x):
-    dask_p2p.install()
-    with dask_p2p.install():  # the first one lasts
-        pass
-    dask_p2p.install()
-    assert is_ours(x.rechunk((-1, 6), method="p2p"))
-    dask_p2p.uninstall()
-    assert distributed.shuffle.rechunk_p2p is rechunk_p2p
-    dask_p2p.uninstall()
-    with pytest.raises(KeyError), dask_p2p.install():
-        raise KeyError
-    assert distributed.shuffle.rechunk_p2p is rechunk_p2p
-
-
 def test_others_replace_the_same_function(x):
     seen = []
     with pytest.MonkeyPatch.context() as patch:
@@ -634,19 +585,6 @@ def test_beside_an_optimiser_of_all_arrays(client, x):
     assert is_ours(y)
     assert any(name.startswith("p2p-rechunk-") for name in seen[0])
     np.testing.assert_array_equal(best.compute(), X + 1)
-
-
-def test_downstream_of_dasks_own_functions(client):
-    """What Dask rechunks within."""
-    values = np.random.default_rng(0).random((16, 16))
-    x = da.from_array(values, chunks=(2, -1))
-    with dask_p2p.install():
-        y = da.fft.fft(x.rechunk((-1, 2)), axis=0)
-        z = x[:, ::-1].rechunk((-1, 2)).sum(axis=0)[3:5]
-    assert is_ours(y)
-    assert is_ours(z)
-    np.testing.assert_array_equal(y.compute(), np.fft.fft(values, axis=0))
-    np.testing.assert_allclose(z.compute(), values[:, ::-1].sum(axis=0)[3:5])
 
 
 def test_transforms_of_axes_that_are_cut():
