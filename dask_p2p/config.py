@@ -123,7 +123,6 @@ class Options:
     """The options of tasks; made by `options`."""
 
     sections: tuple[TransportOptions, ...]  # the transports' sections, one of each class
-    mode: str = option("mode", _one_of("async", "sync"))
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
     producer_streams: str = option("producer-streams", _one_of("any", "default"))

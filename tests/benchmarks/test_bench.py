@@ -47,7 +47,6 @@ def test_the_articles_fields(bench):
     assert fact(result.stdout, "local input slab") == "4 of 192 x 1024"
     assert fact(result.stdout, "local output slab") == "4 of 256 x 768"
     assert fact(result.stdout, "tile") == "16 of 192 x 256"
-    assert fact(result.stdout, "mode") == "async"
     assert "GB/s" in result.stdout
     assert len(figures(result.stdout, "dask_p2p")) == 10
     assert len(figures(result.stdout, "one no-op layer")) == 4

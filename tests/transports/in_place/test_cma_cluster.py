@@ -28,12 +28,11 @@ def test_values_of_any_dtype(client, dtype):
         check_bits(client, dtype, "cma")
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("axes", [(2, 1, 0), (1, 0, 2), (0, 2, 1)], ids=str)
-def test_boxes_and_modes(client, axes, mode):
+def test_boxes(client, axes):
     x = np.arange(15 * 21 * 13.0).reshape(15, 21, 13)
     a = spread(client, da.from_array(x, chunks=(4, 10, 13)))
-    with dask.config.set({"p2p.mode": mode, "p2p.transports.cma.part-bytes": 1}):
+    with dask.config.set({"p2p.transports.cma.part-bytes": 1}):
         y = persisted(client, dask_p2p.transpose(a, axes))
     np.testing.assert_array_equal(y.compute(), x.transpose(axes))
     assert used(client, y) == {"cma"}
