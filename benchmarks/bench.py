@@ -1,19 +1,8 @@
 """``python -m benchmarks``: measured and checked transposes, compared with other ways.
 
 The output follows the program in chapter 4 of *CUDA Fortran for Scientists and Engineers* (Ruetsch
-and Fatica): devices, sizes, tiles, mode, and the bandwidth of a checked result. Its two modes::
-
-    sync     reader 0  [tile][T][tile][T]
-             reader 1                      [tile][T][tile][T]        one transfer at a time
-    async    reader 0  [tile][tile]
-                             [T]   [T]
-             reader 1  [tile][tile]                                  staged and overlapped
-                             [T]   [T]
-
-In that program one host thread waits for each copy of each device, so its "sync" mode has one
-transfer at a time in the whole machine. A worker waits only for its own copies (``p2p.mode:
-sync``). Here workers therefore take turns, and Dask's time between the turns is reported
-separately.
+and Fatica): devices, sizes, tiles, and the bandwidth of a checked result. Transfers are as in its
+asynchronous mode: staged, and overlapped with each other and with kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from dask.utils import parse_bytes
 
-from benchmarks.measure import Case, Measured, Row, Way
+from benchmarks.measure import Case, Measured, Way
 from benchmarks.options import (
     DTYPE,
     SHAPE,
@@ -39,8 +28,6 @@ from benchmarks.options import (
 )
 from benchmarks.report import Report, add_rivals, even_cases, hard_cases, ways_on
 from benchmarks.tables import (
-    OURS,
-    OURS_SYNC,
     array_text,
     devices_text,
     output,
@@ -98,13 +85,6 @@ __all__ = ["bench"]
 @scheduler_option
 @workers_option
 @cpu_option
-@click.option(
-    "--mode",
-    type=click.Choice(["async", "sync", "both"]),
-    default="async",
-    help="async: staged and overlapped transfers. sync: one blocking transfer at a time in the "
-    "whole cluster. both: in turn.",
-)
 @click.option("--repeats", type=COUNT, default=5, help="Timed runs of each way after the first.")
 @click.option(
     "--rivals/--no-rivals",
@@ -129,7 +109,6 @@ def bench(
     scheduler: str | None,
     workers: int | None,
     cpu: bool,
-    mode: str,
     repeats: int,
     rivals: bool,
     timeout_s: int,
@@ -145,15 +124,13 @@ def bench(
         shapes = [*shapes, *((size, size) for size in sizes)]
         even = even_cases(spec, shapes, all_bytes, dtypes, axes)
         extra = {case: hard_cases(spec, case) if with_cases else [] for case in even}
-        # The slower mode first, as in the article.
-        modes = ("sync", "async") if mode == "both" else (mode,)
-        ways = ways_on(spec, modes, rivals, variants)
+        ways = ways_on(spec, rivals, variants)
         required = {name: way for name, way in ways.items() if way.required}
         wanted: dict[Case, Mapping[str, Way]] = {}
         for case in even:
             wanted |= {case: ways, **dict.fromkeys(extra[case], required)}
         report = Report(spec, repeats, commit, target)
-        report.measure(wanted, partial(_show_head, console, report, modes))
+        report.measure(wanted, partial(_show_head, console, report))
         if rivals and (note := add_rivals(spec, report.measured, repeats, timeout_s)):
             console.print(note)
         compare_with_even(report.measured, extra)
@@ -162,11 +139,11 @@ def bench(
         report_correctness(console, report.measured)
 
 
-def _show_head(console: Console, report: Report, modes: Sequence[str], _: Any) -> None:
+def _show_head(console: Console, report: Report, _: Any) -> None:
     """Print what will be measured on which devices."""
     if report.spec.note:
         console.print(report.spec.note)
-    head = [("devices", devices_text(report.spec, report.devices)), ("mode", " and ".join(modes))]
+    head = [("devices", devices_text(report.spec, report.devices))]
     console.print(summary([*head, ("runs", f"{report.repeats} of each way after a first one")]))
 
 
@@ -190,17 +167,6 @@ def _show(console: Console, measured: Measured) -> None:
         else:
             title = f"{array_text(case.shape, case.dtype)}, {case.name}"
         show_ways(console, rows, title)
-        ways = {row["way"]: row for row in rows}
-        if OURS in ways and OURS_SYNC in ways:
-            console.print(_modes_text(ways[OURS_SYNC], ways[OURS]))
-
-
-def _modes_text(sync: Row, async_: Row) -> str:
-    text = f"async is {sync['median_s'] / async_['median_s']:.2f} times as fast as sync"
-    if "tasks_s" in sync and "span_s" in async_:
-        ratio = median(sync["tasks_s"]) / median(async_["span_s"])
-        text += f", and {ratio:.2f} times without the time between tasks"
-    return text + " (medians)."
 
 
 def summary_rows(case: Case) -> list[tuple[str, str]]:

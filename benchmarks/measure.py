@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 import dask
-from dask.core import flatten
 from distributed import wait
 
 from benchmarks.moved import collect, least_bytes, note
@@ -96,7 +95,6 @@ class Way:
     apart: bool = False  # on its own array: the way may leave copies of blocks on other workers
     checked: bool = True  # its result is compared with the transpose
     required: bool = False  # its failure ends the measurement; other failures become rows
-    one_by_one: bool = False  # one block after another: one transfer at a time in the cluster
     protocol: str | None = None  # protocol of its cluster; None: the usual one
 
 
@@ -268,18 +266,12 @@ def _run_once(
     since_s = time.time()
     y = way.transpose(x, case.axes)
     if isinstance(y, float):
-        _add_time(row, way, y)
+        _add_time(row, y)
         return
-    kept = _made_one_by_one(client, y) if way.one_by_one else None
-    if kept is None:
-        y = client.persist(y)
-        wait_for_blocks(y)
+    y = client.persist(y)
+    wait_for_blocks(y)
     until_s = max(time.time(), case.settle(client))
-    if kept is not None:  # persisting collects the blocks that `kept` holds
-        y = client.persist(y)
-        wait_for_blocks(y)
-        del kept
-    if not _add_time(row, way, until_s - since_s):
+    if not _add_time(row, until_s - since_s):
         if with_cpu:
             row.setdefault("cpu_s", []).append(_cpu_s(client) - cpu_s)
         if (run := collect(client, y.name, since_s)) is not None:
@@ -293,10 +285,10 @@ def _run_once(
     time.sleep(_SETTLE_S)
 
 
-def _add_time(row: Row, way: Way, time_s: float) -> bool:
+def _add_time(row: Row, time_s: float) -> bool:
     """Record the time of a run; return true for the first run."""
     if "first_s" not in row:
-        row |= {"one_by_one": way.one_by_one, "first_s": time_s, "times_s": [], "wrong": None}
+        row |= {"first_s": time_s, "times_s": [], "wrong": None}
         return True
     row["times_s"].append(time_s)
     return False
@@ -310,16 +302,6 @@ def _cpu_s(client: Any) -> float:
 
     everywhere = [*client.run(spent).values(), client.run_on_scheduler(spent), spent()]
     return sum(dict(everywhere).values())  # client and scheduler may be one process
-
-
-def _made_one_by_one(client: Any, y: DaskArray) -> list[Any]:
-    """Make the blocks of `y` one after the other; return futures that keep them."""
-    futures = []
-    for key in flatten(y.__dask_keys__()):
-        future = client.get(y.dask, key, sync=False)
-        wait_for_blocks(future)
-        futures.append(future)
-    return futures
 
 
 def wait_for_blocks(blocks: Any) -> None:

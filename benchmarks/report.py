@@ -32,7 +32,7 @@ from benchmarks.measure import (
     p2p_with,
 )
 from benchmarks.options import AnyClusterSpec, order_of_axes, start
-from benchmarks.tables import OURS, OURS_SYNC, progress
+from benchmarks.tables import OURS, progress
 from dask_p2p.cli import check_fits, default_side
 from dask_p2p.geometry import split_evenly
 from dask_p2p.tools.cluster import device_names
@@ -257,18 +257,14 @@ def split_unevenly(length: int, parts: int) -> tuple[int, ...]:
 
 def ways_on(
     spec: AnyClusterSpec,
-    modes: Sequence[str] = ("async",),
     rivals: bool = False,
     variants: bool = False,
 ) -> dict[str, Way]:
     """Return ways by name: this package, the no-op layer, other options, Dask's own ways."""
     ways = {
-        OURS if mode == "async" else OURS_SYNC: Way(
-            p2p_with({"p2p.mode": mode}), required=True, one_by_one=mode == "sync"
-        )
-        for mode in modes
+        OURS: Way(p2p_with({}), required=True),
+        NO_OP: Way(no_op, required=True, checked=False),
     }
-    ways[NO_OP] = Way(no_op, required=True, checked=False)
     if variants:
         other = "ucx" if spec.gpus else "comm"
         ways[f"{OURS}, {other}"] = Way(p2p_with({"p2p.transports.order": [other]}))

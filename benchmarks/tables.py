@@ -26,7 +26,6 @@ from dask_p2p.types import DType
 
 #: Names of this package's ways, the reference for others.
 OURS = "dask_p2p"
-OURS_SYNC = "dask_p2p, sync"
 #: The rival that copies without transposing: the limit of these links.
 LIMIT = "copy engines (limit)"
 

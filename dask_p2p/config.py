@@ -124,7 +124,6 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
 class Options:
     """The options of tasks; made by `options`."""
 
-    mode: str = option("mode", _one_of("async", "sync"))
     attempts: int = option("attempts", positive_int)
     groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
     producer_streams: str = option("producer-streams", _one_of("any", "default"))

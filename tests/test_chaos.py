@@ -126,7 +126,6 @@ def test_a_run_with_kills(seed):
         "p2p.transports.order": ["auto", ["comm"], "auto", ["ucx"]][seed % 4],
         "p2p.transports.part-bytes": ["1 kiB", "100 kB", "auto"][seed // 4 % 3],
         "p2p.timeouts.request": "10 s",  # of Dask's own, which are 30 s, it can be told apart
-        "p2p.mode": choose.choice(["async", "async", "sync"]),
         "distributed.scheduler.work-stealing": choose.random() < 0.5,
     }
     n_workers = choose.randint(2, 4)

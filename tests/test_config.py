@@ -36,7 +36,7 @@ def test_defaults_satisfy_the_schema():
 
 
 def test_schema_refuses_unknown_options():
-    wrong = {"p2p": {"mode": "async", "modus": 1}}
+    wrong = {"p2p": {"attempts": 3, "modus": 1}}
     with pytest.raises(jsonschema.ValidationError, match="modus"):
         jsonschema.validate(wrong, load("p2p-schema.yaml"))
 
@@ -52,7 +52,6 @@ def test_schema_describes_every_default():
 
 def test_defaults():
     chosen = options()
-    assert chosen.mode == "async"
     assert chosen.order("cupy") == ("ipc", "ucx", "pinned", "comm")
     assert chosen.order("numpy") == ("cma", "comm")
     assert chosen.part_bytes is None
@@ -67,7 +66,7 @@ def test_comm_is_always_the_last_resort():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("mode", "asink", "expected one of async, sync"),
+        ("producer-streams", "al", "expected one of any, default"),
         ("attempts", 0, "at least 1"),
         ("attempts", True, "at least 1"),
         ("transports.order", ["ipc", "pigeon"], "from ipc, cma, ucx, pinned, comm"),
@@ -96,14 +95,14 @@ def test_a_wrong_option_is_named(name, value, expected):
     [
         ({"p2p.transport.order": ["comm"]}, "p2p.transport.order", "p2p.transports.order"),
         ({"p2p.order": ["comm"]}, "p2p.order", "p2p.transports.order"),
-        ({"p2p.modus": "sync"}, "p2p.modus", "p2p.mode"),
+        ({"p2p.attempt": 3}, "p2p.attempt", "p2p.attempts"),
         ({"p2p.staging-limit": "1 GiB"}, "p2p.staging-limit", "p2p.memory.staging-limit"),
         (
             {"p2p.transports.partbytes": "1 MiB"},
             "p2p.transports.partbytes",
             "p2p.transports.part-bytes",
         ),
-        ({"p2p": {"mode": {"kind": "sync"}}}, "p2p.mode.kind", "p2p.mode"),
+        ({"p2p": {"attempts": {"most": 3}}}, "p2p.attempts.most", "p2p.attempts"),
         ({"p2p.memory": "1 GiB"}, "p2p.memory", "p2p.memory.staging-limit"),
         ({"p2p.transports": "comm"}, "p2p.transports", "p2p.transports."),
         ({"p2p": "sync"}, "p2p", "p2p."),
@@ -153,7 +152,7 @@ def test_names_with_underscores_and_empty_sections_are_none_misspelt():
 
 def test_workers_take_a_configuration_for_another_version():
     with dask.config.set({"p2p.transports.carrier-pigeon.range": 3}):
-        assert options().mode == "async"
+        assert options().attempts == 8
 
 
 def test_options_travel_with_tasks():
@@ -166,12 +165,12 @@ def test_options_travel_with_tasks():
 
 def test_defaults_are_there_after_importing_the_package_and_environment_variables_are_read():
     program = (
-        "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.fuse', 'p2p.mode')));"
+        "import dask_p2p, dask; print(*map(dask.config.get, ('p2p.fuse', 'p2p.groups')));"
         "import dask_p2p.transports; from dask_p2p.config import options;"
-        "print(options().mode, options().attempts)"
+        "print(options().groups, options().attempts)"
     )
-    output = output_of("-c", program, DASK_P2P__MODE="sync", DASK_P2P__ATTEMPTS="3")
-    assert output.split() == ["off", "sync", "sync", "3"]
+    output = output_of("-c", program, DASK_P2P__GROUPS="2", DASK_P2P__ATTEMPTS="3")
+    assert output.split() == ["off", "2", "2", "3"]
 
 
 def test_options_are_read_again_after_a_change():

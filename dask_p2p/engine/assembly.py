@@ -123,7 +123,6 @@ class Assembly:
         self.plan = plan
         self.output = output
         self.options = output.options
-        self._in_sync = output.options.mode == "sync"
         self.context = context
         self._where = where_is(context)
         # Blocks of other workers, by their number among the plan's sources.
@@ -210,15 +209,12 @@ class Assembly:
         """
         queue = backend_named(kind).queue(leave_bandwidth=bool(self._remote))
         try:
-            if self._in_sync:
-                self._queue_local(queue)
-                queue.synchronize()
             wanted = self.sources.in_stage_order(self._remote, kind, has_local=bool(self.local))
             while True:
                 while wanted:  # each source by the best route that works
                     local, remote = list[RemoteSource](), list[RemoteSource]()
                     for source in wanted:
-                        is_local = self._in_sync or source.route.transport.within_host
+                        is_local = source.route.transport.within_host
                         (local if is_local else remote).append(source)
                     same_host_lane = self._lane(local, queue, iter(()))
                     for _ in chain(self._lane(remote, queue, same_host_lane), same_host_lane):
@@ -268,7 +264,7 @@ class Assembly:
             self.sources.close()
 
     def _queue_local(self, queue: Queue) -> None:
-        """Queue stage 0 once, in async mode while the first regions are in transfer."""
+        """Queue stage 0 once, while the first regions are in transfer."""
         if self._local_queued:
             return
         self._local_queued = True
@@ -336,8 +332,6 @@ class Assembly:
                 if array is not out:
                     queue.permute_and_drop(out, array, self.plan.axes)
         fetch.record_written(region)
-        if self._in_sync:
-            queue.synchronize()
         return True
 
 

@@ -33,7 +33,7 @@ class Run:
 
     Parameters
     ----------
-    records : tuple of Record
+    records : tuple of TaskRecord
         Records of the attempts at its blocks, sorted by start. At least one.
     """
 
@@ -91,11 +91,6 @@ class Run:
     def axes(self) -> tuple[int, ...]:
         """Output axis ``i`` is input axis ``axes[i]``."""
         return self.records[0].axes
-
-    @property
-    def workers(self) -> tuple[str, ...]:
-        """Addresses of the workers that ran the tasks."""
-        return tuple(sorted({record.worker for record in self.records}))
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str, str], int]:
@@ -179,15 +174,6 @@ class Run:
     def waited_share(self) -> float:
         """Largest fraction of a rank's time that it waited for others: 0 to 1."""
         return max((record.waited_share for record in self.latest), default=0.0)
-
-    @property
-    def waited_s(self) -> dict[tuple[str, str], float]:
-        """Seconds that tasks waited for other workers, by waiting worker and holder."""
-        waited_s: Counter[tuple[str, str]] = Counter()
-        for record in self.records:
-            for stage in record.stages:
-                waited_s[record.worker, stage.holder] += stage.waited_s  # type: ignore[assignment]
-        return dict(waited_s)
 
     @property
     def overlap(self) -> float:
@@ -307,8 +293,8 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
         without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
         ``axes``, ``state``, ``moved_bytes``, ``least_bytes``, ``longest_task_s``, ``wall_s``,
         ``gbs``, ``pairs``, ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of
-        `iterate` or `spmd` also has ``steps``, ``steps_per_s``, ``waited_share`` and ``waited_s``.
-        `RunTable` has ``to_pandas()`` and ``to_trace(file)``.
+        `iterate` or `spmd` also has ``steps``, ``steps_per_s`` and ``waited_share``. `RunTable` has
+        ``to_pandas()``.
 
     Raises
     ------

@@ -133,9 +133,8 @@ class Reading(ABC):
         self.part_bytes = footprint.part_bytes  # upper bound of a part's size; None: unlimited
         # A part has at least one item. Items larger than a part are transferred one at a time.
         is_small = self.part_bytes is not None and self.part_bytes < requests[0].dtype.itemsize
-        is_alone = is_small or options.mode == "sync"
         #: Number of regions to request ahead, while the one before them is written to the output.
-        self.ahead = 0 if is_alone else footprint.parts_in_flight
+        self.ahead = 0 if is_small else footprint.parts_in_flight
         self._dropped: set[int] = set()
 
     @abstractmethod

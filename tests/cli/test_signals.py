@@ -44,15 +44,6 @@ def test_a_terminal_that_closes_asks_more_than_once(unhandled):
     assert unhandled == [1], "the handler of before is back"
 
 
-@pytest.mark.usefixtures("unhandled")
-def test_what_nohup_has_ignored_stays_ignored():
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with stoppable() as stopped:
-        signal.raise_signal(signal.SIGHUP)
-        assert not stopped()
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-
-
 def test_other_threads_have_no_handlers():
     def use():
         with stoppable() as stopped:

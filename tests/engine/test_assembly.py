@@ -189,10 +189,7 @@ def test_a_transport_gets_the_axis_that_comes_last_in_the_output(peers, quick):
     assert [request.fast_axis for request in quick.requests] == [0]
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_the_own_host_is_read_while_others_are_waited_for(
-    quick, slow, peers, log, monkeypatch, mode
-):
+def test_the_own_host_is_read_while_others_are_waited_for(quick, slow, peers, log, monkeypatch):
     """The far region comes only when the last near one has been asked for."""
     quick.within_host, quick.part_bytes = True, 24
     request, far = FakeReading.request, []
@@ -202,21 +199,14 @@ def test_the_own_host_is_read_while_others_are_waited_for(
         if self.transport is slow:
             far.append((Future(), future))
             return far[-1][0]
-        if self.asked[of.key] == 3 and mode == "async":
+        if self.asked[of.key] == 3:
             for future_far, real in far:
                 future_far.set_result(real.result())
         return future
 
     monkeypatch.setattr(FakeReading, "request", asked)
     tune(monkeypatch, event_loop_grace_s=0.0)
-    timeout_s = 1.0 if mode == "sync" else 60.0
-    made = assembly(peers, ("far", "b", "c"), mode=mode, request_timeout_s=timeout_s)
-    if mode == "sync":
-        with pytest.raises(TransferError, match="no answer from far"):
-            made.run()
-        kinds = [entry[1] for entry in log if entry[0] == "open"]
-        assert kinds[0] == "quick"
-        return
+    made = assembly(peers, ("far", "b", "c"), request_timeout_s=60.0)
     check(made.run())
     assert [name for name, _ in opened(log)] == ["slow", "quick"]
     assert sorted(stage.holder for stage in made.sources.stages) == ["c", "far"]

@@ -121,11 +121,10 @@ def buffers(monkeypatch):
 # --- the reader ---
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
 @pytest.mark.parametrize("limit_bytes", LIMITS)
-def test_comm(workers, monkeypatch, limit_bytes, mode):
+def test_comm(workers, monkeypatch, limit_bytes):
     make, network = workers
-    chosen = replace(options(), staging_limit_bytes=limit_bytes, mode=mode)
+    chosen = replace(options(), staging_limit_bytes=limit_bytes)
     reader = make(CommTransport, "reader", chosen)
     for holder in "abc":
         make(CommTransport, holder, options())

@@ -48,11 +48,6 @@ def test_dependencies_are_all_blocks_that_are_read(task):
     assert task.block_fusion
 
 
-def test_it_computes(task):
-    x = np.arange(16).reshape(4, 4)
-    np.testing.assert_array_equal(task(dict(zip(KEYS, (x[:2], x[2:]), strict=True))), x.T[2:])
-
-
 def test_it_survives_pickling_and_renaming(task):
     again = pickle.loads(pickle.dumps(task))
     assert again.dependencies == task.dependencies

@@ -37,12 +37,10 @@ def assert_right(client, y, dtype=None):
 
 
 @pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_equals_numpy(client, shape, chunks, axes, to, mode):
+def test_equals_numpy(client, shape, chunks, axes, to):
     x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
     a = persisted(client, on_gpu(x, chunks))
-    with dask.config.set({"p2p.mode": mode}):
-        y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
+    y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
     got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
     np.testing.assert_array_equal(got, np.transpose(x, axes))
     assert used(client, y) <= {"pinned"}

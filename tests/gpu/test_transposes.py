@@ -32,11 +32,10 @@ CASES = [
 
 @pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_equals_numpy(client, shape, chunks, axes, to, order, mode):
+def test_equals_numpy(client, shape, chunks, axes, to, order):
     x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
     a = persisted(client, on_gpu(x, chunks))
-    with dask.config.set({"p2p.mode": mode, "p2p.transports.order": order}):
+    with dask.config.set({"p2p.transports.order": order}):
         y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
     # Only CuPy blocks have get().
     got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()

@@ -2,63 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import dask.array as da
 import pytest
 from distributed import performance_report
-from distributed.metrics import context_meter
 
 import dask_p2p
-from dask_p2p.monitoring.metrics import meter, record_transfer
-from dask_p2p.monitoring.records import Stage
-from tests.monitoring.test_records import record
 from tests.support import persisted, spread
 from tests.transports.loopback import wait_until
-
-
-def metered(record):
-    activities = []
-    with context_meter.add_callback(lambda *metric: activities.append(metric)):
-        meter(record)
-    return activities
-
-
-def test_metrics_of_a_task():
-    stages = (Stage("b", "cma", 100, 0.25, 0.5, 0.0, 0.125), Stage("c", "comm", 50, 0.125))
-    assert metered(record(0, 1.0, stages, kernel_s=0.25)) == [
-        ("p2p-kernel", 0.375, "seconds"),
-        ("p2p-transfer", 0.375, "seconds"),
-        ("p2p-transfer", 150, "bytes"),
-    ]
-    assert metered(record(0, 1.0, kernel_s=0.25)) == [("p2p-kernel", 0.25, "seconds")]
-
-
-@pytest.mark.parametrize(("waited_s", "expected_s"), [(0.75, 0.25), (2.0, 0.0)])
-def test_metrics_add_up_to_the_threads_time_at_most(waited_s, expected_s):
-    """Kernels of a GPU run at the same time; clocks may be set."""
-    activities = metered(record(0, 1.0, (Stage("b", "ipc", 8, waited_s, None, 0.0, 5.0),)))
-    assert activities[0] == ("p2p-kernel", expected_s, "seconds")
-    assert activities[0][1] + activities[1][1] == 1.0
-
-
-def transfers(record):
-    """Return the spans of transfer that a task reports to Dask."""
-    task = SimpleNamespace(startstops=[])
-    state = SimpleNamespace(tasks={record.key: task})
-    record_transfer(SimpleNamespace(state=state, scheduler_delay=100.0), record)
-    return task.startstops
-
-
-def test_transfers_are_spans_of_the_task():
-    stages = Stage("b", "cma", 8, 0.25, 0.5, 0.25), Stage("c", "cma", 8, 0.125, 0.5, 0.125)
-    (span,) = transfers(record(0, 1.0, stages))
-    assert span == {"action": "transfer", "start": 101.125, "stop": 101.5}
-    (span,) = transfers(record(0, 1.0, (Stage("b", "cma", 8, 5.0, 5.0, 0.5),)))
-    assert span == {"action": "transfer", "start": 101.0, "stop": 102.0}
-    assert transfers(record(0, 1.0)) == []
-    gone = SimpleNamespace(state=SimpleNamespace(tasks={}), scheduler_delay=0.0)
-    record_transfer(gone, record(0, 1.0, stages))
 
 
 def test_reports_have_the_time_of_transfers(client, tmp_path):

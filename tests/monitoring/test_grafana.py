@@ -76,18 +76,6 @@ def test_rates_are_of_counters_and_nothing_else(labels):
                 assert f"rate({name}" in text
 
 
-def test_panels_do_not_lie_on_each_other():
-    places = set()
-    for panel in DASHBOARD["panels"]:
-        at = panel["gridPos"]
-        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
-        assert not cells & places
-        assert max(x for x, _ in cells) < 24
-        places |= cells
-    numbers = [panel["id"] for panel in DASHBOARD["panels"]]
-    assert len(set(numbers)) == len(numbers)
-
-
 def test_the_documentation_lists_all_figures(labels):
     assert set(re.findall(NAMES, DOCUMENT)) == set(labels)
     rows = re.findall(rf"^\| `({NAMES})` \| `({NAMES})` \|([^|]*)\|", DOCUMENT, re.MULTILINE)

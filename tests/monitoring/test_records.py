@@ -65,14 +65,6 @@ def test_a_store_has_each_record_once():
     assert [kept.key[1] for kept in store] == [0, 1, 2, 3, 4]
 
 
-def test_a_store_keeps_records_as_they_are():
-    store = RecordStore()
-    store.append(FULL)
-    (kept,) = store
-    assert kept == FULL
-    assert unpacked(packed(store)) == [FULL]
-
-
 def some_stages(i, count):
     return tuple(
         Stage(f"tcp://10.0.0.{h}:40000", "comm", 10**6 + i + h, 0.1 + i + h, 0.2 + i + h)

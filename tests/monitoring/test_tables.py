@@ -17,7 +17,6 @@ def test_ranks_are_as_far_as_the_last_and_as_busy_as_the_busiest():
     assert run.operation == "p2p-iterate"
     row = cells(run)
     assert (row["steps"], row["waited"]) == ("4 of 10, mean 4/s", "50%, 125 ms per step")
-    assert run.waited_s == {("a", "b"): 0.75}
     assert (run.steps, run.steps_per_s, run.waited_share) == (4, 4.0, 0.5)
 
 

@@ -10,15 +10,12 @@ import dask
 import numpy as np
 import pytest
 
-from dask_p2p.backends.host import HostQueue
-from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options, transport_classes
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
 from tests.support import BOUND_S, ran
 from tests.transports.loopback import true_later
-from tests.usage import usage_of_worker
 
 
 class DeafWorker:
@@ -149,24 +146,6 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     assert context.failed == {}
 
 
-async def test_nothing_is_kept_of_calls_that_ended():
-    worker = DeafWorker()
-    context = DaskWorkerContext(worker, options())
-    for address in ("a", "b"):
-        call = asyncio.ensure_future(context.call(address, "op"))
-        await true_later(lambda: worker.called)
-        worker.called.clear()
-        assert usage_of_worker(context)["calls"] == 1
-        if address == "a":
-            context.on_worker_left(address)
-        else:
-            call.cancel()
-        await asyncio.wait([call])
-        assert not call.cancelled() or address == "b"
-    assert usage_of_worker(context)["calls"] == 0
-    context.close()
-
-
 @pytest.mark.parametrize(
     ("address", "required", "expected"),
     [
@@ -184,16 +163,6 @@ def test_where_nothing_may_leave_unencrypted(address, required, expected):
         return DaskWorkerContext(worker, options()).encrypted_only
 
     assert asyncio.run(main()) is expected
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-def test_outputs_lie_where_their_queue_wants_them(pinned):
-    where = {
-        name: SimpleNamespace(empty=lambda *args, name=name: name) for name in ("outputs", "pinned")
-    }
-    queue = HostQueue(NUMPY, pinned_output=pinned)
-    made = DaskWorkerContext.empty_output(SimpleNamespace(**where), (3,), np.dtype("f8"), queue)
-    assert made == ("pinned" if pinned else "outputs")
 
 
 class ForgottenMeanwhile(dict):

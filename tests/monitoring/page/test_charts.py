@@ -6,7 +6,7 @@ from math import isnan
 
 import pytest
 
-from dask_p2p.monitoring.charts import PARTS, Bar, as_columns, bars, links
+from dask_p2p.monitoring.charts import PARTS, bars, links
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import runs_of
 from tests.monitoring.support import record
@@ -132,13 +132,6 @@ def test_a_task_and_its_stages():
     assert chart.title.startswith("Stages from ")
 
 
-def test_parts_that_took_no_time_are_not_drawn():
-    _, found = drawn(record(0, stages=(Stage("b", "ipc", 10),)))
-    assert {part: len(those) for part, those in found.items()} == dict.fromkeys(PARTS, 0) | {
-        "task": 1
-    }
-
-
 def test_a_row_a_worker_and_a_track_for_what_runs_at_once():
     _, found = drawn(record(0), record(1, 0.5), record(2, 1.0), record(3, worker="b"))
     tops = sorted((round(bar["top"], 6), bar["worker"], bar["block"]) for bar in found["task"])
@@ -215,9 +208,3 @@ def test_names_are_short_where_that_is_unique():
 
 def test_workers_come_in_the_order_of_their_numbers():
     assert short("h:1000", "h:999", "g²:5") == ["g²:5", "h:999", "h:1000"]
-
-
-def test_columns_are_there_without_rows():
-    assert as_columns([], ("a", "b")) == {"a": [], "b": []}
-    assert as_columns([(1, 2), (3, 4)], ("a", "b")) == {"a": [1, 3], "b": [2, 4]}
-    assert {*bars([]).columns} == {*Bar._fields}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import tracemalloc
 
 import pytest
 
 from dask_p2p.monitoring import feed as module
 from dask_p2p.monitoring.feed import INTERVAL_S, Feed, Tasks, picture
-from dask_p2p.monitoring.records import RecordStore, Stage, packed, unpacked
+from dask_p2p.monitoring.records import RecordStore, Stage
 from dask_p2p.monitoring.runs import cells, runs_of
 from tests.clock import run_clocked
 from tests.monitoring.support import NAME, record
@@ -116,15 +114,6 @@ def test_one_that_stands_still_does_not_keep_the_others():
     run(main)
 
 
-def test_closing_ends_what_was_asked():
-    async def main():
-        workers = Workers("still")
-        await workers.look(1)
-        workers.feed.close()
-
-    run(main)
-
-
 def test_tasks_under_way_are_shown_until_they_have_ended():
     async def main():
         workers = Workers("a")
@@ -163,42 +152,6 @@ def test_tasks_under_way_are_dropped_while_no_page_is_open():
         workers.feed.close()
 
     run(main)
-
-
-def test_hundreds_of_runs_leave_the_memory_flat():
-    stages = tuple(Stage(f"tcp://10.0.0.{h}:4000", "comm", 10**6, 0.1, 0.2) for h in range(3))
-
-    def do(workers, runs):
-        for run in runs:
-            name = f"p2p-transpose-{run:032}"
-            log = [record(i, 99.0 * run + i, stages, name=name, blocks=(16, 1)) for i in range(16)]
-            workers.store.add("a", 16 * run, unpacked(packed(log)))
-            if run % 10 == 0:
-                workers.feed.picture()
-        gc.collect()
-        # Other threads of this process allocate as well: those of a shared cluster.
-        own = [tracemalloc.Filter(True, each) for each in ("*/dask_p2p/monitoring/*", __file__)]
-        found = tracemalloc.take_snapshot().filter_traces(own)
-        return sum(each.size for each in found.statistics("filename"))
-
-    tracemalloc.start()
-    try:
-        workers = Workers("a")
-        workers.store.size = 1000
-        some = do(workers, range(30))
-        # Caches keep the runs' names, up to a number. The records alone would take four times this.
-        assert do(workers, range(30, 230)) < some + 5e5
-    finally:
-        tracemalloc.stop()
-
-
-def test_a_picture_is_made_once():
-    workers = Workers("a")
-    first = workers.feed.picture()
-    assert workers.feed.picture() is first
-    workers.store.add("a", 0, [record(0)])
-    assert workers.feed.picture() is not first
-    assert workers.feed.picture() is workers.feed.picture()
 
 
 def table(records, **tasks):
@@ -277,10 +230,6 @@ def test_final_failures_are_shown():
     assert row["state"] == "done"
     (row,) = table([record(0, error="ended", outcome="cancelled")])
     assert row["state"] == "cancelled"
-
-
-def test_columns_are_there_without_runs():
-    assert set(picture([]).runs) == set(picture([record(0)]).runs)
 
 
 def test_a_picture_is_of_all():
