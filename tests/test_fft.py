@@ -458,7 +458,7 @@ def test_several_blocks_a_worker_of_which_most_are_on_disk():
         assert_nothing_is_held(client)
 
 
-@pytest.mark.parametrize("who", ["asked", "placed"])
+@pytest.mark.parametrize("who", [pytest.param("asked", marks=pytest.mark.slow), "placed"])
 def test_a_worker_that_is_killed_meanwhile(who):
     options = {"p2p.transports.order": ["comm"]}
     a = np.add.outer(np.arange(12.0), np.sin(np.arange(16)))

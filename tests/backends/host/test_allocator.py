@@ -166,6 +166,7 @@ def test_other_temporaries_get_new_pages():
     assert pages > 5000
 
 
+@pytest.mark.slow
 @pytest.mark.cluster
 def test_nor_in_a_task():
     assert faults(ON_A_WORKER, "65536") < 100
