@@ -103,7 +103,8 @@ def test_along_several_axes(data):
     if name in ALONG_MANY:
         axes = data.draw(st.permutations(range(len(shape))))
         axes = tuple(axes[: data.draw(st.integers(1, len(axes)))])
-    s = data.draw(st.one_of(st.none(), st.tuples(*(st.integers(1, 11) for _ in axes))))
+    lengths = st.integers(1, 11) | st.just(-1)  # -1: the input's
+    s = data.draw(st.one_of(st.none(), st.tuples(*(lengths for _ in axes))))
     if s is None and shape[axes[-1]] == 1:
         s = tuple(shape[axis] for axis in axes)
     norm = data.draw(NORMS)
@@ -393,18 +394,6 @@ def test_wrong_input_is_refused(call, error, words):
         call()
 
 
-@pytest.mark.parametrize("s", [(9, -1), (-1, 6), (-1, -1), (9, 21), (-1, 7)], ids=str)
-@pytest.mark.parametrize("name", ["irfftn", "irfft2", "rfftn", "rfft2", "fftn", "ifft2"])
-@pytest.mark.parametrize("axes", [(0, 1), (1, 0), (-1, -2)], ids=str)
-def test_lengths_of_minus_one_are_those_of_the_input(name, s, axes):
-    a = numbers((5, 11), "d" if name[0] == "r" else "D")
-    expected = getattr(np.fft, name)(a, s, axes)
-    for chunks in ((2, 4), (-1, -1)):
-        got = getattr(fft, name)(da.from_array(a, chunks=chunks), s, axes)
-        assert got.shape == expected.shape
-        np.testing.assert_allclose(got.compute(scheduler="sync"), expected, atol=1e-12)
-
-
 def test_lengths_of_minus_one_of_an_axis_of_one_element():
     a = numbers((5, 1))
     got = fft.irfftn(da.from_array(a, chunks=(2, 1)), (9, -1), (0, 1))
@@ -469,7 +458,7 @@ def test_several_blocks_a_worker_of_which_most_are_on_disk():
         assert_nothing_is_held(client)
 
 
-@pytest.mark.parametrize("who", ["asked", "placed"])
+@pytest.mark.parametrize("who", [pytest.param("asked", marks=pytest.mark.slow), "placed"])
 def test_a_worker_that_is_killed_meanwhile(who):
     options = {"p2p.transports.order": ["comm"]}
     a = np.add.outer(np.arange(12.0), np.sin(np.arange(16)))

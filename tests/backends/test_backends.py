@@ -7,28 +7,17 @@ import pytest
 
 from dask_p2p.backends import (
     BACKENDS,
-    Backend,
     as_array,
     backend_for,
     backend_named,
     checksum,
     device_of,
-    worker_backend,
 )
 from dask_p2p.backends import cupy as backends_cupy
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.transports.base import PROBE_BYTES, Probes, probe_key
 from dask_p2p.transports.buffers import Buffers
 from tests.support import loaded_anew, output_of
-
-
-@pytest.mark.parametrize(
-    "block", [np.zeros(3), np.zeros(()), np.float64(1), np.zeros((2, 0)), np.zeros(2, "O")], ids=str
-)
-def test_arrays_of_numpy_get_the_numpy_backend(block):
-    assert backend_for(block) is backend_named("numpy")
-    assert backend_for(block).name == "numpy"
-    assert isinstance(backend_for(block), Backend)
 
 
 def test_scalars_become_arrays():
@@ -73,11 +62,6 @@ def test_sparse_blocks_are_told_how_to_become_dense(method):
     assert f"map_blocks(lambda block: block.{method}())" in str(caught.value)
 
 
-def test_unknown_names_are_refused():
-    with pytest.raises(UnsupportedArrayError, match="one of the array libraries cupy, numpy"):
-        backend_named("torch")
-
-
 def test_a_missing_cupy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     backend = loaded_anew(backends_cupy.__name__).CUPY
@@ -100,19 +84,6 @@ def test_a_block_of_cupy_gets_the_cupy_backend(monkeypatch):
     sparse = type("csr_matrix", (), {"__module__": "cupy.sparse"})
     with pytest.raises(UnsupportedArrayError, match="got csr_matrix of CuPy"):
         backend_for(sparse())
-
-
-def test_names_are_those_of_the_packages():
-    """They travel in tasks and messages, and tell the backend of an array."""
-    assert all(backend.name == name for name, backend in BACKENDS.items())
-    assert set(BACKENDS) == {"numpy", "cupy"}
-
-
-def test_a_worker_computes_with_cupy_where_that_is_in_use(monkeypatch):
-    monkeypatch.setattr(backends_cupy, "on_gpu", lambda: False)
-    assert worker_backend() is backend_named("numpy")
-    monkeypatch.setattr(backends_cupy, "on_gpu", lambda: True)
-    assert worker_backend() is backend_named("cupy")
 
 
 @pytest.mark.parametrize(

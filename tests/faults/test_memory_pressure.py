@@ -10,7 +10,7 @@ import dask
 import numpy as np
 import pytest
 from distributed import wait
-from distributed.spill import Slow, SpillBuffer
+from distributed.spill import SpillBuffer
 
 import dask_p2p
 from dask_p2p.config import options
@@ -18,7 +18,6 @@ from dask_p2p.errors import MemoryLimitError
 from dask_p2p.plugins import context
 from dask_p2p.plugins import storage as spilling
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.plugins.storage import is_mapped
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -131,15 +130,6 @@ def test_a_block_is_read_while_dask_brings_it_back(spilled):
                 assert block.tobytes() == expected(SHAPE).tobytes()
 
 
-def test_a_block_on_disk_stays_there_and_is_mapped(spilled, monkeypatch):
-    host, buffer = spilled
-    monkeypatch.setattr(Slow, "__getitem__", lambda slow, key: pytest.fail("it is read"))
-    for _ in range(5):
-        assert is_mapped(host.block("x"))
-    assert list(buffer.disk) == ["x"]
-    assert usage_of_worker(host)["from disk"] == 0, "a mapping costs nothing to make"
-
-
 def test_a_block_that_has_to_be_read_is_not_read_for_each_region(spilled, monkeypatch):
     """A block that Dask has compressed."""
     host, buffer = spilled
@@ -184,12 +174,6 @@ def test_of_blocks_on_disk_only_the_last_are_kept(spilled):
         np.testing.assert_array_equal(host.block(key), expected((10, 10)) + key)
         assert usage_of_worker(host)["from disk"] <= 2
     assert len(buffer.disk) == 6
-
-
-def test_a_block_that_is_nowhere(spilled):
-    host, _ = spilled
-    with pytest.raises(KeyError, match="y"):
-        host.block("y")
 
 
 @pytest.mark.slow

@@ -28,20 +28,6 @@ async def test_coroutines_are_kept_until_they_end():
     assert done == [True]
 
 
-async def test_errors_are_not_reported_to_the_loop():
-    background, reported = Background(), []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, of: reported.append(of))
-
-    async def fail():
-        raise OSError("the scheduler is gone")
-
-    background.start(fail())
-    while background._running:
-        await asyncio.sleep(0)
-    gc.collect()
-    assert not reported
-
-
 async def test_cancel():
     background, event = Background(), asyncio.Event()
     background.start(event.wait())

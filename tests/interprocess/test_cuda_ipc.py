@@ -163,15 +163,6 @@ def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
     mappings.close()
 
 
-def test_what_is_in_use_at_the_end_is_closed_when_it_is_released(runtime, mappings):
-    used, idle = acquire(mappings, "p", 0, "00"), acquire(mappings, "p", 1, "01")
-    mappings.release(idle)
-    mappings.close()
-    assert opened(runtime) == {"00"}
-    mappings.release(used)
-    assert opened(runtime) == set()
-
-
 def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, mappings, monkeypatch):
     now_s = iter(range(1000))
     monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: next(now_s)))

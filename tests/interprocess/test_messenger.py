@@ -47,22 +47,6 @@ def test_a_message_arrives_whole(pair, nbytes, receiver_first):
     np.testing.assert_array_equal(target, numbers(nbytes))
 
 
-def test_threads_that_send_and_receive_at_once(pair):
-    def exchange(number):
-        here, there = pair if number % 2 else pair[::-1]
-        for i in range(20):
-            tag = 1000 * number + i
-            target = np.zeros(100_000 + i, "u1")
-            received = here.receive(target, tag)
-            there.send(here.address, numbers(100_000 + i), tag).result(BOUND_S)
-            received.result(BOUND_S)
-            np.testing.assert_array_equal(target, numbers(100_000 + i))
-
-    with ThreadPoolExecutor(6) as threads:
-        list(threads.map(exchange, range(6)))
-    assert pair[0].under_way == pair[1].under_way == 0
-
-
 def test_a_message_that_nobody_takes(pair):
     here, there = pair
     large = numbers(2**22)
@@ -75,19 +59,6 @@ def test_a_message_that_nobody_takes(pair):
     there.send(here.address, large, 2).result(BOUND_S)
     received.result(BOUND_S)
     np.testing.assert_array_equal(target, large)
-
-
-def test_resting_and_going_on(pair):
-    here, there = pair
-    assert here.rest(0)
-    for tag in range(3):
-        received = here.receive(np.zeros(2**20, "u1"), tag)
-        assert not here.rest(0)
-        there.send(here.address, numbers(2**20), tag).result(BOUND_S)
-        received.result(BOUND_S)
-        assert not here.rest(60)
-        assert here.rest(0)
-        assert there.rest(0)
 
 
 def test_closing_ends_what_is_on_its_way():
@@ -107,27 +78,6 @@ def test_closing_ends_what_is_on_its_way():
     with pytest.raises(TransferError, match="the worker is closing"):
         messenger.send(messenger.address, np.zeros(10, "u1"), 1)
     messenger.close()
-
-
-def test_closing_stops_its_threads():
-    def used():
-        messenger = Messenger(None)
-        received = messenger.receive(np.zeros(10, "u1"), 1)
-        messenger.send(messenger.address, numbers(10), 1).result(BOUND_S)
-        received.result(BOUND_S)
-        return messenger
-
-    def threads():
-        return {*os.listdir("/proc/self/task")}
-
-    used().close()  # UCX has threads of its own, which it keeps
-    before = threads()  # perhaps with some of other tests, which end soon
-    messengers = [used() for _ in range(3)]
-    new = threads() - before  # threads of a cluster that other tests share may begin later
-    assert new
-    for messenger in messengers:
-        messenger.close()
-    wait_until(lambda: not threads() & new)
 
 
 @pytest.mark.parametrize("nbytes", [100, 2**20])

@@ -15,39 +15,32 @@ from dask_p2p.transports.rpc import check_reply, refuse
 BLOCK = "block 'x' of there"
 
 
+GONE = "block 'x' of there is no longer there"
+FAILED = "there could not send .*"
+
+
 @pytest.mark.parametrize(
-    ("raised", "error", "words"),
+    ("raised", "error", "words", "details"),
     [
-        (KeyError("x"), TransferError, "block 'x' of there is no longer there"),
-        (BlockMismatchError("of (2,)"), BlockMismatchError, r"of \(2,\) \(held by there\)"),
-        (UnsupportedArrayError("masked"), BlockMismatchError, "masked .*held by there"),
-        (MemoryError("1 GiB"), TransferError, "there could not send .*out of memory .*1 GiB"),
-        (RuntimeError("trouble"), TransferError, "there could not send .*RuntimeError: trouble"),
+        (KeyError("x"), TransferError, GONE, ("block", False)),
+        (MemoryError("1 GiB"), TransferError, FAILED + "out of memory .*1 GiB", ("route", False)),
+        (RuntimeError("trouble"), TransferError, FAILED + "RuntimeError: tr", ("route", False)),
+        (TransferError("late", is_silence=True), TransferError, FAILED, ("route", True)),
+        (TransferError("short", scope="region"), TransferError, "another", ("region", False)),
+        (BlockMismatchError("of (2,)"), BlockMismatchError, r"of \(2,\) \(held by there\)", None),
+        (UnsupportedArrayError("masked"), BlockMismatchError, "masked .*held by there", None),
     ],
-    ids=lambda value: type(value).__name__,
+    ids=str,
 )
-def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words):
+def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words, details):
+    """With the other reads that fail too."""
     reply = refuse(raised)
     assert all(type(said) is str for said in reply.values())
     with pytest.raises(error, match=words) as caught:
         check_reply(reply, "there", BLOCK)
     assert type(caught.value) is error
-
-
-@pytest.mark.parametrize(
-    ("raised", "scope", "is_silence"),
-    [
-        (KeyError("x"), "block", False),
-        (RuntimeError("trouble"), "route", False),
-        (TransferError("no message", is_silence=True), "route", True),
-        (TransferError("runs are short", scope="region"), "region", False),
-    ],
-    ids=str,
-)
-def test_the_reads_that_fail_with_a_block(raised, scope, is_silence):
-    with pytest.raises(TransferError) as caught:
-        check_reply(refuse(raised), "there", BLOCK)
-    assert (caught.value.scope, caught.value.is_silence) == (scope, is_silence)
+    if details is not None:
+        assert (caught.value.scope, caught.value.is_silence) == details
 
 
 def test_an_obstacle_goes_from_holder_to_reader():

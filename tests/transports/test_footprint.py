@@ -38,20 +38,6 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("numpy", "cupy")
 
 
-def test_defaults_are_not_cut():
-    chosen = options()
-    ipc = ipc_footprint(chosen)
-    assert (ipc.part_bytes, ipc.parts_in_flight) == (128 * MIB, 2), "while one slot is emptied"
-    assert ucx_footprint(chosen, "cupy").part_bytes == 256 * MIB
-    assert ucx_footprint(chosen, "numpy").part_bytes == 16 * MIB
-    pinned = PinnedTransport.footprint(chosen, "cupy")
-    assert (pinned.part_bytes, pinned.parts_in_flight) == (32 * MIB, 6)
-    assert comm_footprint(chosen, "cupy").part_bytes == 16 * MIB
-    assert comm_footprint(chosen, "numpy").part_bytes == 16 * MIB
-    cma = cma_footprint(chosen)
-    assert (cma.part_bytes, cma.parts_in_flight) == (MIB, 0), "one after another"
-
-
 @given(
     limit_bytes=st.integers(16 * KIB, 4 * GIB),
     part_bytes=st.integers(1, 8 * GIB),
@@ -108,25 +94,6 @@ def test_what_is_staged_is_not_more_than_what_comes():
     assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB + MIB
     assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
     assert packed_bytes(chosen, "numpy", 0, 1000) == 0
-
-
-def test_by_many_threads():
-    budget = ByteBudget(100)
-    seen_bytes = []
-
-    def work():
-        for _ in range(300):
-            for reserved in budget.reserve(10, 20) or ():
-                seen_bytes.append(budget.reserved_bytes)
-                reserved()
-
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert max(seen_bytes) <= 100
-    assert budget.reserved_bytes == 0
 
 
 def test_two_that_look_at_the_same_time():

@@ -9,15 +9,9 @@ from dask_p2p.transports.base import (
     PROBE_BYTES,
     Probes,
     check_probe,
-    is_probe,
     most_probe_bytes,
     probe_key,
 )
-
-
-@pytest.mark.parametrize("key", [("x", 0, 0), "x", ("x-1", "numpy", 7), None, 5])
-def test_other_keys(key):
-    assert not is_probe(key)
 
 
 def test_blocks_are_made_once_and_few_are_kept():

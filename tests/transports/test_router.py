@@ -102,17 +102,6 @@ def test_a_way_is_proved_once_for_each_holder_and_kind(router, ipc):
     assert ipc.forgotten == ["b"]
 
 
-def test_nothing_is_kept_of_workers_that_left(router):
-    for i in range(100):
-        route, _ = found(router, (f"worker {i}",))
-        router.record_failure(route, TransferError("why"), last=False)
-    routes(router, ("stays",))
-    for i in range(100):
-        router.on_worker_left(f"worker {i}")
-    assert set(router.proofs) == {("stays", "ipc", "cupy")}
-    assert router.failures == {}
-
-
 def test_a_worker_leaves_while_another_is_met(router):
     """What is learnt of one is noted just when what was learnt of the other is looked for."""
     meeting = threading.Thread(target=routes, args=(router, ("new",)))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from dask_p2p.backends.host import RepeatingTimer
 from dask_p2p.errors import DeviceLostError
 from tests.clock import Timers
-from tests.support import BOUND_S
 
 INTERVAL_S = 20.0
 
@@ -62,18 +59,3 @@ def test_a_lost_device_ends_it_quietly(timers):
     timer.start()
     timers.advance(5 * INTERVAL_S)
     assert called == [1]
-
-
-def test_a_thread_of_its_own_calls_it():
-    """A process that ends does not wait for that thread."""
-    threads, called = [], threading.Event()
-
-    def function():
-        threads.append(threading.current_thread())
-        called.set()
-        return False
-
-    RepeatingTimer(0.001, function).start()
-    assert called.wait(BOUND_S)
-    assert threads[0] is not threading.main_thread()
-    assert threads[0].daemon

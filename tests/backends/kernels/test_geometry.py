@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.backends.kernels.launch import MAX_WORD_BYTES, CopyAxis, reduce_copy
+from dask_p2p.backends.kernels.launch import CopyAxis, reduce_copy
 from tests.backends.support import boxes, permutations
 
 
@@ -72,12 +72,3 @@ def test_least_forms(shape, itemsize, src, dst, alignment, expected, word):
     least = reduce_copy(shape, itemsize, src, dst, alignment)
     assert least.axes == tuple(CopyAxis(*axis) for axis in expected)
     assert least.word_bytes == word
-
-
-def test_axes_reversed_in_both_arrays_are_turned_round():
-    least = reduce_copy((10,), 8, (-8,), (-8,), 0)
-    assert least == ((CopyAxis(10, 8, 8),), 8, -72, -72)
-
-
-def test_words_have_a_greatest_size():
-    assert reduce_copy((1 << 40,), 1, (1,), (1,)).word_bytes == MAX_WORD_BYTES

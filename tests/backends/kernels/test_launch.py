@@ -108,11 +108,6 @@ class TestTwoAxes:
         kind = "vector" if word == 16 else "tile"  # any row of words of 16 bytes is aligned
         assert used == [f"permute_{kind}_{word}"]
 
-    def test_few_rows_or_columns(self, word, flush, backwards):
-        for shape in [(2, 700), (3, 1001), (1001, 3), (15, 300), (300, 15), (5, 7)]:
-            used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
-            assert used == [f"permute_copy_{word}"]
-
 
 @needs_compiler
 @pytest.mark.parametrize(
@@ -132,13 +127,6 @@ class TestCells:
         dst = guarded_array("dst", (150, *cell[::-1]), itemsize, flush)
         word = itemsize & -itemsize
         assert check(src, dst, ..., (0, 2, 1)) == [f"permute_cells_{word}"]
-
-    def test_anywhere_within_16_bytes(self, itemsize, cell, flush):
-        for shift in (itemsize, 3 * itemsize):
-            src = guarded_array("src", (40, *cell), itemsize, flush, shift)
-            src.view("u1")[...] = random_bits((src.nbytes,), "u1").reshape(src.view("u1").shape)
-            dst = guarded_array("dst", (40, *cell[::-1]), itemsize, flush, shift)
-            assert "cells" in check(src, dst, ..., (0, 2, 1))[0]
 
     def test_no_cells_where_rows_are_longer(self, itemsize, cell, flush):
         src = random_bits((20, cell[0], cell[1] + 1), f"V{itemsize}")[..., :-1]
@@ -305,12 +293,3 @@ def test_offsets_have_64_bits():
     assert int(packed["k"]["dst_stride"]) * (columns - 1) > 1 << 37
     assert int(packed["src"]) == 0x7E00_0000_0000
     assert prod(launch.tiles) * prod(axis.extent for axis in launch.outer) == (1 << 12) ** 2
-
-
-def test_geometry_of_the_original_article():
-    """Slices of 1024 x 192 on four devices have tiles of 256 x 192; (192, 256) in NumPy's words."""
-    (vector,) = launches((192, 256), 4)
-    assert (vector.step[:2], vector.tiles, vector.grid) == ((64, 64), (4, 3), 12)
-    (plain,) = launches((192, 255), 4)
-    assert (plain.step[:2], plain.threads, plain.grid) == ((32, 32), (32, 8), 48)
-    assert launches((0, 5), 4) == []

@@ -41,36 +41,6 @@ def test_rates_are_bytes_by_time(gpu):
     gpu.check()
 
 
-def test_both_copies_are_under_way_at_once(gpu):
-    measured_host_link(None)
-    names = {what: stream.name for what, stream in HostStreams(None).streams.items()}
-    assert {timeline for timeline, *_ in gpu.copies} == {names["up"], names["down"]}
-    (_, up, _), (_, down, _) = gpu.copies[-2:]
-    assert up[names["down"]] < down[names["down"]], "it does not wait for the other"
-    assert down[names["up"]] < up[names["up"]]
-    assert [nbytes for *_, nbytes in gpu.copies] == [2 * BYTES] + 4 * REPEATS * [BYTES]
-
-
-def test_the_time_is_that_of_both(gpu, monkeypatch):
-    """The last event comes after all copies, and the first one before."""
-    measured = []
-
-    def elapsed(start, stop):
-        assert start.clock
-        assert all(gpu.clocks[HOST][other] >= tick for other, tick in stop.clock.items())
-        measured.append((dict(start.clock), dict(stop.clock), len(gpu.copies)))
-        return 1.0
-
-    monkeypatch.setattr(gpu.cupy.cuda, "get_elapsed_time", elapsed)
-    measured_host_link(None)
-    assert len(measured) == 3 * REPEATS
-    for number, (start, stop, count) in enumerate(measured):
-        copies = 2 if number >= 2 * REPEATS else 1
-        for timeline, clock, _ in gpu.copies[count - copies : count]:
-            assert start.get(timeline, 0) < clock[timeline] <= stop[timeline]
-            assert all(clock[other] >= tick for other, tick in start.items()), "it begins after"
-
-
 def test_memory_that_cannot_be_pinned_is_not_measured(gpu):
     gpu.can_pin = False
     said = []

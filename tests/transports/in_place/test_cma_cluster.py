@@ -16,7 +16,6 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
 from tests.support import own_client, persisted, result_of, spread, tls_client, used
 from tests.transports.loopback import wait_until
-from tests.transports.transposes import check_bits, check_objects
 from tests.usage import usage, usage_of_worker
 
 
@@ -24,12 +23,25 @@ from tests.usage import usage, usage_of_worker
     "dtype", ["f8", "?", "c16", "f2", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
 )
 def test_values_of_any_dtype(client, dtype):
+    x = np.zeros((300, 200), dtype)
+    x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
+    a = spread(client, da.from_array(x, chunks=(70, 150)))
     with dask.config.set({"p2p.transports.part-bytes": "5 kB"}):
-        check_bits(client, dtype, "cma")
+        y = persisted(client, dask_p2p.transpose(a))
+    got = y.compute()
+    assert got.dtype == x.dtype
+    assert got.tobytes() == x.T.tobytes()
+    assert used(client, y) == {"cma"}
 
 
 def test_objects_go_another_way_without_a_warning(client):
-    check_objects(client)
+    x = np.array([[1, "two"], [None, (4,)]] * 8, dtype=object)
+    a = spread(client, da.from_array(x, chunks=(4, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        y = persisted(client, dask_p2p.transpose(a))
+    assert y.compute().tolist() == x.T.tolist()
+    assert used(client, y) == {"comm"}
 
 
 def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
@@ -68,6 +80,7 @@ def forbid_reading(dask_worker):
     process_memory.read = refuse
 
 
+@pytest.mark.slow
 def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
     x = np.arange(480.0).reshape(40, 12)
     with (

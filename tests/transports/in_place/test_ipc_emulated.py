@@ -104,22 +104,6 @@ TOO_FAR = Obstacle("too-far", "too far apart", "Bring them together")
 class TestIpcEmulated(Conformance):
     is_eager = True
 
-    def test_what_is_published_need_not_be_asked_for(self, setup, block):
-        key, array = block
-        setup.serving.publish(setup.host.blocks)
-        self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert "p2p_ipc_publish" not in setup.host.calls
-        assert nothing_is_kept(setup, key)
-
-    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
-        key, array = block
-        remote = self.open(setup, key, array)
-        setup.drop(key)
-        assert len(setup.serving.directory) == 1, "it is being read"
-        remote.close()
-        setup.serving.directory.expire(60)
-        assert len(setup.serving.directory) == 0
-
     def test_a_holder_that_ended_while_it_was_read(self, setup, block):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
@@ -241,12 +225,6 @@ class TestIpcEmulated(Conformance):
         with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
             self.read(setup, key, array, ((0, 6), (0, 10)))
 
-    def test_what_is_not_as_declared_is_not_published(self, setup, block):
-        key, array = block
-        with pytest.raises(BlockMismatchError):
-            self.open(setup, key, array.T)
-        assert usage(setup.serving)["published"] == 0
-
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         go_on = threading.Event()
         loop.loop.call_soon_threadsafe(go_on.wait, 60)
@@ -264,9 +242,6 @@ class TestIpcEmulated(Conformance):
             TransferError, match="the descriptors of holder cannot be read: not yours"
         ):
             self.read(setup, key, array, ((0, 6), (0, 10)))
-
-    def test_numpy_blocks_are_not_for_ipc(self, setup):
-        assert setup.reader.obstacle("holder", "numpy", np.dtype("f8")).code == "other-kind"
 
     def test_a_holder_that_cannot_describe_itself_is_asked_again(self, setup):
         real = setup.host.handlers["p2p_ipc_peer"]

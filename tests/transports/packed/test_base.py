@@ -95,17 +95,6 @@ def serve(holder, loop, parts=PARTS, wait_s=60.0):
     return loop.run(packed()), target.packed
 
 
-def test_what_does_not_go_with_the_others_has_no_answer(holder, loop, monkeypatch):
-    """So the reader asks again for that, and what follows."""
-    holder.worker.blocks.update({number: np.full((4, 3), number) + 0.0 for number in range(3)})
-    monkeypatch.setattr(Memory, "takes", lambda target, block: block[0, 0] < 1)
-    answers, packed = serve(holder, loop)
-    assert answers == [{"status": "ok"}] * 2
-    np.testing.assert_array_equal(packed, np.zeros((2, 2, 3)))
-    assert holder.happened == ["begun", "begun", "packed", "sent", "closed"]
-    assert holder.packed.reserved_bytes == 0
-
-
 def test_where_nothing_can_be_packed_nothing_is_sent(holder, loop):
     answers, packed = serve(holder, loop)
     assert (answers, packed) == ([{"status": "missing"}] * 6, [])

@@ -107,17 +107,6 @@ class Pinned(PackedConformance):
             wait_until(lambda: setup.reader.segments[setup.kind].idle_bytes > 0)
         assert usage(setup.serving)["mapped"] == 1
 
-    def test_regions_stay_while_others_come(self, setup, block):
-        key, array = block
-        kept = []
-        for _ in range(10):
-            setup.host.blocks[key] = setup.host.blocks[key] + 1
-            remote = self.open(setup, key, array, WHOLE)
-            kept.append(remote.request().result(BOUND_S))
-            remote.close()
-        for i, region in enumerate(kept):
-            np.testing.assert_array_equal(setup.to_numpy(region), array + i + 1)
-
     def test_a_reader_that_left(self, setup, loop, block):
         key, array = block
         assert setup.reader.obstacle("holder", setup.kind, array.dtype) is None

@@ -236,27 +236,6 @@ class TestUcx(PackedConformance):
             np.testing.assert_array_equal(region.result(BOUND_S), array[slice(*rows)])
         remote.close()
 
-    def test_a_message_is_packed_while_those_before_are_sent(self, setup, monkeypatch):
-        array = np.arange(4 * 2**14).reshape(4, 2**14)  # rows that UCX does not send at once
-        setup.put("block", array)
-        packed, packing, result = [], Outgoing.pack, Message.result
-
-        def pack(target, *args):
-            packing(target, *args)
-            packed.append(target)
-
-        def wait(message, timeout_s):
-            wait_until(lambda: len(packed) >= 3)
-            result(message, timeout_s)
-
-        monkeypatch.setattr(Outgoing, "pack", pack)
-        monkeypatch.setattr(Message, "result", wait)
-        remote = self.rows(setup, "block", array, part_bytes=2**17)
-        requests = [remote.request(), remote.request()]
-        for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
-        remote.close()
-
     def test_a_message_is_packed_before_it_is_sent(self, setup, monkeypatch):
         """Copies of a GPU are queued; so that they take long here each is made when waited for.
 
