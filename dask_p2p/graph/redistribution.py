@@ -7,13 +7,14 @@ from math import prod
 from typing import Any
 
 import numpy as np
+from dask.array.core import Array as GraphArray
 from dask.array.core import new_da_object
 from dask.blockwise import Blockwise
 from dask.highlevelgraph import HighLevelGraph
 
 from dask_p2p.config import Options, checked_options
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import is_expression, planned_array
+from dask_p2p.graph.arrays import planned_array
 from dask_p2p.graph.libraries import rechunk_by_tasks
 from dask_p2p.plans import GridPlan, grouped, redistribution
 from dask_p2p.plugins.registration import cluster_size, register_if_possible
@@ -63,7 +64,7 @@ def _before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
 
     None if `x` is no lazy transpose, or an expression.
     """
-    if is_expression(x):
+    if not isinstance(x, GraphArray):
         return None
     layer = x.dask.layers.get(x.name)
     if not isinstance(layer, Blockwise) or layer.annotations or len(layer.indices) != 1:
@@ -77,15 +78,15 @@ def _before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 def _permutes(task: Any, axes: tuple[int, ...]) -> bool:
     """Return whether a task only permutes the axes of its block in this order."""
-    function, given = getattr(task, "func", None), getattr(task, "kwargs", {})
+    function, keywords = getattr(task, "func", None), getattr(task, "kwargs", {})
     if function is np.transpose:
-        return given == {"axes": axes}
-    if function is not np.swapaxes or given.keys() != {"axis1", "axis2"}:
+        return keywords == {"axes": axes}
+    if function is not np.swapaxes or keywords.keys() != {"axis1", "axis2"}:
         return False
-    swapped = [*range(len(axes))]
-    first, second = given["axis1"], given["axis2"]
-    swapped[first], swapped[second] = second, first
-    return axes == tuple(swapped)
+    order = [*range(len(axes))]
+    first, second = keywords["axis1"], keywords["axis2"]
+    order[first], order[second] = second, first
+    return axes == tuple(order)
 
 
 def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:

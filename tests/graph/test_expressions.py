@@ -65,27 +65,6 @@ def exchanges(y):
     return len({key[0] for key, task in graph.items() if isinstance(task, AssembleTask)})
 
 
-SLICES = {
-    "rows": np.s_[:10],
-    "columns": np.s_[:, 5:9],
-    "a row": np.s_[3],
-    "a column": np.s_[:, -1],
-    "backwards": np.s_[::-2, 3:],
-    "nothing": np.s_[4:4],
-    "one element": np.s_[7, 9],
-    "a list": np.s_[[3, 1, 5]],
-    "a new axis": np.s_[None, :3],
-}
-
-
-@pytest.mark.parametrize("index", SLICES.values(), ids=SLICES)
-def test_slices(index, x):
-    y = dask_p2p.transpose(x)
-    sliced = y[index]
-    np.testing.assert_array_equal(sliced.compute(scheduler="sync"), VALUES.T[index])
-    assert sliced.chunks == y.persist(scheduler="sync")[index].chunks
-
-
 def test_an_array_that_others_need_is_made_once(x):
     y = dask_p2p.transpose(x)
     total = y[:5].sum() + y.mean() + y.T.sum()
@@ -141,22 +120,6 @@ def test_an_optimiser_that_changes_chunks(operation, dask_array):
     wanted = np.lib.stride_tricks.sliding_window_view(values, 9, axis=0).mean(axis=-1)
     found = DOUBLED[operation](moving).compute(scheduler="sync")
     np.testing.assert_allclose(found, 2 * wanted)
-
-
-def test_estimates(x):
-    y = dask_p2p.fft.ifft2(dask_p2p.fft.fft2(x) * 2)
-    assert y.chunks == x.chunks
-    assert dask_p2p.fft.estimate(y, workers=3).exchanges == 2
-    assert dask_p2p.estimate(x, workers=2).input_bytes == VALUES.nbytes // 2
-    assert dask_p2p.estimate(dask_p2p.spmd(of_rank, x, ranks=1)).workers == 1
-    mapped = dask_p2p.map_on_gpu(doubled, x, part_bytes=800, fallback="numpy")
-    assert 0 < dask_p2p.estimate(mapped).total_bytes < VALUES.nbytes * 2
-
-
-def test_persisted_and_lazy_arrays_mix(x):
-    y = dask_p2p.transpose(x).persist(scheduler="sync")
-    both = dask_p2p.map_overlap(np.add, dask_p2p.transpose(y), x + 1, depth=1)
-    np.testing.assert_array_equal(both.compute(scheduler="sync"), 2 * VALUES + 1)
 
 
 def test_functions_that_dask_cannot_tokenize(x):

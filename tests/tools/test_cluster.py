@@ -16,7 +16,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, RegistrationError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
-from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, round_down, usable_gpus
+from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, usable_gpus
 from tests.support import output_of
 from tests.tools.unstarted import Unstarted, UnstartedCUDACluster
 
@@ -216,15 +216,6 @@ def test_usable_gpus(monkeypatch):
     assert usable_gpus() == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert usable_gpus() == []
-
-
-@pytest.mark.parametrize(
-    ("size_bytes", "rounded_bytes"),
-    [(0, 0), (1, 0), (2**21 - 1, 0), (2**21, 2**21), (42 * 2**30 + 256, 42 * 2**30)],
-)
-def test_pools_are_whole_granules(size_bytes, rounded_bytes):
-    assert round_down(size_bytes) == rounded_bytes
-    assert rounded_bytes % POOL_GRANULE_BYTES == 0
 
 
 @pytest.mark.gpu(2)
