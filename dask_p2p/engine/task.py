@@ -408,7 +408,6 @@ def _record(
         worker=address,
         array_shape=tuple(map(sum, chunks)),
         blocks=tuple(map(len, chunks)),
-        axes=assembly.plan.axes,
         wasted_bytes=sources.wasted_bytes,
         wanted_bytes=sources.wanted_bytes if is_running else None,
         stages=sources.progress() if is_running else tuple(sources.stages),

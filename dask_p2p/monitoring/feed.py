@@ -32,9 +32,8 @@ INTERVAL_S_PER_WORKER = 2e-3  # a request takes the scheduler a quarter of this 
 INTERVAL_S = 0.5
 #: Visible columns of the table of runs. It also has ``name`` and ``state``.
 TABLE = (
-    *("start", "operation", "shape", "dtype", "blocks", "axes", "progress", "moved", "least"),
+    *("start", "operation", "shape", "dtype", "blocks", "progress", "moved", "least"),
     *("longest task", "wall", "GB/s", "transports", "attempts", "fallbacks", "steps", "waited"),
-    "overlap",
 )
 
 _FORGET_S = 10.0  # maximum age of the records of running tasks

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import threading
 from bisect import bisect
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -76,7 +76,6 @@ class TaskRecord(NamedTuple):
 
     array_shape: tuple[float, ...] | None = ()  # shape of the whole output; None: unknown
     blocks: tuple[int, ...] = ()  # number of the whole output's blocks along each axis
-    axes: tuple[int, ...] = ()  # output axis i is input axis axes[i]
     wasted_bytes: int = 0  # bytes that arrived but had to be read again
 
     fallbacks: tuple[Fallback, ...] = ()
@@ -166,29 +165,6 @@ def unpacked(data: bytes) -> list[TaskRecord]:
     version, records = pickle.loads(data)
     check_version(version)
     return list(pickle.loads(records))
-
-
-def overlap(records: Iterable[TaskRecord]) -> float:
-    """Return the average number of concurrent activities: copies up, function and copies down.
-
-    The average is over the time that a worker spent on blocks. The result is the minimum over
-    workers; 0 if no block went through a GPU in parts.
-    """
-    by_worker: defaultdict[str, list[TaskRecord]] = defaultdict(list)
-    for record in sorted(records, key=lambda record: record.start_s):
-        if record.parts:
-            by_worker[record.worker].append(record)
-    return min(map(_overlap_of_one, by_worker.values()), default=0.0)
-
-
-def _overlap_of_one(records: Iterable[TaskRecord]) -> float:
-    """Return the overlap of one worker's blocks, sorted by their start."""
-    done_s = spent_s = until_s = 0.0
-    for record in records:
-        done_s += record.up_s + record.function_s + record.down_s
-        spent_s += max(0.0, record.stop_s - max(record.start_s, until_s))
-        until_s = max(until_s, record.stop_s)
-    return done_s / spent_s if spent_s else 0.0
 
 
 class RecordLog:

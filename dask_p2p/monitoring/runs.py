@@ -14,14 +14,14 @@ from dask.utils import format_bytes
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
-from dask_p2p.monitoring.records import RECORDS_OP, TaskRecord, overlap, unpacked
+from dask_p2p.monitoring.records import RECORDS_OP, TaskRecord, unpacked
 from dask_p2p.types import AsynchronousClient, Client
 
 # Fields of `Run.summary`, in the order of the columns.
 _FIGURES = (
-    *("operation", "name", "state", "shape", "dtype", "blocks", "axes"),
+    *("operation", "name", "state", "shape", "dtype", "blocks"),
     *("moved_bytes", "least_bytes", "start_s", "longest_task_s", "wall_s", "gbs", "transports"),
-    *("attempts", "steps", "all_steps", "steps_per_s", "waited_share", "overlap"),
+    *("attempts", "steps", "all_steps", "steps_per_s", "waited_share"),
 )
 
 
@@ -86,11 +86,6 @@ class Run:
         For `iterate` and `spmd`, number of ranks.
         """
         return self.records[0].blocks
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """Output axis ``i`` is input axis ``axes[i]``."""
-        return self.records[0].axes
 
     @cached_property
     def pairs(self) -> dict[tuple[str, str, str], int]:
@@ -174,11 +169,6 @@ class Run:
     def waited_share(self) -> float:
         """Largest fraction of a rank's time that it waited for others: 0 to 1."""
         return max((record.waited_share for record in self.latest), default=0.0)
-
-    @property
-    def overlap(self) -> float:
-        """Average number of concurrent copies up, function calls and copies down (`map_on_gpu`)."""
-        return overlap(self.made)
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -291,7 +281,7 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
     RunTable or awaitable
         The runs, the newest first; an awaitable if the client is asynchronous. Empty for a cluster
         without the plugins. Each `Run` has ``operation``, ``shape``, ``dtype``, ``blocks``,
-        ``axes``, ``state``, ``moved_bytes``, ``least_bytes``, ``longest_task_s``, ``wall_s``,
+        ``state``, ``moved_bytes``, ``least_bytes``, ``longest_task_s``, ``wall_s``,
         ``gbs``, ``pairs``, ``transports``, ``attempts``, ``failures`` and ``fallbacks``. A run of
         `iterate` or `spmd` also has ``steps``, ``steps_per_s`` and ``waited_share``. `RunTable` has
         ``to_pandas()``.
@@ -342,7 +332,6 @@ def cells(run: Run) -> dict[str, str]:
         "shape": "" if run.shape is None else " x ".join(map(str, run.shape)) or "one value",
         "dtype": run.dtype,
         "blocks": f"{blocks} ranks" if is_section else f"{len(run.made)} of {blocks}",
-        "axes": "" if is_section else ",".join(map(str, run.axes)),
         "moved": format_bytes(run.moved_bytes),
         "least": "" if is_section else format_bytes(run.least_bytes),
         "longest task": "" if is_section else format_duration(run.longest_task_s),
@@ -353,7 +342,6 @@ def cells(run: Run) -> dict[str, str]:
         "fallbacks": str(len(run.fallbacks)),
         "steps": _steps(run),
         "waited": _waited(run) if is_section else "",
-        "overlap": f"{run.overlap:.2f}" if run.overlap else "",
     }
 
 

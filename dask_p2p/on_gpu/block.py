@@ -241,7 +241,6 @@ class GpuMapBlock:
             nbytes=prod(shape) * self.of.dtype.itemsize,
             array_shape=tuple(map(sum, chunks)),
             blocks=tuple(map(len, chunks)),
-            axes=tuple(range(len(chunks))),
             wanted_bytes=0 if is_running else None,
             parts=len(self.plan.parts),
             up_bytes=copied.up_bytes,

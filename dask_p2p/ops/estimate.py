@@ -127,8 +127,8 @@ def estimate(
     --------
     >>> import dask.array as da
     >>> x = da.ones((4000, 1000), chunks=(1000, 1000))
-    >>> found = estimate(x, workers=4)
-    >>> found.input_bytes, found.output_bytes
+    >>> need = estimate(x, workers=4)
+    >>> need.input_bytes, need.output_bytes
     (8000000, 8000000)
     """
     if axes is None and chunks is None and (mapped := _mapped(x)) is not None:
@@ -140,8 +140,8 @@ def estimate(
                 f"expected no workers=, since the ranks of this array are already chosen, got "
                 f"{workers!r}. Pass ranks= to iterate or spmd."
             )
-        found: MemoryEstimate = section.estimate()
-        return found
+        of_rank: MemoryEstimate = section.estimate()
+        return of_rank
     order, after = checked_transpose(x, axes, chunks)
     options = checked_options()
     cluster = cluster_size() if workers is None else (workers, 1)
@@ -228,9 +228,9 @@ def _section(x: Any) -> Any:
         layer = layer_of(x)  # None if x is already computed
         return None if layer is None else layer.work.body
     graph = x.__dask_graph__()
-    made = graph[(x.name, *[0] * x.ndim)]
-    ranks = (graph[key] for key in getattr(made, "dependencies", ()))  # none of a future
-    return next((each.body for each in ranks if isinstance(each, RankTask)), None)
+    output = graph[(x.name, *[0] * x.ndim)]
+    ranks = (graph[key] for key in getattr(output, "dependencies", ()))  # none of a future
+    return next((task.body for task in ranks if isinstance(task, RankTask)), None)
 
 
 def _mapped(x: Any) -> Any:

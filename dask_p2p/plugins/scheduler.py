@@ -116,8 +116,8 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self.feed.close()
         prometheus.unregister(self.scheduler)
         self._background.cancel()
-        for each in self._set_ups.values():
-            each.task.cancel()
+        for set_up in self._set_ups.values():
+            set_up.task.cancel()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
         """Install the plugin on a worker that joins."""
@@ -169,7 +169,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         if finish == "memory" and _is_idle(self.scheduler.workers.get(kwargs.get("worker"))):
             task = self.scheduler.tasks[key]
             if task.who_wants and _is_near_ours(task):
-                clients = (each.client_key for each in task.who_wants)
+                clients = (client.client_key for client in task.who_wants)
                 self._at_once.send(*map(self.scheduler.client_comms.get, clients))
 
     @answering
@@ -182,11 +182,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._set_up_all()
         began_s = time.monotonic() - tuning.current.worker_answer_s
         waiting = [
-            asyncio.wait([each.task], timeout=max(0.0, each.since_s - began_s))
-            for each in self._set_ups.values()
+            asyncio.wait([set_up.task], timeout=max(0.0, set_up.since_s - began_s))
+            for set_up in self._set_ups.values()
         ]
         await asyncio.gather(*waiting)
-        silent = [worker for worker, each in self._set_ups.items() if not each.task.done()]
+        silent = [worker for worker, set_up in self._set_ups.items() if not set_up.task.done()]
         ready = set(self._set_ups) - {*silent, *self._failed}
         self._background.start(self._probe_peers(sorted(ready)))
         return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
@@ -263,8 +263,8 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             return []
         return [
             worker
-            for worker, each in self._set_ups.items()
-            if each.task.done() and worker not in self._failed
+            for worker, set_up in self._set_ups.items()
+            if set_up.task.done() and worker not in self._failed
         ]
 
     def _tasks(self, name: str) -> Tasks:

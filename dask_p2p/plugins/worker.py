@@ -92,10 +92,10 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         try:
             check_dask()
             keep_small_buffers()
-            self.options = own = self.options or options()
+            self.options = chosen = self.options or options()
             self._worker = worker
-            self._context = context = DaskWorkerContext(worker, own)
-            self._transports = context.router.transports = make_transports(context, own)
+            self._context = context = DaskWorkerContext(worker, chosen)
+            self._transports = context.router.transports = make_transports(context, chosen)
         except BaseException:
             worker.plugins.pop(self.name, None)  # Dask keeps plugins that failed
             raise
@@ -140,7 +140,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         return sum(transport.directory.leased_bytes for transport in self._in_place())
 
     def _in_place(self) -> list[SameHostTransport]:
-        return [each for each in self._transports.values() if isinstance(each, SameHostTransport)]
+        transports = self._transports.values()
+        return [transport for transport in transports if isinstance(transport, SameHostTransport)]
 
     def figures(self) -> Values:
         """Return the worker's counters, and gauges of memory and ranks."""
@@ -152,13 +153,13 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             + self._context.outputs.idle_bytes
             + self._context.pinned.idle_bytes,
         }
-        ranks = [each for each in self._context.under_way() if each.attempt]
+        ranks = [record for record in self._context.under_way() if record.attempt]
         gauges: Values = {
             "leased_bytes": {"": self.leased_bytes},
             "pinned_bytes": {"": self._context.pinned.pinned_bytes},
             "staging_bytes": {**staging_bytes},
             "ranks": {"": len(ranks)},
-            "ranks_steps_per_second": {"": sum(each.steps_per_s for each in ranks)},
+            "ranks_steps_per_second": {"": sum(rank.steps_per_s for rank in ranks)},
         }
         return {**self._context.counters.values(), **gauges}
 
@@ -214,8 +215,8 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             for key in message["who_has"].keys() & task.blocks.dependencies:
                 holders = message["who_has"][key]
                 context.on_workers_named(holders)
-                own = {address} if context.holds(key) else set()
-                if holders := own | ({*holders} - {address}):
+                local = {address} if context.holds(key) else set()
+                if holders := local | ({*holders} - {address}):
                     references[key] = BlockRef(key, tuple(sorted(holders)))
             if references:
                 message["run_spec"] = task.substitute(references)
@@ -245,5 +246,5 @@ async def probe_peers(addresses: list[str], dask_worker: Worker) -> None:
     """
     context, backend = plugin_context(dask_worker), worker_backend()
     if isinstance(context, DaskWorkerContext) and backend.on_device:
-        others = stage_order(addresses, context.address)
-        await asyncio.to_thread(context.probe_peers, others, backend.name)
+        peers = stage_order(addresses, context.address)
+        await asyncio.to_thread(context.probe_peers, peers, backend.name)

@@ -111,10 +111,10 @@ class Report:
     workers : list of dict
         The state of each worker: its ``address``, ``host``, the ``kind`` of the measured blocks and
         the ``versions`` of packages. With a GPU also its name, ``gpu``, whether it is a MIG
-        instance, ``mig``, RMM's ``memory_resource`` and ``pool_bytes``, ``cupy_uses_rmm``, the
-        nominal rate of its NVLinks in one direction, ``link_gbs``, and the measured rates of copies
-        to it, from it and in both directions, ``host_link``. ``cannot_pin`` is the reason why no
-        host memory could be pinned for them. Rates are in 1e9 bytes per second.
+        instance, ``mig``, and RMM's ``memory_resource``, ``pool_bytes`` and ``cupy_uses_rmm``.
+        ``link_gbs`` is the nominal rate of its NVLinks in one direction. ``host_link`` has the
+        measured rates of copies to it, from it and in both directions. ``cannot_pin`` is the reason
+        why no host memory could be pinned for them. Rates are in 1e9 bytes per second.
     links : list of Link
         Measurement of each ordered pair of workers.
     problems : list of Problem
@@ -355,8 +355,8 @@ async def _host_link(dask_worker: Any) -> dict[str, Any]:
             return worker_backend().host_link(lambda problem, cause: causes.append(cause))
         return None
 
-    found = await asyncio.to_thread(measured)
-    return {"host_link": found, "cannot_pin": next(iter(causes), None)}
+    rates = await asyncio.to_thread(measured)
+    return {"host_link": rates, "cannot_pin": next(iter(causes), None)}
 
 
 async def _measure_from(
@@ -432,8 +432,8 @@ class _WorkerPair:
         """Read a probe block as a task would; return the block, and its transport."""
         key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
         name, index = key[0], key[1:]  # as for a block of an array with this name
-        shape, whole = (self.nbytes,), ((0, self.nbytes),)
-        plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, whole, whole),))
+        shape, box = (self.nbytes,), ((0, self.nbytes),)
+        plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, box, box),))
         output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)
         assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
         block = assembly.run()

@@ -32,20 +32,8 @@ def test_a_later_attempt_that_went_on_at_a_checkpoint():
     assert cells(run)["steps"] == "8 of 10, mean 3/s, attempt 2"
 
 
-def test_how_much_copies_and_the_function_overlapped():
-    times = {"parts": 3, "up_s": 0.75, "function_s": 0.25, "down_s": 0.5}
-    run = Run((record(0, **times), record(1, stop_s=2.0, **times), record(1, 3.0, error="no")))
-    assert run.overlap == 1.5, "both blocks in two seconds: one begins before the other ends"
-    other = record(2, stop_s=2.0, worker="tcp://b", **times)
-    run = Run((*run.records, other))
-    assert (run.overlap, cells(run)["overlap"]) == (0.75, "0.75"), "of the other worker"
-    assert run.summary()["overlap"] == 0.75
-    apart = record(0, **times), record(1, start_s=5.0, stop_s=6.0, **times)
-    assert Run(apart).overlap == 1.5, "while nothing is in hand no time is counted"
-
-
 def test_empty_columns_are_left_out():
     transpose, of_ranks = Run((record(0),)), Run((rank_record(0, step=1),))
-    assert [cells(transpose)[name] for name in ("steps", "waited", "overlap")] == [""] * 3
+    assert [cells(transpose)[name] for name in ("steps", "waited")] == [""] * 2
     assert "waited" not in repr(RunTable([transpose]))
     assert "waited" in repr(RunTable([transpose, of_ranks]))

@@ -338,7 +338,6 @@ class Watch:
             nbytes=nbytes,
             array_shape=self.shape,
             blocks=ranks.grid,
-            axes=tuple(range(len(ranks.grid))),
             step=progress.step,
             steps=progress.steps,
             first_step=progress.first,

@@ -235,7 +235,6 @@ def test_no_column_is_cut_off_and_none_is_empty(client, driver, page):
         wait_until(is_whole, 60, lambda: driver.execute_script(CUT))
         texts, _ = driver.execute_script(CUT)
         assert "fallbacks" not in texts
-        assert "overlap" not in texts
     finally:
         driver.set_window_size(1400, 900)
 
