@@ -97,10 +97,11 @@ def equal(got, expected):
     assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
+_SLOW = [], [pytest.mark.slow]
 SEEDS = pytest.mark.parametrize(
     "seed",
     [
-        pytest.param(seed, marks=[pytest.mark.long] if seed >= RUNS_BY_DEFAULT else [])
+        pytest.param(seed, marks=[pytest.mark.long] if seed >= RUNS_BY_DEFAULT else _SLOW[seed > 0])
         for seed in range(RUNS)
     ],
 )

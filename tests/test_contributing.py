@@ -44,6 +44,7 @@ def test_the_operation(example, shift, axis):
         np.testing.assert_array_equal(y.compute(scheduler="sync"), np.roll(x, shift, axis))
 
 
+@pytest.mark.programs
 def test_the_transport(example, tmp_path):
     """In a process of its own: pytest imports what it runs, and would keep it."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import loop\n")
