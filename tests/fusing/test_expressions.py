@@ -44,7 +44,7 @@ def da(dask_array, monkeypatch):
 
 
 @pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils]))
-@pytest.mark.parametrize("mode", ["on", "auto"])
+@pytest.mark.parametrize("mode", mostly_slow(["on", "auto"], ["on"]))
 def test_values_are_those_without_the_option(client, da, program, mode, gangs):
     check_values(client, program, mode)
     if mode == "on" or program is stencils:

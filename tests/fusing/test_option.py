@@ -17,6 +17,7 @@ from tests.fusing.programs import (
     PROGRAMS,
     array,
     check_values,
+    of_functions,
     rechunks,
     rechunks_of_dask,
     same_bits,
@@ -30,7 +31,7 @@ from tests.support import BOUND_S, mostly_slow, output_of
 CLUSTER = {"n_workers": 2}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils, solver, of_functions]))
 @pytest.mark.parametrize("mode", mostly_slow(["on", "auto"], ["on"]))
 def test_values_are_those_without_the_option(client, program, mode, gangs):
     check_values(client, program, mode)
@@ -100,7 +101,7 @@ def test_an_exception_arrives_as_itself(client):
     nothing_is_left(client)
 
 
-@pytest.mark.parametrize("mode", ["auto", "on"])
+@pytest.mark.parametrize("mode", mostly_slow(["auto", "on"], ["on"]))
 def test_other_schedulers_and_optimize(client, mode, tmp_path):
     x = array()
     y = stencils(x)

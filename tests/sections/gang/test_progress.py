@@ -61,18 +61,6 @@ def test_a_run_of_ranks(client, x):
     assert (row["steps"], row["waited_share"]) == (50, run.waited_share)
 
 
-def test_a_function_that_raises(client, x):
-    def fails(u, out):
-        raise ArithmeticError("on purpose")
-
-    y = client.persist(iterate(fails, x, 1, 5, ranks=2))
-    wait(y)
-    run = last_runs(client, n=1)[0]
-    assert run.made == ()
-    assert any("on purpose" in why for why in run.failures)
-    assert (run.steps, run.latest[0].attempt) == (0, 1)
-
-
 async def _look(dask_scheduler):
     """Return the newest row of the page's table, as a browser would get it."""
     feed = dask_scheduler.plugins[PLUGIN_NAME].feed

@@ -211,24 +211,6 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
     gpu.check()
 
 
-@pytest.mark.parametrize(("part_bytes", "rows"), [(0, [10, 10]), (640, [4, 4, 2, 4, 4, 1, 1])])
-def test_regions_come_in_parts_of_which_the_last_are_small(gpu, monkeypatch, part_bytes, rows):
-    """Regions of two other ranks, ten rows each. No copy overlaps the last part."""
-    tune(monkeypatch, last_part_bytes=160)
-    found, original = {}, DeviceQueue.prefetch
-
-    def noted(queue, src, slot_bytes):
-        found.setdefault(queue, []).append((src.shape, slot_bytes))
-        return original(queue, src, slot_bytes)
-
-    def to_columns(ctx, own):
-        ctx.redistribute(filled(gpu, np.ones((10, 60))), (1,), (0,), shape=(30, 60))
-
-    monkeypatch.setattr(DeviceQueue, "prefetch", noted)
-    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), to_columns, part_bytes)
-    assert [*found.values()] == [[((count, 20), part_bytes) for count in rows]] * 3
-
-
 # --- memory that cannot be read goes through the host
 
 OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]

@@ -36,8 +36,10 @@ def frames_of(path):
 REGIONS = [np.s_[::2], np.s_[3:21, ::5], np.s_[1:, -7:-1], np.s_[9:10, :], np.s_[5::7, 2:]]
 
 
-@pytest.mark.parametrize("chunks", [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)])
-@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize(
+    ("region", "chunks"),
+    [*zip(REGIONS, [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)] * 2, strict=False)],
+)
 def test_regions(client, tmp_path, region, chunks):
     save = Save(tmp_path, 2, region=region)
     dask.compute(iterate(react, fields(chunks), 1, 7, save=save, ranks=4))
