@@ -17,9 +17,8 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import FUSABLE, AssembleTask, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
-from dask_p2p.graph.arrays import is_expression, layer_of
+from dask_p2p.graph.arrays import is_expression, layer_of, plan_redistribution
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.graph.redistribution import plan_redistribution
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.rechunk import checked_transpose

@@ -11,8 +11,8 @@ from dask.array.core import broadcast_dimensions, common_blockdim
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
+from dask_p2p.graph.arrays import redistributed
 from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
-from dask_p2p.graph.redistribution import redistributed
 from dask_p2p.ops.arguments import (
     check_array,
     check_known_array,

@@ -18,9 +18,14 @@ from dask_p2p.config import checked_options
 from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, where_is
 from dask_p2p.engine.task import AssembleTask, current_worker
 from dask_p2p.geometry import Chunks, Index
-from dask_p2p.graph.arrays import Epilogue, PlannedLayer, is_expression, planned_array
+from dask_p2p.graph.arrays import (
+    Epilogue,
+    PlannedLayer,
+    is_expression,
+    plan_redistribution,
+    planned_array,
+)
 from dask_p2p.graph.libraries import rechunk_by_tasks
-from dask_p2p.graph.redistribution import plan_redistribution
 from dask_p2p.plans.fft import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, DaskArray, DType

@@ -27,9 +27,8 @@ from dask.utils import parse_bytes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.geometry import Chunks, Index, split_evenly
-from dask_p2p.graph.arrays import Epilogue
+from dask_p2p.graph.arrays import Epilogue, redistributed
 from dask_p2p.graph.libraries import functions_of
-from dask_p2p.graph.redistribution import redistributed
 from dask_p2p.ops.fft.local import INVERSE, LocalTransform, assembled
 from dask_p2p.plans.fft import FftStage
 from dask_p2p.types import Array, DaskArray, DType

@@ -16,9 +16,8 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Epilogue, planned_array
+from dask_p2p.graph.arrays import Epilogue, planned_array, redistributed
 from dask_p2p.graph.libraries import functions_of, is_dask_array, with_fixed_blocks
-from dask_p2p.graph.redistribution import redistributed
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import (
     check_array,
