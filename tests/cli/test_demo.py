@@ -100,12 +100,6 @@ def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
         assert [way for _, methods in found for way in methods] == ["dask_p2p", "dask tasks"]
 
 
-def test_each_way_has_a_cluster_of_its_own():
-    """Otherwise the first run of the first way would also start the cluster's threads."""
-    found = command.methods(on_gpus=False)
-    assert [[*methods] for _, methods in found] == [["dask_p2p"], ["dask tasks"], ["dask p2p"]]
-
-
 @pytest.mark.parametrize(
     ("args", "words"),
     [

@@ -161,20 +161,6 @@ def test_a_block_that_was_lost_and_made_again_counts_once():
     assert (run.least_bytes, run.moved_bytes) == (30, 130)
 
 
-def test_what_is_under_way_is_not_made():
-    stages = (Stage("b", "cma", 100),)
-    run, older = runs_of(
-        [
-            record(0, 1.0, stages),
-            record(0, 3.0, stages, wanted_bytes=300, run=1),
-            record(1, 3.0, run=1),
-        ]
-    )
-    assert [r.start_s for r in older.records] == [1.0]
-    assert ([r.key[1] for r in run.made], [r.key[1] for r in run.under_way]) == ([1], [0])
-    assert (run.least_bytes, run.moved_bytes, run.failures) == (0, 100, ())
-
-
 AGAIN = record(0, 3.0, run=1)  # in another run
 
 

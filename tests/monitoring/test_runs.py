@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from itertools import pairwise
 
 import dask.array as da
 import numpy as np
@@ -28,15 +27,6 @@ def runs_of_array(client, y):
 def block(client, y, row):
     """A future of one block alone."""
     return client.get(y.__dask_graph__(), (y.name, row, 0), sync=False)
-
-
-def test_all_of_it_again(client):
-    y = dask_p2p.transpose(spread(client, da.from_array(X, chunks=(16, 64))))
-    for _ in range(3):
-        client.compute(y).result()
-    runs = runs_of_array(client, y)
-    assert [(run.attempts, len(run.made)) for run in runs] == [(4, 4)] * 3
-    assert all(new.start_s > old.stop_s for new, old in pairwise(runs))
 
 
 def test_what_is_missing_of_it_later(client):
@@ -103,23 +93,6 @@ def test_what_a_killed_worker_had_made_is_made_again_in_the_same_run():
 
 def made(client, y):
     return [record for run in runs_of_array(client, y) for record in run.records if record.is_made]
-
-
-def test_starts():
-    """Numbers count all tasks that the scheduler sends; those of records may come in any order."""
-    starts = RunLog()
-    for number in (5, 6):
-        starts.sent(NAME, number)
-    assert starts.is_open(NAME)
-    starts.end(NAME)
-    assert not starts.is_open(NAME)
-    starts.sent("other", 7)
-    starts.sent(NAME, 8)
-    given = [record(0, run=number) for number in (9, 6, 8, 5, 4)]
-    once = starts.assigned(given)
-    assert [r.run for r in once] == [8, 5, 8, 5, 0]
-    assert [r._replace(run=0) for r in once] == [r._replace(run=0) for r in given]
-    assert [r.run for r in starts.assigned(once)] == [8, 5, 8, 5, 0], "twice changes nothing"
 
 
 def test_starts_are_bounded(monkeypatch):
