@@ -18,10 +18,10 @@ Ownership
     Without `in_place` the reader owns the array, and drops it after use.
 Failure
     `BlockMismatchError` if a block differs from its declaration; `TransferError` for all other
-    failures. The `scope` of such an error is the set of reads that fail with it: "block" if the
-    holder lacks the block, "holder" if it is silent, "region" if another transport suits the block
-    better. Messages do not name the transport: callers do. A block's failure does not affect other
-    blocks of its holder. Transports do not deliver wrong data knowingly.
+    failures. The `scope` of such an error is the set of reads that fail with it. It is "block" if
+    the holder lacks the block, "holder" if it is silent, and "region" if another transport suits
+    the block better. Messages do not name the transport: callers do. A block's failure does not
+    affect other blocks of its holder. Transports do not deliver wrong data knowingly.
 Threads
     Several task threads use `read` and `Reading` objects concurrently. Handlers run on the worker's
     event loop and never block it.
