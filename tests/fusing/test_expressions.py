@@ -117,6 +117,16 @@ def test_auto_leaves_small_programs_to_dask(client, da, gangs):
     assert not gangs
 
 
+def test_reads_of_files_stay_with_dask(client, da, tmp_path):
+    zarr = pytest.importorskip("zarr")
+    values = np.random.default_rng(0).normal(size=(48, 48))
+    stored = zarr.create_array(str(tmp_path / "x.zarr"), shape=(48, 48), chunks=(6, 48), dtype="f8")
+    stored[:] = values
+    y = dask_p2p.fused(stencils(da.from_zarr(stored)))
+    assert sum(str(key[0]).startswith("from-zarr") for key in y.__dask_graph__()) == 8
+    assert same_bits(y.compute(), stencils(da.from_array(values, chunks=(6, 48))).compute())
+
+
 def test_writes_stay_with_dask(client, da, tmp_path, gangs):
     zarr = pytest.importorskip("zarr")
     y = stencils(array())

@@ -14,7 +14,6 @@ from distributed import Client, LocalCluster, get_worker, wait
 import dask_p2p
 from dask_p2p.errors import MemoryLimitError
 from tests.sections.support import nothing_is_left
-from tests.support import mostly_slow
 
 LIMIT_BYTES = 2**28  # ranks may take 5 % of it: Dask's own processes have the others
 
@@ -77,9 +76,7 @@ def no_rank_is_known(dask_scheduler):
     return not [key for key in dask_scheduler.tasks if "p2p-fused-ranks" in str(key)]
 
 
-@pytest.mark.parametrize(
-    "program", mostly_slow([larger_than_declared, larger_inputs], [larger_than_declared])
-)
+@pytest.mark.parametrize("program", [larger_than_declared, larger_inputs])
 def test_dask_computes_graphs_of_larger_blocks(small_workers, program, caplog):
     client, x = small_workers, source()
     expected = program(x).compute(scheduler="sync")

@@ -143,16 +143,6 @@ def test_different_calls_are_an_error(call):
         run(2, call)
 
 
-@pytest.mark.parametrize("root", [1, -1, "a", 0.5, True, None])
-def test_roots_are_ranks(root):
-    def rooted(ctx):
-        for call in (ctx.bcast, ctx.gather, ctx.reduce, ctx.scatter):
-            with pytest.raises(InputError, match="root: expected a rank below 1, got"):
-                call([1], root=root)
-
-    run(1, rooted)
-
-
 SETTINGS = {"name": "run-1", "tags": ["a", "b"], "debug": None}
 
 

@@ -100,6 +100,15 @@ def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descripto
     assert calls == []
 
 
+def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
+    memory = PeerMemory(Gpu(), descriptor)
+    memory.mapped(handle(1, 5000), 100)
+    memory.close()
+    assert calls == ["01"], "the next section need not map it"
+    other.kill()
+    wait_until(lambda: calls == ["01", "closed"])
+
+
 @pytest.mark.parametrize("which", ["stream", "copies", "queue"])
 def test_memory_that_the_gpu_still_reads_is_closed_after_that(
     monkeypatch, calls, descriptor, other, which
