@@ -221,6 +221,7 @@ def _replace_all() -> None:
     if not is_expression:  # there Dask has no function of these
         _replace_stores(da, import_module("dask.array.core"))
         _watched.append(when_imported("xarray", _replace_writers))
+    _watched.append(when_imported("dask_array", _replace_package_stores))
     if is_expression:
         from dask.array._array_expr._expr import ArrayExpr  # private
 
@@ -247,6 +248,13 @@ def _replace_writers(package: Any) -> None:
             return
         for owner in (package.Dataset, package.DataArray):
             _replace(owner, "to_zarr", zarr_stores.xarray_to_zarr, calls_original=True)
+
+
+def _replace_package_stores(package: Any) -> None:
+    """Replace public functions of the package `dask_array`, which xarray calls too."""
+    with LOCK:
+        if _replaced:  # not uninstalled by another thread
+            _replace_stores(package, package.io)
 
 
 def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:

@@ -18,14 +18,13 @@ from threading import RLock
 from typing import Any
 from weakref import WeakSet
 
-import dask.array as da
 from dask import config
 from dask.array.core import normalize_chunks
 from dask.array.slicing import normalize_index
 
 from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.geometry import Chunks, block_bounds
-from dask_p2p.graph.libraries import rechunk_by_tasks
+from dask_p2p.graph.libraries import functions_of, is_dask_array, rechunk_by_tasks
 from dask_p2p.ops.arguments import check_chunks_are_known, has_unknown_chunks
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plugins.registration import connection_of, current_client
@@ -46,12 +45,12 @@ def store(
     If two arrays write to one unit, or a region is not made of slices, tasks write in turn.
     Raises `InputError` if chunk sizes of an array for Zarr are unknown.
     """
-    is_one = _is_of_dask(sources)
+    is_one = is_dask_array(sources)
     arrays, stores = ([sources], [targets]) if is_one else ([*sources], [*targets])
     is_shared = isinstance(regions, tuple) or regions is None
     selections = [*repeat(regions, len(arrays))] if is_shared else [*regions]
     are_pairs = len(arrays) == len(stores) == len(selections)
-    if are_pairs and all(map(_is_of_dask, arrays)) and any(map(is_zarr_array, stores)):
+    if are_pairs and all(map(is_dask_array, arrays)) and any(map(is_zarr_array, stores)):
         areas = [*map(_area, arrays, stores, selections)]
         arrays = [*map(_aligned, arrays, stores, areas)]
         if not _is_cluster_lock(lock) and _share_units(stores, areas):
@@ -68,7 +67,7 @@ def to_zarr(original: Callable[..., Any], arr: Any, url: Any, *args: Any, **kwar
     Dask itself would first rechunk by tasks: for an existing array to blocks of another size, and
     blocks of several sizes to the largest one.
     """
-    if not _is_of_dask(arr) or has_unknown_chunks(arr):
+    if not is_dask_array(arr) or has_unknown_chunks(arr):
         return original(arr, url, *args, **kwargs)
     options = inspect.signature(original).bind(arr, url, *args, **kwargs).arguments
     if is_zarr_array(url):
@@ -80,7 +79,7 @@ def to_zarr(original: Callable[..., Any], arr: Any, url: Any, *args: Any, **kwar
         if has_shape and not isinstance(url.store, zarr.storage.MemoryStore):
             names = ("compute", "return_stored")
             flags = {name: options[name] for name in names if name in options}
-            return da.store(arr, url, lock=False, regions=[region], **flags)
+            return functions_of(arr).store(arr, url, lock=False, regions=[region], **flags)
     elif not all(map(is_regular, arr.chunks)):
         of_array = options.get("zarr_array_kwargs") or {}
         units = of_array.get("shards") or of_array.get("chunks")
@@ -92,21 +91,15 @@ def xarray_to_zarr(original: Callable[..., Any], data: Any, *args: Any, **kwargs
     """Write as a method ``to_zarr`` of xarray does, `original`, also blocks that do not fit.
 
     xarray refuses such blocks, but here they are rechunked when they are stored. Regions are left
-    to xarray, since several programs may write to regions of one chunk. So are arrays of other
-    libraries, since their functions store blocks without a rechunk.
+    to xarray, since several programs may write to regions of one chunk.
     """
     arguments = inspect.signature(original).bind(data, *args, **kwargs).arguments
     is_dataset = isinstance(data, sys.modules["xarray"].Dataset)
     variables = data.data_vars.values() if is_dataset else [data]
     arrays = [item.data for item in (*variables, *data.coords.values()) if item.chunks is not None]
-    if all(map(_is_of_dask, arrays)) and not {"safe_chunks", "region"} & {*arguments}:
+    if all(map(is_dask_array, arrays)) and not {"safe_chunks", "region"} & {*arguments}:
         kwargs["safe_chunks"] = False
     return original(data, *args, **kwargs)
-
-
-def _is_of_dask(x: Any) -> bool:
-    """Return whether a value is an array of `dask.array`, whose ``store`` is replaced."""
-    return isinstance(x, da.Array)
 
 
 def is_zarr_array(target: Any) -> bool:

@@ -23,6 +23,7 @@ DIFFERENT = {
     "on_gpu/test_block.py": "functions of the emulated GPU have no token, which dask_array needs",
     "on_gpu/test_map_on_gpu.py::test_runs_are_recorded": _RUNS,
     "ops/fft/test_estimate.py::test_it_comes_true": _RUNS,
+    "ops/test_cupy.py::test_the_methods_of_dask": "install does not change dask_array",
     "ops/test_overlap.py::test_a_function_that_trims_by_itself": _TRIM,
     "ops/test_overlap.py::test_arguments_that_dask_has_still_to_compute": _LAZY,
     "ops/test_overlap.py::test_depth_and_boundary_are_those_of_dask_by_default": _TRIM,

@@ -199,18 +199,11 @@ def test_methods_of_xarray(new):
         a[:3].to_zarr(path, region={"i": slice(0, 3)}, consolidated=False)
 
 
-def test_arrays_of_dask_array_stay_as_they_are(new, dask_array):
-    """Its own function stores blocks that do not fit, so xarray has to refuse them."""
-    xr = pytest.importorskip("xarray")
-    from xarray.namedarray.parallelcompat import list_chunkmanagers
-
-    pytest.importorskip("dask_array.xarray").register()
-    try:
-        x = dask_array.from_array(VALUES, chunks=(7, 9)) + 0
-        a = xr.DataArray(x, dims=("i", "j"), name="a")
-        with pytest.raises(ValueError, match="would overlap"):
-            a.to_zarr(new(), consolidated=False, encoding={"a": {"chunks": (16, 16)}})
-        a.to_zarr(path := new(), consolidated=False)
-        check(path / "a", VALUES)
-    finally:
-        list_chunkmanagers.cache_clear()
+def test_arrays_of_dask_array(new, dask_array):
+    target = created(path := new(), VALUES.shape, chunks=(16, 16))
+    lazy = dask_array.store(
+        dask_array.from_array(VALUES, chunks=(7, 9)) + 0, target, lock=False, compute=False
+    )
+    assert any(str(key[0]).startswith("p2p-rechunk") for key in lazy.__dask_graph__())
+    dask.compute(lazy)
+    check(path, VALUES)
