@@ -94,7 +94,7 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
     monkeypatch.setattr(
         Context, "is_due", lambda ctx, period, step: period.is_due(step, lambda values: values)
     )
-    monkeypatch.setattr(Context, "checkpoint", lambda ctx, step, *arrays: made.append(step))
+    monkeypatch.setattr(Context, "save_state", lambda ctx, step, arrays: made.append(step))
     check(gpu, star, X, 1, 15, checkpoint_every=5)
     assert sorted(made) == [5] * 4 + [10] * 4
     assert len(replayed) == 4 * 5  # 2 to 4, 6 to 8, 8 to 10, 10 to 12, 12 to 14

@@ -222,6 +222,7 @@ def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
     assert not [*tmp_path.glob("*.complete")]
 
 
+@pytest.mark.filterwarnings("ignore:ctx.steps writes a state")
 def test_bits_of_negative_zeros(tmp_path):
     """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
     zero = complex(-0.0, -0.0)
