@@ -6,8 +6,13 @@ elements of all values. So values may change their shapes from step to step.
 
 from __future__ import annotations
 
+import dis
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import CO_OPTIMIZED
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -208,3 +213,71 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
         device.copy_from_host(value, array)
         return value
     return _on_device(array, device)
+
+
+# Variables that a loop of steps carries from step to step, next to its state.
+#
+# In ``for _ in ctx.steps(n, s): s.u = s.u + t; t += dt`` the number `t` is not in the state. Ranks
+# that resumed from a checkpoint would begin with the first `t` again.
+
+#: Operations on local variables: one, or two in one.
+_LOCAL = re.compile(r"(LOAD|STORE)_(?:FAST|DEREF)")
+_HIDES = "LOAD_FAST_AND_CLEAR"  # hides a variable from a comprehension that has its name, too
+_HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
+
+
+def identities(frame: FrameType) -> dict[str, int]:
+    """Return the identities of local variables by name."""
+    return {name: id(value) for name, value in _local_variables(frame).items()}
+
+
+def carried_names(state: State, frame: FrameType, before: Mapping[str, int]) -> list[str]:
+    """Return the names of numbers and arrays that a loop carries, and its state does not have.
+
+    `frame` is that of the loop, after a step, and `before` has the identities of its variables
+    before that step. The names of two arrays of the state may have been swapped.
+    """
+    variables, arrays = _local_variables(frame), [leaf.array for leaf in state.leaves().values()]
+
+    def is_outside(name: str) -> bool:
+        value = variables.get(name)
+        if isinstance(value, (bool, int, float, complex, np.generic)):
+            return True
+        if getattr(value, "base", None) is not None or not hasattr(value, "dtype"):
+            return False
+        is_in_state = any(value is array for array in arrays)
+        return not is_in_state or before.get(name) != id(value)
+
+    return [*filter(is_outside, _read_first(frame))]
+
+
+def _local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return the local variables of a running function by name."""
+    names = dict(frame.f_locals)
+    if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
+        frame.f_locals.clear()  # the copy would keep arrays that the function drops
+    return names
+
+
+def _read_first(frame: FrameType) -> list[str]:
+    """Return the names that the body of a loop reads before it sets them, in their order."""
+    first: dict[str, str] = {}
+    is_set = set[str]()
+    for verb, name in _accesses(frame):
+        first.setdefault(name, verb)
+        if verb == "STORE":
+            is_set.add(name)
+    return [name for name, verb in first.items() if verb == "LOAD" and name in is_set]
+
+
+def _accesses(frame: FrameType) -> Iterator[tuple[str, str]]:
+    """Yield the accesses to local variables in the body of a loop: verb and name."""
+    instructions = [*dis.get_instructions(frame.f_code)]
+    # Python 3.12 is in the cache behind the operation.
+    loop = [each for each in instructions if each.offset <= frame.f_lasti][-1]
+    if loop.opname != "FOR_ITER":
+        return
+    for each in instructions:
+        if loop.offset < each.offset < loop.argval and (verbs := _LOCAL.findall(each.opname)):
+            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+            yield from zip(["HIDE"] if each.opname == _HIDES else verbs, names, strict=True)

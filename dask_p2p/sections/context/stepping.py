@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import count as numbers_from
 from operator import index
+from types import CodeType
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +20,7 @@ from dask_p2p.inputs import as_integer
 from dask_p2p.plans.ranks import RankGrid, divided_alike
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.grids import Grid, LocalPoints
-from dask_p2p.sections.context.state import State
+from dask_p2p.sections.context.state import State, carried_names, identities
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
@@ -163,6 +165,11 @@ _CONSTANT = (
     "ctx.steps writes a state that had not changed after {} steps: {}. Change the state itself, "
     "s.u = ..., so that frames and checkpoints have its values."
 )
+_CARRIED = (
+    "The loop of ctx.steps carries %s from step to step, outside of its state. After the loss of a "
+    "worker its ranks begin at the start. A run that resumes from files has the first values. Give "
+    "them to ctx.state: s.%s."
+)
 _UNCHANGED = (
     "No state was saved after step %d: %s had not changed since the start. After the loss of a "
     "worker ranks begin at the start. Change the state itself, s.u = ..., and give it no constants."
@@ -259,9 +266,9 @@ class Stepping(Places):
             Total number of steps; None if the function ends the loop.
         state : State, optional
             All values that a step needs from earlier steps, from `Context.state`. Before the first
-            step they become those of the checkpoint. Numbers and arrays in local variables,
-            ``t += dt``, do not: see `loop`. Ranks resume at the start without a state, or while a
-            value of it has not changed on any rank.
+            step they become those of the checkpoint. Ranks resume at the start without a state, or
+            while a value of it has not changed on any rank. So do ranks whose loop carries other
+            numbers or arrays in local variables, ``t += dt``.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
@@ -310,7 +317,8 @@ class Stepping(Places):
         if state is None or (every is None and not stores):
             return self._counted(last)
         self._stores = [store.of_state(self, state, last) for store in stores]
-        return self._counted_with_state(last, state, Period(every))
+        code = sys._getframe(1).f_code
+        return self._counted_with_state(last, state, Period(every), code)
 
     def loop(
         self,
@@ -369,16 +377,29 @@ class Stepping(Places):
             self.progress.advance(step + 1)
             self.device.keep_up(step + 1)
 
-    def _counted_with_state(self, last: int | None, state: State, period: Period) -> Iterator[int]:
+    def _counted_with_state(
+        self,
+        last: int | None,
+        state: State,
+        period: Period,
+        code: CodeType,  # of the function with the loop
+    ) -> Iterator[int]:
         self._sums = state.checksums()  # before a checkpoint replaces the values
         step = self.restore_state(state.load)
         for store in self._stores:  # the checkpoints before the frames
             step = store.resumed(step, last)
         self.progress.step = self.progress.first = first = step
-        has_warned = False
+        has_warned, carried = False, list[str]()
+        frame = sys._getframe(1)  # that of a progress bar, perhaps
+        before = identities(frame) if frame.f_code is code else {}
+        del frame
         for step in self._counted(last):
             yield step
             done = step + 1
+            if step == first and before:
+                carried = carried_names(state, sys._getframe(1), before)
+                if carried and self.rank == 0:
+                    logger.warning(_CARRIED, ", ".join(carried), carried[0])
             is_due = done != last and self.is_due(period, done)
             stores = [store for store in reversed(self._stores) if store.is_due(done)]
             if done - first <= _CHECKED_STEPS:
@@ -391,10 +412,9 @@ class Stepping(Places):
                 has_warned = True
             for store in stores:  # frames before checkpoints
                 store.write(done, self.flush_stores)
-            if is_due and unchanged:
-                if self.rank == 0:
-                    logger.warning(_UNCHANGED, done, ", ".join(unchanged))
-            elif is_due:
+            if is_due and unchanged and self.rank == 0:
+                logger.warning(_UNCHANGED, done, ", ".join(unchanged))
+            if is_due and not unchanged and not self.allreduce(bool(carried), "any"):
                 self.flush_stores()  # a run that resumes here must find all frames
                 self.save_state(done, state.arrays())
         self.flush_stores()

@@ -224,3 +224,86 @@ def test_files_of_a_state_that_does_not_change_are_named(alone, tmp_path, option
 def test_a_step_returns_nothing(alone):
     with pytest.raises(InputError, match=r"returns ndarray\. Write s\.u = "):
         alone.loop(lambda s: s.u + 1, 3, u=np.zeros(3))
+
+
+# --- variables that a loop carries from step to step, next to its state
+
+
+def time(ctx, s):
+    t = 0.0
+    for _ in ctx.steps(3, s):
+        s.u = s.u + t
+        t += 0.5
+
+
+def previous(ctx, s):
+    before, scale = s.u.copy(), np.float64(1)
+    for _ in ctx.steps(3, s):
+        s.u, before = 2 * scale * s.u - before, s.u
+        scale = scale / 2
+
+
+def closing(ctx, s):
+    t = 0
+
+    def scaled():
+        return s.u * t
+
+    for _ in ctx.steps(3, s):
+        t += 1
+        s.u = scaled()
+
+
+def residual(ctx, s):
+    error, small = np.inf, 1e-3
+    for step in ctx.steps(3, s):
+        new = s.u / 2
+        error = abs(new - s.u).max()
+        s.u = new
+        if error < small or step > 100:
+            break
+    return error
+
+
+def views_of_the_state(ctx, s):
+    u = s.u
+    w = s.u[1:]
+    for _ in ctx.steps(3, s):
+        u += 1
+        w *= 2
+
+
+def swapped(ctx, s):
+    u, v = s.u, s.v
+    for _ in ctx.steps(3, s):
+        v += u
+        u, v = v, u
+
+
+def inner_loop(ctx, s):
+    for _ in ctx.steps(3, s):
+        total = 0.0
+        for number in range(3):
+            total += number
+        s.u = s.u + total + sum([number for number in range(2)])  # noqa: C416
+
+
+def attribute(ctx, s):
+    for _ in ctx.steps(3, s):
+        s.t += 0.5
+        s.u = s.u + s.t
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        *((time, ["t"]), (previous, ["scale", "before"]), (closing, ["t"]), (residual, [])),
+        (swapped, ["u", "v"]),
+        *((views_of_the_state, []), (inner_loop, []), (attribute, [])),
+    ],
+)
+def test_values_that_a_loop_carries_are_named(alone, function, names, own_log):
+    s = alone.state(u=np.ones(3), v=np.ones(3), t=0.0)
+    function(alone, s)
+    assert len(own_log.messages) == bool(names)
+    assert not names or any(f"Give them to ctx.state: s.{name}." in own_log.text for name in names)
