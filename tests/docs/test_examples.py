@@ -140,6 +140,7 @@ def test_simulations_have_the_same_values_on_several_ranks(client):
 
 
 GUIDES = [page for page in BLOCKS if page.parent.name == "how-to"]
+OF_DASK_ONLY = {"existing-code"}  # `install` leaves rechunks and overlaps of `dask_array` to it
 IMPORT = "import dask.array as da\n"
 #: Names in blocks of a guide that need `dask.array`: an error has the name of a layer, and
 #: `dask_array` takes shards by another keyword.
@@ -150,7 +151,11 @@ OF_LAYERS = {"fused": ("__notes__",), "files": ("shards=",)}
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize(
     "page",
-    [each for each in GUIDES if IMPORT in each.read_text("utf-8")],
+    [
+        page
+        for page in GUIDES
+        if IMPORT in page.read_text("utf-8") and page.stem not in OF_DASK_ONLY
+    ],
     ids=name,
 )
 def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
