@@ -62,6 +62,7 @@ print(gc.isenabled(), gc.get_threshold()[0] > 0)
 """
 
 
+@pytest.mark.slow
 def test_collections_are_on_after_the_import_of_dask():
     """Dask turns them off in slices, and then on if they were on at its import."""
     assert output_of("-c", SLICED) == "True True\n"

@@ -96,6 +96,7 @@ with Client(sys.argv[1]) as client:
 """
 
 
+@pytest.mark.slow
 def test_after_a_clients_death(client, gate):
     in_the_middle(client, gate)
     address = client.cluster.scheduler_address

@@ -70,6 +70,7 @@ def test_tasks_beside_it_run_again(tmp_path):
             broken.result(timeout=BOUND_S)
 
 
+@pytest.mark.slow
 def test_nothing_begins_on_it(tmp_path):
     """A thread is free for it, while the task of another one may still report it."""
     path = str(tmp_path / "began")

@@ -76,6 +76,7 @@ def no_rank_is_known(dask_scheduler):
     return not [key for key in dask_scheduler.tasks if "p2p-fused-ranks" in str(key)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [larger_than_declared, larger_inputs])
 def test_dask_computes_graphs_of_larger_blocks(small_workers, program, caplog):
     client, x = small_workers, source()
@@ -112,6 +113,7 @@ def killed_in_a_gang(block, path):
     return block
 
 
+@pytest.mark.slow
 def test_a_graph_that_has_killed_a_worker_is_left_to_dask(small_workers, tmp_path):
     client, x = small_workers, source(64, 16)
     y = exchanged(x)

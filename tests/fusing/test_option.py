@@ -245,6 +245,7 @@ def test_without_a_client():
         y.compute()
 
 
+@pytest.mark.slow
 def test_annotations(client, gangs):
     y = stencils(array())
     expected = y.compute()

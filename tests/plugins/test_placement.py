@@ -187,6 +187,7 @@ def test_restrictions_hold(client):
     }
 
 
+@pytest.mark.slow
 def test_work_is_stolen_from_who_holds_everything(client):
     dask_p2p.register(client)
 

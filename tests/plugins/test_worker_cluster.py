@@ -281,6 +281,7 @@ def smoothed(x):
     return dask_p2p.map_overlap(lambda b: b[1:-1] * 2, x, depth={0: 1}, boundary=0, trim=False), 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "transport"),
     [

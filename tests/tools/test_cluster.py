@@ -99,6 +99,7 @@ print(*found, sep=", ")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "found"),
     [(None, "15s, 5 minutes, 5 minutes"), ("20 s", "20 s, 20 s, 20 s")],

@@ -303,6 +303,7 @@ def test_what_changes(x, when):
 ON_THE_WAY = ("tools.dropin", "ops.overlap", "ops.arguments", "graph.arrays")
 
 
+@pytest.mark.slow
 def test_keywords_of_functions_are_those_of_dask():
     """Also those that this package's own functions have."""
     modules = [f"dask_p2p.{name}" for name in ON_THE_WAY]

@@ -82,6 +82,7 @@ def test_regions_of_existing_arrays(new, options, step):
         check(path, want)
 
 
+@pytest.mark.slow
 def test_on_a_cluster(client, new):
     for x, values in arrays():
         da.to_zarr(x, path := new(), chunks=(16, 16))

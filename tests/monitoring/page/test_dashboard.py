@@ -83,6 +83,7 @@ def opened(client, path="/p2p"):
         session.close()
 
 
+@pytest.mark.slow
 def test_workers_are_asked_while_a_page_is_open(client, asked):
     get(client, "/p2p")  # without a session
     time.sleep(1)

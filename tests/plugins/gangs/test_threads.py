@@ -47,6 +47,7 @@ def test_a_function_may_wait_for_tasks_though_ranks_have_all_threads(client, mak
     wait_until(lambda: {*client.run(slots).values()} == {(1, 1, 0)})
 
 
+@pytest.mark.slow
 def test_the_pool_is_as_before_after_many_gangs(client):
     def function(ctx, x, number):
         time.sleep(2.2 if number == 3 else 0)

@@ -60,6 +60,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
             assert said is None if allowed else said.code == "unencrypted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "moment_s"),
     [
