@@ -62,27 +62,23 @@ def own_version() -> str:
 
 def check_dask() -> None:
     """Raise `RegistrationError` if this process runs an unsupported release of Dask."""
-    from packaging.specifiers import SpecifierSet
-
-    installed = metadata.version("distributed")
-    if not SpecifierSet(DASK_RELEASES).contains(installed, prereleases=True):
-        raise RegistrationError(
-            f"expected distributed {DASK_RELEASES} with dask_p2p {own_version()}, got distributed "
-            f"{installed}. On clients, scheduler and workers: pip install "
-            f"'distributed{DASK_RELEASES}' 'dask{DASK_RELEASES}', or another release of "
-            f"dask-p2p."
-        )
+    _check_release("distributed", DASK_RELEASES, "distributed", "dask")
 
 
 @cache
 def check_dask_array() -> None:
     """Raise `RegistrationError` if this process runs an unsupported release of dask-array."""
+    _check_release("dask-array", DASK_ARRAY_RELEASES, "dask-array")
+
+
+def _check_release(package: str, releases: str, *to_install: str) -> None:
     from packaging.specifiers import SpecifierSet
 
-    installed = metadata.version("dask-array")
-    if not SpecifierSet(DASK_ARRAY_RELEASES).contains(installed, prereleases=True):
+    installed = metadata.version(package)
+    if not SpecifierSet(releases).contains(installed, prereleases=True):
+        requirements = " ".join(f"'{name}{releases}'" for name in to_install)
         raise RegistrationError(
-            f"expected dask-array {DASK_ARRAY_RELEASES} with dask_p2p {own_version()}, got "
-            f"dask-array {installed}. On clients, scheduler and workers: pip install "
-            f"'dask-array{DASK_ARRAY_RELEASES}', or another release of dask-p2p."
+            f"expected {package} {releases} with dask_p2p {own_version()}, got {package} "
+            f"{installed}. On clients, scheduler and workers: pip install {requirements}, or "
+            f"another release of dask-p2p."
         )

@@ -402,11 +402,11 @@ class Stepping(Places):
                     logger.warning(_CARRIED, ", ".join(carried), carried[0])
             is_due = done != last and self.is_due(period, done)
             stores = [store for store in reversed(self._stores) if store.is_due(done)]
-            if done - first <= _CHECKED_STEPS:
-                state.check()
+            if is_due or stores or done - first <= _CHECKED_STEPS:
+                names = state.check()
             if not is_due and not stores:
                 continue
-            names, unchanged = state.check(), self._unchanged(state)
+            unchanged = self._unchanged(state)
             if len(unchanged) == len(names) and stores and self.rank == 0 and not has_warned:
                 warn(_CONSTANT.format(done, ", ".join(unchanged)), P2PWarning)
                 has_warned = True
