@@ -13,7 +13,7 @@ from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.checkpoints import Period, copied_from
+from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
@@ -106,7 +106,7 @@ class RankLoop:
     def _resumed(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
         ctx = self._ctx
-        first = ctx.restore_state(lambda saved: copied_from(saved, self._state, ctx.device))
+        first = ctx.restore_state(lambda saved: copy_from_state(saved, self._state, ctx.device))
         self._numbers.load(first)
         first = self._stores.resumed(first)
         ctx.progress.step = ctx.progress.first = first
