@@ -32,7 +32,7 @@ def install(monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, name, module)
     if name == "jax":
         monkeypatch.setitem(sys.modules, "jax.dlpack", module.dlpack)
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def torch(monkeypatch):
     module.from_dlpack = lambda array: Tensor(np.from_dlpack(array))
     install(monkeypatch, "torch", module)
     yield module
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
 
 
 @pytest.fixture
@@ -57,7 +57,7 @@ def jax(monkeypatch):
     module.dlpack.from_dlpack = lambda array: Array(np.from_dlpack(array))
     install(monkeypatch, "jax", module)
     yield module
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
 
 
 def test_a_function_gets_arrays_of_the_library_over_the_same_memory(torch):
@@ -148,7 +148,7 @@ def test_unknown_and_missing_libraries(monkeypatch):
     assert in_library(len, None) is len
     with pytest.raises(InputError, match=r"expected one of torch, jax, or None.* got 'numpy'"):
         checked_library("numpy")
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
     for name in ("torch", "jax"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(MissingPackageError, match=f"pip install {name}") as caught:
@@ -162,7 +162,7 @@ def test_functions_are_pickled_and_named():
     assert (again.function, again.library) == (np.sin, "torch")
     assert again.__name__ == "sin"
     assert own_function(len) is len
-    assert own_function(function)._kept is not function._kept
+    assert own_function(function)._returned is not function._returned
 
 
 # --- GPUs
@@ -212,7 +212,7 @@ def test_torch_has_the_current_stream(torch, cupy):
 
 def test_arrays_of_jax_live_until_the_stream_has_read_them(jax, cupy):
     function = LibraryFunction(lambda: jax.Array(np.zeros(2), device=(2, 0)), "jax")
-    kept = function._kept
+    kept = function._returned
     function()
     assert len(kept._new) == 1
     assert not cupy.events  # readers of the result may follow
@@ -222,4 +222,4 @@ def test_arrays_of_jax_live_until_the_stream_has_read_them(jax, cupy):
     cupy.events[0].done = True
     function()
     assert [event for event, _ in kept._read] == cupy.events[1:]
-    assert not copy.copy(function)._kept._read
+    assert not copy.copy(function)._returned._read

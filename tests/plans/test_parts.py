@@ -46,7 +46,7 @@ def test_parts_have_the_halos_that_blocks_of_their_size_would_have(chunks, bound
         for part in plan_parts([given_block], length, part_bytes, 8).parts:
             (read,), ((before, after),) = part.reads, part.halo
             parts.append(block[slice(*read)])
-            sizes.append(part.own[1] - part.own[0])
+            sizes.append(part.output_range[1] - part.output_range[0])
             assert len(parts[-1]) == before + sizes[-1] + after
     expected, _ = with_halo(x, tuple(sizes), depth, boundary)
     assert [part.tolist() for part in parts] == [each.tolist() for each in expected]
@@ -82,7 +82,7 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
             shape[each.axis] = length + sum(each.halo)
         blocks.append(Input(tuple(shape), *each[1:]))
     plan = plan_parts(blocks, length, part_bytes, row_bytes, is_reduced)
-    ranges = [part.own for part in plan.parts]
+    ranges = [part.output_range for part in plan.parts]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == length
     assert all(before[1] == after[0] for before, after in pairwise(ranges))

@@ -40,7 +40,7 @@ class Work:
         yield self.arrays[0][(slice(None),) * self.axis + (slice(*read),)]
 
     def output_slices(self, part):
-        return () if self.is_reduced else (slice(None),) * self.axis + (slice(*part.own),)
+        return () if self.is_reduced else (slice(None),) * self.axis + (slice(*part.output_range),)
 
     def call(self, part, inputs):
         (given,) = inputs

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from dask_p2p.backends.host import KeptResults
+from dask_p2p.backends.host import IdentityCache
 from tests.support import BOUND_S
 
 
@@ -11,14 +11,14 @@ class Computed:
     """Results, and the keys for which they were computed."""
 
     def __init__(self, **options):
-        self.results, self.keys = KeptResults(**options), []
+        self.results, self.keys = IdentityCache(**options), []
 
     def __call__(self, known, key):
-        return self.results.of(known, key, lambda: self.keys.append(key) or [*known])
+        return self.results.get(known, key, lambda: self.keys.append(key) or [*known])
 
 
 def test_few_results_are_kept():
-    computed, pieces = Computed(most=2), []
+    computed, pieces = Computed(max_size=2), []
     for _ in range(2):
         for key in range(3):
             computed(pieces, key)
@@ -26,10 +26,10 @@ def test_few_results_are_kept():
 
 
 def test_a_result_of_two_threads_counts_once():
-    results, pieces, both = KeptResults(most=2), [], threading.Barrier(2)
+    results, pieces, both = IdentityCache(max_size=2), [], threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
-            pool.submit(results.of, pieces, "a", lambda: both.wait(BOUND_S))
-    first = results.of(pieces, "a", object)
-    results.of(pieces, "b", object)
-    assert results.of(pieces, "a", object) is first
+            pool.submit(results.get, pieces, "a", lambda: both.wait(BOUND_S))
+    first = results.get(pieces, "a", object)
+    results.get(pieces, "b", object)
+    assert results.get(pieces, "a", object) is first
