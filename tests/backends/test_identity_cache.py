@@ -13,8 +13,8 @@ class Computed:
     def __init__(self, **options):
         self.results, self.keys = IdentityCache(**options), []
 
-    def __call__(self, known, key):
-        return self.results.get(known, key, lambda: self.keys.append(key) or [*known])
+    def __call__(self, instance, key):
+        return self.results.get(instance, key, lambda: self.keys.append(key) or [*instance])
 
 
 def test_few_results_are_kept():
@@ -26,10 +26,10 @@ def test_few_results_are_kept():
 
 
 def test_a_result_of_two_threads_counts_once():
-    results, pieces, both = IdentityCache(max_size=2), [], threading.Barrier(2)
+    results, pieces, barrier = IdentityCache(max_size=2), [], threading.Barrier(2)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):
-            pool.submit(results.get, pieces, "a", lambda: both.wait(BOUND_S))
+            pool.submit(results.get, pieces, "a", lambda: barrier.wait(BOUND_S))
     first = results.get(pieces, "a", object)
     results.get(pieces, "b", object)
     assert results.get(pieces, "a", object) is first
