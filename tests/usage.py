@@ -23,7 +23,7 @@ def usage(transport):
         held["mapped"] = len(transport.mapped)
     if isinstance(transport, UcxTransport):
         messenger = transport._messenger
-        held["messages"] = 0 if messenger is None else messenger.under_way
+        held["messages"] = 0 if messenger is None else messenger.in_flight
     return held
 
 
