@@ -132,7 +132,7 @@ class Lease:
 
     @property
     def is_open(self):
-        return self.leases.fd != leases.CLOSED and self.leases.held[self.entry] > 0
+        return self.leases.fd != leases.CLOSED and self.leases.counts[self.entry] > 0
 
 
 # --- workers, and what is between them ---

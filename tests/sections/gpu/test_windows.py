@@ -86,7 +86,7 @@ def descriptor(calls, monkeypatch, other):
     here = Peer.describe_self("gpu")
     there = replace(here, pid=other.pid, process=f"other-{other.pid}")
     with monkeypatch.context() as patch:
-        patch.setattr(Peer, "own", lambda memory_proof: there)
+        patch.setattr(Peer, "describe_self", lambda memory_proof: there)
         return OwnEvents(Gpu(), 2).descriptor(0)
 
 
