@@ -33,8 +33,7 @@ def usage_of_worker(context):
     Everything is zero when no task runs, and all that readers asked for is sent, except for what is
     kept a while on purpose: mappings of `ipc`, published blocks, blocks read from disk.
     """
-    calls = sum(map(len, list(context.calls.values())))
-    held = {"calls": calls, "from disk": len(context.from_disk)}
+    held = {"from disk": len(context.from_disk)}
     for name, transport in context.router.transports.items():
         held |= {f"{name}.{what}": count for what, count in usage(transport).items()}
     return held

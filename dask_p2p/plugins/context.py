@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from asyncio import AbstractEventLoop
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -78,7 +78,6 @@ class DaskWorkerContext(AttemptLog):
         self._gone: set[str] = set()
         # by name of an array, the oldest first: number of its blocks that are still held
         self._published: dict[Any, int] = {}
-        self.calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
         self.from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
 
@@ -133,25 +132,15 @@ class DaskWorkerContext(AttemptLog):
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
             raise ConnectionAbortedError("it has left the cluster")
-        call = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**kwargs))
-        self.calls[address].add(call)
-        try:
-            reply: dict[str, Any] = await call
-        except asyncio.CancelledError:
-            if address in self._gone:
-                raise ConnectionAbortedError("it has left the cluster") from None
-            raise
-        finally:
-            self.calls[address].discard(call)
-            if not self.calls[address]:
-                del self.calls[address]
+        reply: dict[str, Any] = await getattr(self._worker.rpc(address), op)(**kwargs)
         return reply
 
     def on_worker_left(self, address: str) -> None:
-        """Cancel calls to a worker that has left, as connecting fails only after a long time."""
+        """Refuse calls to a worker that has left, as connecting fails only after a long time.
+
+        Dask itself ends the calls under way.
+        """
         self._gone.add(address)
-        for call in self.calls.pop(address, ()):
-            call.cancel()
 
     def on_workers_named(self, addresses: Iterable[str]) -> None:
         """Record that these workers are in the cluster: the scheduler lists them as holders."""
