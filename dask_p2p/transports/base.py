@@ -37,7 +37,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import wraps
 from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import numpy as np
@@ -48,7 +47,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.transports.buffers import Buffers, ByteBudget, Footprint
-from dask_p2p.transports.rpc import Caller, Handler, rpc_handler
+from dask_p2p.transports.rpc import Caller, Handler
 from dask_p2p.types import Array, DType, Key, Kind
 
 PROBE_TIMEOUT_S = 10.0  # of the first request to a worker
@@ -289,22 +288,6 @@ class Transport(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Reject further requests, wait a limited time for readers, and free all memory."""
-
-
-def transport_handler(handler: Handler) -> Handler:
-    """Return a method of a transport as an RPC handler that rejects requests after closing.
-
-    See `rpc_handler`.
-    """
-    reply_to = rpc_handler(handler)
-
-    @wraps(handler)
-    async def reply(self: Transport, /, **request: Any) -> dict[str, Any]:
-        if self.is_closed:
-            return {"status": "error", "message": "the worker is closing"}
-        return await reply_to(self, **request)
-
-    return reply
 
 
 _T = TypeVar("_T")

@@ -46,7 +46,6 @@ from dask_p2p.transports.base import (
     Transport,
     WorkerContext,
     find_block,
-    transport_handler,
 )
 from dask_p2p.transports.buffers import Footprint, Release, left_bytes, parts_held
 from dask_p2p.transports.packed_reading import (
@@ -55,7 +54,7 @@ from dask_p2p.transports.packed_reading import (
     RecvBuffer,
     lay_out_regions,
 )
-from dask_p2p.transports.rpc import Handler, refuse
+from dask_p2p.transports.rpc import Handler, refuse, rpc_handler
 from dask_p2p.types import Array, Key, Kind
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
@@ -182,7 +181,7 @@ class PackedTransport(Transport):
 
     # --- the holder's side ---
 
-    @transport_handler
+    @rpc_handler
     async def _serve(
         self,
         *,

@@ -36,11 +36,10 @@ from dask_p2p.transports.base import (
     Transport,
     WorkerContext,
     find_block,
-    transport_handler,
 )
 from dask_p2p.transports.leases import Leases, PublishedBlocks
 from dask_p2p.transports.process_memory import Peer, no_directory, separation
-from dask_p2p.transports.rpc import Handler, ask_and_wait, check_reply
+from dask_p2p.transports.rpc import Handler, ask_and_wait, check_reply, rpc_handler
 from dask_p2p.types import Array, Key
 
 EXPIRY_S = 0.1  # interval of checks for descriptors that have expired
@@ -176,7 +175,7 @@ class SameHostTransport(Transport):
                 break
             await asyncio.sleep(0.01)
 
-    @transport_handler
+    @rpc_handler
     async def _serve_peer(self) -> dict[str, Any]:
         return {"peer": asdict(await self.worker.offload(self.describe))}
 
@@ -186,7 +185,7 @@ class SameHostTransport(Transport):
             self.memory_proof(), self.directory.folder, self.directory.refusal
         )
 
-    @transport_handler
+    @rpc_handler
     async def _serve_publish(
         self, *, blocks: Sequence[tuple[Key, tuple[int, ...]]]
     ) -> dict[str, Any]:

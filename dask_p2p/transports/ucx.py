@@ -30,7 +30,7 @@ from dask_p2p.backends.device import current_device
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import box_slices
-from dask_p2p.transports.base import PROBE_TIMEOUT_S, WorkerContext, transport_handler
+from dask_p2p.transports.base import PROBE_TIMEOUT_S, WorkerContext
 from dask_p2p.transports.buffers import (
     Buffers,
     Footprint,
@@ -42,7 +42,7 @@ from dask_p2p.transports.buffers import (
 )
 from dask_p2p.transports.packed import NO_ROOM, PAUSE_S, PackedTransport, ReadRequest
 from dask_p2p.transports.packed_reading import PackedReading, RecvBuffer
-from dask_p2p.transports.rpc import Handler, ask, check_reply, refuse
+from dask_p2p.transports.rpc import Handler, ask, check_reply, refuse, rpc_handler
 from dask_p2p.transports.streamed import MessageTags, StreamedReading, UcxRecvBuffer, UcxSendBuffer
 from dask_p2p.transports.ucx_messenger import Messenger, ucxx_obstacle
 from dask_p2p.types import Kind
@@ -227,7 +227,7 @@ class UcxTransport(PackedTransport):
     def handlers(self) -> Mapping[str, Handler]:
         return {**super().handlers(), _PEER_OP: self._serve_peer}
 
-    @transport_handler
+    @rpc_handler
     async def _serve_peer(self) -> dict[str, Any]:
         return {"address": (await self._ensure_messenger()).address}
 
