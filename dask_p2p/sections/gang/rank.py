@@ -87,7 +87,7 @@ class _RankRun:
     def alone(self, context: TaskContext) -> Any:
         """Run the function of the only rank."""
         ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
-        with self._watch(ctx, context).recorded() as fields:
+        with self._watch(ctx, context).record_attempt() as fields:
             with _raise_user_errors(self.rank):
                 result = self.body(ctx, *self.arrays)
             fields["nbytes"] = _size_bytes(result)
@@ -145,7 +145,7 @@ class _RankRun:
                 if self._is_resident:
                     thread.secede()  # its function mostly waits
                 ctx, watch = self._connect(rank_attempt, order, context)
-                with watch.recorded() as fields:
+                with watch.record_attempt() as fields:
                     result, order = self._attempt(rank_attempt, ctx, thread, fields, ucx)
         if order.state != "committed":
             _raise_end(order, self.options)

@@ -22,7 +22,7 @@ from distributed import Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
-from dask_p2p.engine.context import TaskContext, recorded
+from dask_p2p.engine.context import TaskContext, record_attempt
 from dask_p2p.errors import SectionError
 from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.monitoring.runs import pace_text
@@ -36,7 +36,7 @@ from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.transports.rpc import Background, answering
+from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.types import DType, Key
 
 _ENDS = ("committed", "stopped")  # final states
@@ -159,7 +159,7 @@ class RankAttempt:
         )
         while order.state not in _ENDS:
             self._apply(order)
-            order = await self._ask(ORDER, known=order.state)
+            order = await self._ask(ORDER, known_state=order.state)
         self._apply(order)
 
     async def _ask(self, op: str, **kwargs: Any) -> Order:
@@ -228,7 +228,7 @@ class WorkerRanks:
         """Set the profiler's interval for the present number of ranks. On the event loop."""
         self._sampling.set_least(_SAMPLE_MS if self._ranks else 0.0)
 
-    @answering
+    @rpc_handler
     async def forget(self, gang: str) -> dict[str, Any]:
         """Drop the states of a gang."""
         self.saved.drop(gang)
@@ -322,9 +322,9 @@ class Watch:
     attempt: int = 1
     start_s: float = field(default_factory=time.time)
 
-    def recorded(self) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context for the function: see `dask_p2p.engine.context.recorded`."""
-        return recorded(self.context, self.key, self._record, BaseException)
+    def record_attempt(self) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context for the function: see `dask_p2p.engine.context.record_attempt`."""
+        return record_attempt(self.context, self.key, self._record, BaseException)
 
     def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> TaskRecord:
         """Return a record of the current state. Thread-safe.

@@ -364,7 +364,7 @@ def _bytes_of(buffer: Any) -> Any:
 # it. So parts have a deadline, which starts when the header arrives: the time that a peer computes
 # before it sends does not count.
 
-# The tags of the worker's transport are below: see `Mailboxes`.
+# The tags of the worker's transport are below: see `MessageTags`.
 _FIRST_TAG = 1 << 62
 _OFFER = struct.Struct("<QQ")  # first tag, number of endpoints closed so far
 
@@ -389,7 +389,7 @@ class Channel:
     def open(self, offer: Any) -> None:
         """Open the channel with the peer's `offer`."""
         first, closed = _OFFER.unpack(offer)
-        self._messenger.renew(self._address, closed)
+        self._messenger.reset_endpoint(self._address, closed)
         self._peers_tags = count(first)
 
     def send(self, payload: Any) -> None:
@@ -439,7 +439,7 @@ def _parts(payload: Any) -> list[Any]:
 def _drop_done(messages: deque[Message]) -> bool:
     """Drop completed messages, from the first one on; return whether there were any."""
     any_done = False
-    while messages and messages[0].done:
+    while messages and messages[0].is_complete:
         messages.popleft().result(0.0)
         any_done = True
     return any_done
