@@ -236,7 +236,7 @@ class StepComparisons:
     def __init__(self, iteration: Iteration, ctx: Context, local: LocalFields) -> None:
         self._device, self._local = ctx.device, local
         is_divided = [n > 1 and not iteration.is_staggered for n in ctx.grid]
-        box = next(iter(local.fields.values())).layout.whole
+        box = next(iter(local.fields.values())).layout.local_box
         self._comparisons = {
             id(phase): Comparison(
                 f"iterate: {_name(phase.function)}",

@@ -61,7 +61,7 @@ class RankLoop:
         self._numbers = NumberState(ctx.device, self._scalars, self._series)
         self._local = LocalFields(ctx, *specs, self._series.last, iteration.kwargs)
         self._fields = self._local.fields
-        self._block_box = next(iter(self._fields.values())).layout.whole
+        self._block_box = next(iter(self._fields.values())).layout.local_box
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         parts = Parts(iteration, ctx.device, self._fields, self._block_box)
         self._overlap = Overlap(iteration, parts)

@@ -249,7 +249,7 @@ class Frames:
 
     def _computed(self, field: ComputedField, values: Values) -> Array:
         """Call the function of a computed field; return its local block without halo."""
-        (block,) = self._by(field, values, (field.function, {}), self._first.layout.whole)
+        (block,) = self._by(field, values, (field.function, {}), self._first.layout.local_box)
         return block
 
     def _by(
@@ -282,7 +282,7 @@ class Frames:
             f"compute[{field.name!r}]",
             "a local block",
             "Record means and sums of the whole array, record={...}, and read them by at.last.",
-            self._first.layout.whole,
+            self._first.layout.local_box,
             [count > 1 and not is_staggered for count in self._ctx.grid],
             [field.function, local.keywords],
             self._ctx.device.module,
