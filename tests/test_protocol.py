@@ -189,7 +189,7 @@ class Protocol(RuleBasedStateMachine):
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
             return None  # no worker runs a task twice at a time
         output = OutputSpec(("x",), np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
-        spec = AssembleTask.of(("y", *index), PLAN, index, output, Blocks(*KEYS))
+        spec = AssembleTask.create(("y", *index), PLAN, index, output, Blocks(*KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
         if worker.started is None:

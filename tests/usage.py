@@ -23,7 +23,7 @@ def usage(transport):
         counts["mapped"] = len(transport.mapped)
     if isinstance(transport, UcxTransport):
         messenger = transport._messenger
-        counts["messages"] = 0 if messenger is None else messenger.under_way
+        counts["messages"] = 0 if messenger is None else messenger.in_flight
     return counts
 
 
@@ -33,8 +33,7 @@ def usage_of_worker(context):
     Everything is zero when no task runs, and all that readers asked for is sent, except for what is
     kept a while on purpose: mappings of `ipc`, published blocks, blocks read from disk.
     """
-    calls = sum(map(len, list(context.calls.values())))
-    counts = {"calls": calls, "from disk": len(context.from_disk)}
+    counts = {"from disk": len(context.from_disk)}
     for name, transport in context.router.transports.items():
         counts |= {f"{name}.{resource}": count for resource, count in usage(transport).items()}
     return counts

@@ -34,7 +34,13 @@ from dask_p2p.backends.host_memory import warn_once
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import GpuTraffic, OnIssued, PartStreams
 from dask_p2p.config import Options, options
-from dask_p2p.engine.context import MemoryNeed, TaskContext, is_out_of_memory, recorded, where_is
+from dask_p2p.engine.context import (
+    MemoryNeed,
+    TaskContext,
+    is_out_of_memory,
+    record_attempt,
+    where_is,
+)
 from dask_p2p.engine.task import (
     FUSABLE,
     current_worker,
@@ -129,7 +135,7 @@ def _record_work(worker: Any, context: TaskContext, block: GpuMapBlock) -> Itera
     key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
     record = partial(block.record, key, time.time(), context.address, run=run)
-    with recorded(context, key, record):
+    with record_attempt(context, key, record):
         yield
 
 
