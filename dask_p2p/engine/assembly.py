@@ -38,7 +38,7 @@ from dask_p2p.backends import (
     device_of,
 )
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.host_memory import temporaries_kept
+from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.config import Options
 from dask_p2p.engine.context import (
     SMALLER_CHUNKS,
@@ -192,7 +192,7 @@ class Assembly:
         if self.output.epilogue is None:
             return block
         is_large = block.nbytes >= _KEEP_FROM_BYTES
-        keeping = temporaries_kept() if is_large else nullcontext()
+        keeping = keep_temporaries() if is_large else nullcontext()
         with device_work(), device_of(block), self.epilogue, keeping:
             # A view: the block itself is marked as written. A function may overwrite its argument
             # on a stream and return it, and then the mark would be false.

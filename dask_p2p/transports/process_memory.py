@@ -29,7 +29,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.errors import Obstacle
-from dask_p2p.geometry import gapless_from
+from dask_p2p.geometry import first_gapless_axis
 from dask_p2p.types import Array, DType
 
 MOST_RUNS = 1024  # of one system call: IOV_MAX
@@ -111,7 +111,7 @@ def _in_memory(
     extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
     lie = [extents[axis] for axis in order]
-    run = gapless_from(lie, [steps[axis] for axis in order], itemsize)
+    run = first_gapless_axis(lie, [steps[axis] for axis in order], itemsize)
     return extents, steps, order, order[:run], itemsize * prod(lie[run:])
 
 

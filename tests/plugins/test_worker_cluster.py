@@ -19,7 +19,7 @@ from dask_p2p.errors import (
     BlockMismatchError,
     UnsupportedArrayError,
 )
-from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.arrays import array_of_plan
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
@@ -114,7 +114,7 @@ def test_results_of_reductions_over_the_wire(client, transport):
     with dask.config.set({"p2p.transports.order": [transport]}):
         # By the plan itself: an array whose blocks stay as they are is not touched.
         dask_p2p.register(client)
-        lazy = planned_array("y", x, redistribution((), (), ()), options())
+        lazy = array_of_plan("y", x, redistribution((), (), ()), options())
         y = client.persist(lazy, workers=others)
         wait(y)
     assert y.compute() == 23

@@ -13,7 +13,7 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import cupy as cupy_backend
-from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
+from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections import checks
@@ -71,7 +71,7 @@ def emulated_gpu(monkeypatch):
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),
-        (DeviceQueue, "_kept_slots", KeptSlots()),
+        (DeviceQueue, "_kept_slots", SlotCache()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
         (first_step, "_STRICT_KINDS", ""),  # emulated arrays have no such views

@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 from dask_p2p.errors import InputError, MissingPackageError
-from dask_p2p.inputs import nearest
+from dask_p2p.inputs import nearest_name
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.collectives import Reductions
 from dask_p2p.sections.exchange.device import Host
@@ -66,7 +66,7 @@ class Communicator(Reductions):
             names = [*(public for public in dir(type(self)) if public[0] != "_"), "rank", "size"]
             remedy = _OF_MPI.get(name, name.lower())
             if remedy.partition("(")[0].partition(",")[0] not in [*names, "grid", "box"]:
-                remedy = nearest(name, names)
+                remedy = nearest_name(name, names)
             raise AttributeError(
                 f"expected an attribute of the context, got {name!r}. Use ctx.{remedy}.", name=name
             )

@@ -13,7 +13,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.arguments import checked_boundaries, checked_depths
-from dask_p2p.plans.halo import halo_exchange
+from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.grids import Grid
 from dask_p2p.sections.context.stepping import Stepping
@@ -130,7 +130,7 @@ class Context(Stepping, Transforms):
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
         (widths,) = checked_depths(depth, shapes)
         (beyond,) = checked_boundaries(boundary, shapes, kind, in_section=True)
-        halo = halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
+        halo = plan_halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind}, depth {widths}, "
             f"boundary {described(beyond)}, corners {corners}"

@@ -15,7 +15,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, block_bounds, box_shape, box_slices
 from dask_p2p.inputs import as_integer, checked_choice, checked_dtype
 from dask_p2p.ops.arguments import checked_boundaries, checked_depths
-from dask_p2p.plans.halo import halo_exchange
+from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.boundaries import At, Ends, described, open_grid, planned
 from dask_p2p.sections.exchange.device import check_kind
@@ -127,7 +127,7 @@ class Grid:
         (widths,) = checked_depths(depth, [self.shape])
         (beyond,) = checked_boundaries(boundary, [self.shape], dtype, in_section=True)
         rank, device = self._ctx.rank, self._ctx.device
-        halo = halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
+        halo = plan_halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
         suffix, text = f" of {name}" if is_named else "", described(beyond)
         call = f"pad(){suffix}, {dtype} {self.shape}, depth {widths}, boundary {text}"
         at = At(rank, self.shape, self.box, device.module, self._ctx.step_for)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import block_bounds, split_evenly
 from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
@@ -21,11 +21,11 @@ from dask_p2p.ops.fft.stages import (
     check_norm,
     checked_numbered_axes,
     complex_dtype,
-    local_transforms,
     order_in_memory,
-    transform_of,
+    plan_local_transforms,
+    plan_transform,
 )
-from dask_p2p.plans.ranks import RankGrid, transform_stages
+from dask_p2p.plans.ranks import RankGrid, plan_transform_stages
 from dask_p2p.sections.exchange.device import Host, check_kind
 from dask_p2p.sections.exchange.redistribution import (
     MOST_PIECES,
@@ -260,15 +260,15 @@ class Transforms:
         if min(lengths.values()) < 1:
             raise InputError(f"expected elements along the axes {along}, got shape {global_shape}.")
         special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
-        transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
+        transform = plan_transform(kind, special, lengths, (item_bytes, item_bytes))
         first, last = self._divisions(
             kind, global_shape, along, call.partition, call.from_partition
         )
         axes, current = tuple(range(len(global_shape))), first
         steps: list[Step] = []
-        path = transform_stages(first, last, transform)
+        path = plan_transform_stages(first, last, transform)
         on_device, transformed_axes = self.device.kind == "cupy", [stage.axes for stage in path]
-        transforms = local_transforms(
+        transforms = plan_local_transforms(
             kind, special, lengths, call.norm, transformed_axes, on_device
         )
         for stage, local in zip(path, transforms, strict=True):
@@ -345,7 +345,7 @@ class AxesTransform:
 
         Otherwise return it as `__call__` does.
         """
-        order = self.transform.order or order_of(local_block.strides)
+        order = self.transform.order or memory_order(local_block.strides)
         transformed_axes = {axis for _, axes, _ in self.transform.steps for axis in axes}
         axis = next((axis for axis in order if axis not in transformed_axes), None)
         if self.device.kind != "cupy" or axis is None:

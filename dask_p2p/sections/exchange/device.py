@@ -14,7 +14,7 @@ from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, backend_named, checksum
 from dask_p2p.backends.base import is_plain
 from dask_p2p.backends.host import IdentityCache
-from dask_p2p.backends.host_memory import temporaries_kept
+from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Slices, box_slices
@@ -54,7 +54,7 @@ class Host:
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
         """Return a context for a rank's work with its blocks. At its end the work is done."""
-        return temporaries_kept()
+        return keep_temporaries()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array of zeros."""

@@ -13,7 +13,7 @@ import numpy as np
 from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.halo import RankHalo, interior_and_boundary
+from dask_p2p.plans.halo import RankHalo, split_interior
 from dask_p2p.sections.exchange.boundaries import Ends
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.regions import ExchangeCall
@@ -181,7 +181,7 @@ class HaloLayout:
     @cached_property
     def boxes(self) -> list[Box]:
         """Boxes of the local block: the interior, then those that need halos of other ranks."""
-        return interior_and_boundary([self.halo])
+        return split_interior([self.halo])
 
     def fill(self, data: Array) -> None:
         """Fill the part of the halo that needs no other rank."""
@@ -203,7 +203,7 @@ class HaloExchange:
         calls, halos = [layout.call for layout in layouts], [layout.halo for layout in layouts]
         self._moved = layouts[0].device.halo_mover(calls, connections)
         self._elements = box_size(halos[0].inner)
-        self.boxes = interior_and_boundary(halos)
+        self.boxes = split_interior(halos)
 
     @property
     def count(self) -> int:

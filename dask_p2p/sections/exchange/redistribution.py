@@ -10,13 +10,13 @@ from operator import index
 from typing import Any, TypeVar
 
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.geometry import Box, normal_axes
+from dask_p2p.geometry import Box, normalize_axes
 from dask_p2p.plans.ranks import (
     Exchange,
     RankGrid,
+    distribute_array,
     partition_of,
-    partitioned,
-    redistribution_exchange,
+    plan_rank_exchange,
 )
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.regions import ExchangeCall, RegionMover
@@ -73,7 +73,7 @@ class Partitions:
                 f"{name}: expected at least one axis that is divided between "
                 f"{self._ranks.size} ranks, got {partition!r}."
             )
-        return partitioned(self._ranks, global_shape, tuple(sorted(axes)))
+        return distribute_array(self._ranks, global_shape, tuple(sorted(axes)))
 
     def redistribution(
         self, partition: Any = None, from_partition: Any = None, axes: Any = None, shape: Any = None
@@ -98,7 +98,7 @@ class Partitions:
     ) -> Redistribution:
         local_shape = self.shape
         ndim = len(local_shape if shape is None else checked_shape(shape))
-        order = tuple(range(ndim)) if axes is None else normal_axes(axes, ndim)
+        order = tuple(range(ndim)) if axes is None else normalize_axes(axes, ndim)
         if order is None:
             raise InputError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")
         if (
@@ -121,7 +121,7 @@ class Partitions:
         """Return the exchange between two partitions, with permuted axes."""
         global_shape = tuple(map(sum, before.local_sizes))
         call = f"{name} of {global_shape}, {before.grid} to {after.grid}, axes {axes}"
-        exchange = redistribution_exchange(before, after, axes, self._rank, order)
+        exchange = plan_rank_exchange(before, after, axes, self._rank, order)
         mean_elements = prod(global_shape) // before.size**2
         longest = [max(lengths, default=0) for lengths in before.local_sizes]
         after_longest = [max(lengths, default=0) for lengths in after.local_sizes]

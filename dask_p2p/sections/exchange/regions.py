@@ -23,7 +23,7 @@ from dask_p2p import tuning
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, Layout, box_shape, box_slices
 from dask_p2p.inputs import checked_choice
-from dask_p2p.plans.ranks import ORDERS, Exchange, partners
+from dask_p2p.plans.ranks import ORDERS, Exchange, schedule_partners
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import process_memory
@@ -55,7 +55,7 @@ class ExchangeCall:
     def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
         """Return the ranks that this one reads from, in the order of reading."""
         order = "diagonal" if self.order == "auto" else self.order
-        in_turn = (stage.source for stage in partners(order, *connections.rank_and_size))
+        in_turn = (stage.source for stage in schedule_partners(order, *connections.rank_and_size))
         return [rank for rank in in_turn if rank is not None and rank in sources]
 
 
@@ -319,7 +319,7 @@ def begin_in_order(
     if order == "auto":
         return connections.begin(call, sends, receives, in_background)
     end: Callable[[], Any] = dict
-    for to, source in partners(order, *connections.rank_and_size):
+    for to, source in schedule_partners(order, *connections.rank_and_size):
         end = connections.begin(
             f"{call}, {order}",
             {rank: data for rank, data in sends.items() if rank == to},

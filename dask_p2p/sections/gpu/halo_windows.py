@@ -36,7 +36,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends.host_memory import Pinned
-from dask_p2p.backends.kernels.copies import pitched
+from dask_p2p.backends.kernels.copies import find_pitch
 from dask_p2p.geometry import box_shape, c_strides
 from dask_p2p.sections.exchange.regions import (
     ExchangeCall,
@@ -252,7 +252,7 @@ def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_Byte
     for number, (boxes, dtype, shape, packed_bytes) in enumerate(of_arrays):
         strides = c_strides(shape, dtype.itemsize)
         for box in boxes:
-            pitch = pitched(box_shape(box), strides, dtype.itemsize)
+            pitch = find_pitch(box_shape(box), strides, dtype.itemsize)
             if pitch is None or pitch.rows > 1:
                 return None
             start_bytes = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))

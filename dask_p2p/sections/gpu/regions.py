@@ -34,7 +34,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p import tuning
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.host import IdentityCache
 from dask_p2p.geometry import (
@@ -43,7 +43,7 @@ from dask_p2p.geometry import (
     box_shape,
     box_slices,
     c_strides,
-    gapless_from,
+    first_gapless_axis,
     split_box,
     taper_last,
     whole_box,
@@ -301,9 +301,9 @@ def _parts(
     box = whole_box(shape)
     if not part_bytes or not box:
         return (box,)
-    order = order_of(strides)
+    order = memory_order(strides)
     lies, steps = ([values[axis] for axis in order] for values in (shape, strides))
-    others_from = gapless_from(lies, steps, item_bytes)
+    others_from = first_gapless_axis(lies, steps, item_bytes)
     least = tuning.current.gpu_row_bytes // item_bytes
     runs = ContiguousRuns(order.index(axes[-1]), least, others_from)
     in_memory = tuple(box[axis] for axis in order)
