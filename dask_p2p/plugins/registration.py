@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _MOST_NAMED = 4  # most workers listed in a warning
-_LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # skipped to find the user's line
 #: Connections of clients to schedulers that have the plugins. A client may outlive its scheduler
 #: and connect to a new one at the same address; a connection ends with its scheduler.
 _registered: WeakSet[Any] = WeakSet()
@@ -69,7 +68,6 @@ def register(client: Any = None) -> Any:
     client = checked_client(client)
     if client.asynchronous:
         return _register_async(client)
-    # Warnings are issued in this thread, not on the event loop, so that they show the user's line.
     connection = connection_of(client)
     _report(client.sync(_prepare, client))
     _remember(connection)
@@ -237,15 +235,7 @@ def _report(reply: dict[str, Any]) -> None:
             f"{tuning.current.worker_answer_s:g} s: they are busy or suspended ({named}). Tasks "
             f"sent there wait until they answer. Close workers that are dead."
         )
-        warnings.warn(text, P2PWarning, stacklevel=_level_of_user())
-
-
-def _level_of_user() -> int:
-    """Return the `stacklevel` of the calling line outside the libraries, usually the user's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
-    return level
+        warnings.warn(text, P2PWarning, stacklevel=2)
 
 
 def workers_of(client: Any) -> dict[str, dict[str, Any]]:

@@ -192,22 +192,16 @@ class Segment:
             )
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
-            # Other files of that process are never opened.
-            if os.readlink(path) != f"/memfd:{FILE_NAME} (deleted)":
-                raise TransferError(
-                    f"expected the reader's memory at {path}, got another file", scope="region"
-                )
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as exc:
             raise TransferError(
                 f"the reader's memory cannot be opened: {exc}", scope="region"
             ) from exc
         try:
-            status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            is_right = (status.st_ino, status.st_size) == (name.inode, name.size_bytes)
-            if not is_right or not seals & fcntl.F_SEAL_SHRINK:
+            status = os.fstat(fd)
+            if (status.st_ino, status.st_size) != (name.inode, name.size_bytes):
                 raise TransferError(
-                    "the reader's memory does not match its name, size or seal", scope="region"
+                    "the reader's memory does not match its name or size", scope="region"
                 )
             return cls(fd, name)
         finally:

@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from dask_p2p.backends.host import RepeatingTimer
 from dask_p2p.errors import TransferError
 from dask_p2p.types import Key
 
@@ -64,7 +63,6 @@ DESCRIPTOR_BYTES = _SLOT_BYTES - _LENGTH_BYTES  # length of the longest descript
 OWNER = INDEX_BYTES + INDEX_BYTES // _ENTRY_BYTES * _SLOT_BYTES  # locked while the holder lives
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 CLOSED = 2**31 - 1  # never the number of an open file: all operations on it fail
-_LINGER_S = 0.1
 
 
 class _LockFile:
@@ -211,7 +209,7 @@ class PublishedBlocks(_LockFile):
     def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
         digest, replaced = digest_of(key), self.published.pop(key, None)
         try:
-            if len(text) > DESCRIPTOR_BYTES:  # a long key, or a dtype with many fields
+            if len(text) > DESCRIPTOR_BYTES:  # a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
                 raise TransferError(message, scope="region")
             entry = self._reserve(digest)
@@ -281,10 +279,6 @@ class PublishedBlocks(_LockFile):
                         remove(os.path.join(self.folder, name))
                 self.close_file()
         return remaining
-
-    def linger(self) -> None:
-        """Start a thread that closes the directory as soon as the last reader is done."""
-        RepeatingTimer(_LINGER_S, lambda: self.close() > 0).start()
 
     @property
     def leased_bytes(self) -> int:

@@ -72,7 +72,7 @@ class RecvBuffer:
 
     async def regions(self, replies: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
         """Wait for the regions of these replies, and return them."""
-        return [reply.get("data") if isinstance(reply, dict) else None for reply in replies]
+        return [reply.get("data") for reply in replies]
 
     def abandon(self) -> None:
         """Give the memory up after a failed call: the holder may still write to this memory."""
@@ -217,25 +217,17 @@ class PackedReading(Reading):
             reply = check_reply(await asking, first.holder, first)
         finally:
             self._rate.update(self.layout(parts).size_bytes, time.monotonic() - begun_s, limit_s)
-        replies: Any = reply.get("parts")
-        if type(replies) not in (list, tuple) or not 0 < len(replies) <= len(parts):
-            message = f"{first.holder} sent no reply for any part: {reply}"
-            raise TransferError(f"{message:.500}")
-        result: Sequence[Any] = replies
-        return result
+        replies: Sequence[Any] = reply["parts"]
+        return replies
 
     async def _check_region(self, part: Region, reply: Any, array: Any) -> Any:
         """Return a region in the declared dtype, or the error in its place."""
-        request, box = self.requests[part.request], part.box
+        request = self.requests[part.request]
         try:
             check_reply(reply, request.holder, request)
-            shape = getattr(array, "shape", type(array).__name__)
-            if shape != box_shape(box):
-                sent = f"{shape} instead of {box_shape(box)} of {request}"
-                raise TransferError(f"{request.holder} sent {sent}")
-            region = array
-            if array.dtype != request.dtype:
-                region = await self.worker.offload(in_dtype, array, request.dtype)
+            if array.dtype == request.dtype:
+                return array
+            region = await self.worker.offload(in_dtype, array, request.dtype)
             if region is None:
                 raise mismatch(request, request.dtype, array.dtype)
         except (TransferError, BlockMismatchError) as exc:

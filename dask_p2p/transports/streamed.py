@@ -73,8 +73,7 @@ class UcxRecvBuffer(FlatRecvBuffer):
         return self.message is None or self.message.is_complete
 
     async def arrived(self, replies: Sequence[Any], deadline_s: float) -> Array:
-        is_sent = any(isinstance(reply, dict) and reply.get("status") == "ok" for reply in replies)
-        if not is_sent:
+        if not any(reply["status"] == "ok" for reply in replies):
             self.abandon()
         elif self.message is not None:
             waiting = self.message.result, max(0.0, deadline_s - time.monotonic())

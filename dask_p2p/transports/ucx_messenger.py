@@ -32,7 +32,6 @@ NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000
 _CLOSE_ROUNDS = 20
-_MOST_BEHIND = 1000  # most endpoints of the other process that this one lacks
 
 
 @cache  # the search goes through folders, and would delay each source of a block
@@ -206,15 +205,10 @@ class Messenger:
         UCX pairs the n-th endpoint of one process to another with the n-th endpoint of the other
         one to the first. If one side is closed, messages from the other side are lost, and UCX
         detects this late or never. `closed` is the other side's `Messenger.closed` for this
-        process; `TransferError` if it is implausibly large.
+        process.
         """
         abandoned = []
         with self._lock, _translate_errors():
-            if closed - self._endpoint_counts[address] > _MOST_BEHIND:
-                raise TransferError(
-                    f"the reader reports {closed} closed endpoints, expected at most "
-                    f"{self._endpoint_counts[address] + _MOST_BEHIND}"
-                )
             while self._endpoint_counts[address] < closed:
                 abandoned.append(self.endpoints.pop(address, None))
                 self._make_endpoint(address)

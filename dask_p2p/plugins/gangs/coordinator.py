@@ -159,11 +159,9 @@ class Coordinator:
         """Record that a rank waits for its gang; return the ranks whose outputs no longer count.
 
         Such outputs are of a committed attempt. One of them was lost, so all ranks have to run
-        again. Raises `ValueError` if the gang has another size.
+        again.
         """
         state = self._gangs.setdefault(gang, _Gang(size, is_resident))
-        if state.size != size or not 0 <= rank < size:
-            raise ValueError(f"expected a rank of {state.size}, got {rank} of {size}")
         if self._rank(gang, rank, token) is not None:
             return []  # a repeated request
         again: list[int] = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -312,13 +311,6 @@ def test_attempts_are_bounded():
     order = coordinator.order("x", 0, "1")
     assert order.state == "stopped"
     assert order.reason == "2 attempts ended early, the last one because a connection broke"
-
-
-def test_ranks_agree_on_the_size():
-    coordinator = Coordinator(MOST)
-    joined(coordinator, "x", "a", size=2)
-    with pytest.raises(ValueError, match="expected a rank of 2, got 2 of 3"):
-        coordinator.join("x", 3, 2, "x2", "b")
 
 
 def test_a_rank_that_comes_again_ends_the_attempt():

@@ -23,7 +23,6 @@ from dask_p2p.errors import TransferError
 from dask_p2p.transports import leases as module
 from dask_p2p.transports.leases import DESCRIPTOR_BYTES, FILE, Leases, PublishedBlocks
 from tests.support import BOUND_S
-from tests.transports.loopback import wait_until
 
 
 class Block:
@@ -484,21 +483,6 @@ def test_a_directory_that_cannot_be_made_refuses_blocks(tmp_path, monkeypatch, o
         publish(directory, "key", Block(), b"text")
     directory.withdraw("key")
     assert directory.expire(0) == directory.close() == len(directory) == 0
-
-
-def test_a_directory_lingers_until_the_last_reader_is_done(directory):
-    block = Block()
-    alive = weakref.ref(block)
-    publish(directory, "key", block, b"text")
-    del block
-    lease = take(directory.folder, "key")
-    assert directory.close() == 1
-    directory.linger()
-    time.sleep(0.01)
-    assert lease.holder_lives()
-    assert alive() is not None
-    lease.close()
-    wait_until(lambda: alive() is None and not os.path.exists(directory.folder))
 
 
 def test_a_descriptor_that_cannot_be_withdrawn_is_tried_again(directory, monkeypatch):

@@ -45,21 +45,12 @@ class TestComm(PackedConformance):
     @pytest.mark.parametrize(
         ("reply", "words"),
         [
-            ({"status": "ok"}, "sent no reply for any part"),
-            ({"status": "ok", "parts": 7}, "sent no reply for any part"),
-            ({"status": "ok", "parts": []}, "sent no reply for any part"),
             ({"status": "silent", "message": "gone"}, "gone"),
-            ({"status": "ok", "parts": [5]}, "could not send .* 5"),
-            ({"status": "ok", "parts": [{"status": "ok"}]}, "NoneType"),
-            (
-                {"status": "ok", "parts": [{"status": "ok", "data": np.zeros((2, 2))}]},
-                r"sent \(2, 2\) instead of \(1, 1\)",
-            ),
             ({"status": "weird"}, "weird"),
             ("nonsense", "nonsense"),
         ],
     )
-    def test_answers_that_make_no_sense(self, setup, block, reply, words):
+    def test_a_reply_with_another_status_is_an_error(self, setup, block, reply, words):
         async def answer(**kwargs):
             return reply
 
