@@ -46,7 +46,7 @@ def record_written(fetch, *sources):
 
 
 @pytest.mark.parametrize(
-    ("failure", "given_up", "left"),
+    ("failure", "given_up", "routes_left"),
     [
         ({"scope": "region"}, 1, ["ipc of b", "cma of c"]),
         ({}, 1, ["ipc of b", "cma of c"]),
@@ -55,7 +55,7 @@ def record_written(fetch, *sources):
         ({"scope": "holder", "is_silence": True}, 2, ["cma of c"]),
     ],
 )
-def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, left):
+def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, routes_left):
     fetch = begun()
     first, _ = fetch.sources
     cma, ipc = fetch.route.transport, SimpleNamespace(name="ipc", in_place=True)
@@ -64,5 +64,5 @@ def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, left
     assert sum(source.error is not None for source in fetch.sources) == given_up
     assert hasattr(fetch.reading, "is_closed") == (given_up == 2)
     first.leave_route()
-    assert [f"{route.transport.name} of {route.holder}" for route in first.routes] == left
+    assert [f"{route.transport.name} of {route.holder}" for route in first.routes] == routes_left
     assert first.causes == ["cma: why"]

@@ -97,14 +97,14 @@ class FaultyCalls:
     async def _reorder(self):
         """Hold an answer until the next one that gets here has been given out."""
         if self._held is not None:
-            held, self._held = self._held, None
-            asyncio.get_running_loop().call_later(DELAY_S / 10, held.set)
+            waiting_answer, self._held = self._held, None
+            asyncio.get_running_loop().call_later(DELAY_S / 10, waiting_answer.set)
             return
-        self._held = held = asyncio.Event()
+        self._held = waiting_answer = asyncio.Event()
         try:
-            await asyncio.wait_for(held.wait(), _PARTNER_S)
+            await asyncio.wait_for(waiting_answer.wait(), _PARTNER_S)
         except TimeoutError:
-            if self._held is held:
+            if self._held is waiting_answer:
                 self._held = None
 
 

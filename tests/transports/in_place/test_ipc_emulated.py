@@ -168,10 +168,10 @@ class TestIpcEmulated(Conformance):
         assert setup.device.runtime.open == {}, "nothing was mapped"
         assert nothing_is_kept(setup, key)
 
-    @pytest.mark.parametrize("what", ["it is not mapped", "it is not made an array"])
-    def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, what):
+    @pytest.mark.parametrize("failing_call", ["it is not mapped", "it is not made an array"])
+    def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, failing_call):
         key, array = block
-        if what == "it is not mapped":
+        if failing_call == "it is not mapped":
             setup.device.runtime.refused.add(bytes(4))
         else:
             setup.device.fails = True
@@ -272,8 +272,8 @@ def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeyp
     monkeypatch.setattr(same_host, "backend_for", lambda block: NUMPY)
 
     def read():
-        of = "holder", "block", array.shape, array.dtype, "cupy"
-        with closing(open_block(setup.reader, *of, [((0, 6),)], options())) as remote:
+        request_fields = "holder", "block", array.shape, array.dtype, "cupy"
+        with closing(open_block(setup.reader, *request_fields, [((0, 6),)], options())) as remote:
             return remote.whole(setup.to_numpy, 20)
 
     with pytest.raises(
