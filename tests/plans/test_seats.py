@@ -50,12 +50,12 @@ workers = st.sets(st.sampled_from("abcd"), max_size=4).map(frozenset)
     rooms=st.fixed_dictionaries({worker: st.integers(0, 2) for worker in "abcd"}),
 )
 def test_as_many_are_seated_as_by_trying_all_ways(wants, rooms):
-    most = 0
-    for seats in product(*([*sorted(each), None] for each in wants)):
+    max_seats = 0
+    for seats in product(*([*sorted(hosts), None] for hosts in wants)):
         used = Counter(seat for seat in seats if seat)
         if all(used[worker] <= rooms[worker] for worker in used):
-            most = max(most, used.total())
-    assert max_matching(Counter(wants), rooms) == most
+            max_seats = max(max_seats, used.total())
+    assert max_matching(Counter(wants), rooms) == max_seats
 
 
 def test_many_ranks():

@@ -240,7 +240,7 @@ def run_section(gpu, y, inputs, **kwargs):
         return wholes
 
     kwargs = {"device": Gpu, **kwargs}
-    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in body.outputs.each]
+    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in body.outputs.specs]
     for rank, local_blocks in enumerate(run_gang(ranks, function, **kwargs)):
         for output, local_block in zip(outputs, local_blocks, strict=True):
             output[box_slices(ranks.box(rank))] = local_block

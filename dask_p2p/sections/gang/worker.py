@@ -169,8 +169,8 @@ class RankAttempt:
         return Order(**reply)
 
     async def _call(self, op: str, **kwargs: Any) -> dict[str, Any]:
-        own = {"gang": self._gang, "rank": self.rank, "token": self.token}
-        reply: Any = await getattr(self._worker.scheduler, op)(**own, **kwargs)
+        identity = {"gang": self._gang, "rank": self.rank, "token": self.token}
+        reply: Any = await getattr(self._worker.scheduler, op)(**identity, **kwargs)
         if not isinstance(reply, dict) or reply.pop("status", None) != "ok":
             raise SectionError(f"the scheduler could not answer: {reply}")
         return reply
@@ -218,7 +218,11 @@ class WorkerRanks:
 
     def reports(self) -> list[dict[str, Any]]:
         """Return the states of the ranks whose attempts run here."""
-        return [each.report() for each in tuple(self._ranks.values()) if each.runs]
+        return [
+            rank_attempt.report()
+            for rank_attempt in tuple(self._ranks.values())
+            if rank_attempt.runs
+        ]
 
     def _sample(self) -> None:
         """Set the profiler's interval for the present number of ranks. On the event loop."""
@@ -237,9 +241,11 @@ class WorkerRanks:
             self._is_registered = True
 
     @contextmanager
-    def rank_attempt(self, gang: str, rank: int, size: int, **others: Any) -> Iterator[RankAttempt]:
+    def rank_attempt(
+        self, gang: str, rank: int, size: int, **settings: Any
+    ) -> Iterator[RankAttempt]:
         """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
-        rank_attempt = RankAttempt(self, gang, rank, size, **others)
+        rank_attempt = RankAttempt(self, gang, rank, size, **settings)
         self._ranks[rank_attempt.token] = rank_attempt
         try:
             self.worker.loop.add_callback(self._sample)
