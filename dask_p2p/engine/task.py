@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, wraps
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
@@ -21,10 +19,9 @@ from weakref import WeakKeyDictionary
 from dask.base import tokenize
 from dask.task_spec import GraphNode, Task
 
-from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.context import AttemptLog, TaskContext, pause_s, record_attempt
+from dask_p2p.engine.context import TaskContext, pause_s, record_attempt
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -33,7 +30,6 @@ from dask_p2p.errors import (
     FileError,
     InputError,
     MissingPackageError,
-    P2PWarning,
     SectionError,
     TransferError,
     without_frames,
@@ -41,61 +37,7 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
-from dask_p2p.types import Array, DType, Key, Kind
-
-
-class LocalContext(AttemptLog):
-    """The `TaskContext` of a process without the plugin.
-
-    All input blocks are arrays of this process, and no attempt is recorded. A task with references
-    to blocks was prepared by a plugin that has left: each use of them raises `TransferError`, so
-    that the scheduler prepares the task again.
-    """
-
-    def __init__(self, worker: Any = None) -> None:  # None: a thread scheduler
-        super().__init__("" if worker is None else worker.address)
-        self.running: dict[Any, Callable[[], TaskRecord]] = {}
-
-    @property
-    def router(self) -> Any:
-        self._raise_no_plugin()
-
-    def in_memory(self, key: Key) -> Any:
-        self._raise_no_plugin()
-
-    def block(self, key: Key) -> Any:
-        self._raise_no_plugin()
-
-    def _raise_no_plugin(self) -> NoReturn:
-        raise TransferError("the worker's plugin was unregistered while the task waited")
-
-    def transport(self, name: str) -> None:
-        return None
-
-    def kind_of(self, key: Key) -> Kind | None:
-        return None
-
-    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
-        """Do nothing: no other process reads these blocks."""
-
-    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        return queue.empty(shape, dtype)
-
-    def only_waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warn(self, text: str) -> None:
-        warnings.warn(text, P2PWarning, stacklevel=2)
-
-    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
-        return None
-
-    def record(self, record: TaskRecord) -> None:
-        """Do nothing: only a plugin keeps records."""
-
-    def on_device_lost(self, error: DeviceLostError) -> bool:
-        return False
-
+from dask_p2p.types import Key
 
 # Frames of tasks that fail: users see those of their program, and none keeps its arrays.
 #
@@ -208,7 +150,7 @@ OnMissing: TypeAlias = Callable[[Any, Sequence[Key]], None]
 
 _name_of = lru_cache(maxsize=256)(str)  # name of a dtype, which takes NumPy 20 µs
 
-_unplugged: WeakKeyDictionary[Any, LocalContext] = WeakKeyDictionary()  # workers without plugin
+_unplugged: WeakKeyDictionary[Any, TaskContext] = WeakKeyDictionary()  # workers without plugin
 
 
 class Blocks(GraphNode):  # type: ignore[misc]
@@ -464,9 +406,9 @@ def current_worker() -> tuple[Any, TaskContext]:
 
         worker = get_worker()
     except (ImportError, ValueError):
-        return None, LocalContext()
+        return None, TaskContext()
     if (context := plugin_context(worker)) is None:
-        return worker, _unplugged.setdefault(worker, LocalContext(worker))
+        return worker, _unplugged.setdefault(worker, TaskContext(worker.address))
     _unplugged.pop(worker, None)
     return worker, context
 

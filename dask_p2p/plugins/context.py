@@ -25,7 +25,7 @@ from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.engine.context import AttemptLog
+from dask_p2p.engine.context import TaskContext
 from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning, UnsupportedArrayError
 from dask_p2p.monitoring.metrics import Counters, meter, record_transfer
 from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
@@ -58,14 +58,13 @@ _PUBLISHED_ARRAYS = 1000  # number of arrays recorded as published
 _MOST_AHEAD = 1000  # blocks of one array that are published before a reader requests them
 
 
-class DaskWorkerContext(AttemptLog):
+class DaskWorkerContext(TaskContext):
     """The `WorkerContext` of a Dask worker, for its transports and tasks."""
 
     def __init__(self, worker: Worker, options: Options) -> None:  # the worker's options
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.record_fallback)
         self.records = RecordLog(_RECORDS)
-        self.running: dict[Any, Callable[[], TaskRecord]] = {}
         self.counters = Counters()
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
@@ -102,7 +101,6 @@ class DaskWorkerContext(AttemptLog):
         return is_spilled(self._worker.data, key)
 
     def transport(self, name: str) -> Any:
-        """Return the transport with this name; None if the worker has none."""
         return self.router.transports.get(name)
 
     def holds(self, key: Key) -> bool:
@@ -110,11 +108,9 @@ class DaskWorkerContext(AttemptLog):
         return holds(self._worker.data, key)
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block that is not spilled; raise `KeyError` for any other key."""
         return find_in_memory(self._worker.data, key)
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return the kind of a block, in memory or spilled; None if it is unknown."""
         task = self._worker.state.tasks.get(key)
         package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
         return package if package in BACKENDS else None

@@ -309,16 +309,16 @@ def allowed_addresses(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[st
     addresses = []
     for ts in tasks:
         restrictions = ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions
-        key = (*map(_hashable, restrictions), ts.loose_restrictions)
+        # Names, or resources with their units.
+        hashable = (
+            frozenset(names.items() if isinstance(names, dict) else names or ())
+            for names in restrictions
+        )
+        key = (*hashable, ts.loose_restrictions)
         if key not in cache:
             cache[key] = frozenset(ws.address for ws in allowed_workers(scheduler, ts))
         addresses.append(cache[key])
     return addresses
-
-
-def _hashable(restrictions: Any) -> frozenset[Any]:
-    items = restrictions.items() if isinstance(restrictions, dict) else restrictions
-    return frozenset(items or ())
 
 
 _ROUNDING = 1e-9  # of units that are fractions, like 0.1

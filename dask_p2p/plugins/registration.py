@@ -69,7 +69,7 @@ def register(client: Any = None) -> Any:
     if client.asynchronous:
         return _register_async(client)
     connection = connection_of(client)
-    _report(client.sync(_prepare, client))
+    _report(client.sync(ask, client.scheduler))
     _remember(connection)
     return None
 
@@ -84,7 +84,6 @@ def register_cluster(cluster: Any) -> None:
     RegistrationError
         As for `register`.
     """
-    check_dask()
     _report(cluster.sync(ask, cluster.scheduler_comm))
 
 
@@ -162,7 +161,7 @@ async def ask_later(worker: Any) -> None:
 
 async def _register_async(client: Any) -> None:
     connection = connection_of(client)
-    _report(await _prepare(client))
+    _report(await ask(client.scheduler))
     _remember(connection)
 
 
@@ -170,12 +169,6 @@ def _remember(connection: Any) -> None:
     """Record that the scheduler of a connection has the plugins, or will soon have them."""
     if connection is not None:  # not lost since
         _registered.add(connection)
-
-
-async def _prepare(client: Any) -> dict[str, Any]:
-    """Register a client's cluster, and return the answer of `ask`."""
-    check_dask()
-    return await ask(client.scheduler)
 
 
 async def register_later(client: Any) -> None:
@@ -192,6 +185,7 @@ async def register_later(client: Any) -> None:
 
 async def ask(scheduler: Any) -> dict[str, Any]:
     """Register the plugins with a scheduler; return its answer on failed and silent workers."""
+    check_dask()
     await give_plugin(scheduler)
     reply: dict[str, Any] = await scheduler.p2p_register()
     if reply.get("status", "ok") != "ok":

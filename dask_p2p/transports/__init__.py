@@ -144,7 +144,11 @@ class Router:
         Hosts are identified by boot id if a transport has it, since a host may have several
         addresses. Otherwise they are identified by the workers' addresses.
         """
-        boot_ids = {worker: self._boot_id(worker) for worker in workers}
+        transports = self.transports.values()
+        boot_ids = {
+            worker: next(filter(None, (route.boot_id(worker) for route in transports)), "")
+            for worker in workers
+        }
         names = {
             worker: urlsplit(worker).hostname or boot_id for worker, boot_id in boot_ids.items()
         }
@@ -152,10 +156,6 @@ class Router:
         for worker, name in sorted(names.items()):
             first.setdefault(boot_ids[worker] or name, name)
         return {worker: first[boot_ids[worker] or name] for worker, name in names.items()}
-
-    def _boot_id(self, worker: str) -> str:
-        boot_ids = (transport.boot_id(worker) for transport in self.transports.values())
-        return next((boot_id for boot_id in boot_ids if boot_id is not None), "")
 
     def _is_broken(self, route: Route) -> bool:
         return (route.holder, route.transport.name) in self.failures

@@ -191,7 +191,11 @@ class Coordinator:
             self._end(state, cause, error)
         else:
             joined.has_returned = True
-            self._commit_if_complete(state)
+            members = state.ranks.values()
+            if all(member.has_returned for member in members):
+                state.phase, state.failures, state.resume = "committed", 0, None
+                for member in members:
+                    member.state = "committed"
         self._settle(gang)
 
     def drop(self, gang: str, rank: int, cause: str) -> None:
@@ -261,12 +265,6 @@ class Coordinator:
         for joined in gang.ranks.values():
             if joined.state == "running":
                 joined.stop(error, reason)
-
-    def _commit_if_complete(self, gang: _Gang) -> None:
-        if all(joined.has_returned for joined in gang.ranks.values()):
-            gang.phase, gang.failures, gang.resume = "committed", 0, None
-            for joined in gang.ranks.values():
-                joined.state = "committed"
 
     def _settle(self, changed: str) -> None:
         """Queue the changed gang if it is complete, and start all gangs that can start."""
