@@ -19,8 +19,8 @@ from dask_p2p.backends.host_memory import bases
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, MemoryLimitError, P2PWarning, TransferError
 from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import PROBE_TIMEOUT_S
+from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
 MOST_TASKS = 10_000  # in the log of failed attempts

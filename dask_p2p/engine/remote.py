@@ -17,8 +17,8 @@ from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import REASON_CHARS, Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
-from dask_p2p.transports import Route
 from dask_p2p.transports.base import Reading, Region, Request
+from dask_p2p.transports.router import Route
 from dask_p2p.types import Array, DType, Key, Kind
 
 _T = TypeVar("_T")

@@ -39,8 +39,8 @@ from dask_p2p.plugins.storage import (
     is_spilled,
     read_spilled,
 )
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import PROBE_DTYPE, Probes, is_probe
+from dask_p2p.transports.router import Router
 from dask_p2p.transports.rpc import rpc_handler
 from dask_p2p.types import Array, DType, Key, Kind
 

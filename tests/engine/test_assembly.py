@@ -22,9 +22,9 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.buffers import Footprint
+from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
 from tests.support import tune
 

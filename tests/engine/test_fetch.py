@@ -9,9 +9,9 @@ from dask_p2p.config import options
 from dask_p2p.engine.remote import Fetch, RemoteSource
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import Piece
-from dask_p2p.transports import Route
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.buffers import Footprint
+from dask_p2p.transports.router import Route
 
 BOX = ((0, 2), (0, 4))
 

@@ -18,10 +18,10 @@ from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_shape, box_size, box_slices
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import Router
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.packed import CommTransport
 from dask_p2p.transports.packed_reading import PackedReading
+from dask_p2p.transports.router import Router
 from dask_p2p.transports.ucx import UcxTransport
 from tests.support import BOUND_S
 from tests.transports.loopback import LoopbackHost, wait_until

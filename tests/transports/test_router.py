@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.transports import Router
+from dask_p2p.transports.router import Router
 from tests.support import BOUND_S
 
 DTYPE = np.dtype("f4")

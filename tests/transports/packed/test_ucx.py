@@ -17,11 +17,10 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import TransferError
-from dask_p2p.transports import streamed as stream
+from dask_p2p.transports import ucx as stream
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.buffers import ByteBudget
-from dask_p2p.transports.streamed import UcxSendBuffer
-from dask_p2p.transports.ucx import UcxTransport
+from dask_p2p.transports.ucx import UcxSendBuffer, UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
