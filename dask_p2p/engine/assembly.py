@@ -80,7 +80,6 @@ class OutputSpec:
     chunks: Chunks | None = None  # chunks of the array after `epilogue`, for records
 
     def key(self, source: Index) -> tuple[Any, ...]:
-        """Return the Dask key of an input block."""
         return self.array + source
 
     def need(
@@ -441,7 +440,6 @@ class HeldBlocks:
     def _put_by_parts(
         self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]
     ) -> None:
-        """Queue a block's pieces, in parts if the block goes to a GPU."""
         if backend_for(block).on_device:  # unspilled as a whole
             queue.wait_until_written([block], any_stream=self._any_stream)
         for piece in pieces:
@@ -455,7 +453,6 @@ class HeldBlocks:
         return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
 
     def _load_block(self, number: int) -> Any:
-        """Return a block from memory or from disk. A spilled block stays spilled."""
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
             try:

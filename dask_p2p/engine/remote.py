@@ -50,7 +50,6 @@ class RemoteSource:
 
     @property
     def route(self) -> Route:
-        """The current route."""
         return self.routes[0]
 
     @property
@@ -144,7 +143,6 @@ class Fetch:
             ) from None
 
     def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that waits for the holder."""
         start_s = perf_counter()
         try:
             return wait(*args)
@@ -185,7 +183,6 @@ class Fetch:
         return self._stage((perf_counter() if is_coming else self.last_s) - self.begun_s)
 
     def stage(self) -> Stage:
-        """Return the stage's final record."""
         copied_s = self.copies.seconds or None
         return self._stage(copied_s if self.in_place else self.last_s - self.begun_s)
 
@@ -297,7 +294,6 @@ class RemoteSources:
         return given_up
 
     def _next_route(self, source: RemoteSource) -> None:
-        """Leave the failed route. Raise `TransferError` if none is left."""
         assert source.error is not None
         route, error = source.route, source.error
         source.leave_route()

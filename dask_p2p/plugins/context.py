@@ -147,7 +147,6 @@ class DaskWorkerContext(TaskContext):
     only_waiting = staticmethod(only_waiting)
 
     def warn(self, text: str) -> None:
-        """Warn the users of all clients."""
         warn_client(self._worker, text, P2PWarning)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
@@ -226,7 +225,6 @@ class DaskWorkerContext(TaskContext):
         return [make_record() for make_record in tuple(self.running.values())]
 
     def _add_run_number(self, record: TaskRecord) -> TaskRecord:
-        """Return a task's record with Dask's run number, if Dask still has the task."""
         task = self._worker.state.tasks.get(record.key)
         return record._replace(run=task.run_id) if task is not None else record
 

@@ -266,7 +266,6 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
 
 
 def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
-    """Return the bytes of the tasks' inputs that each worker has."""
     held_bytes: Counter[Any] = Counter()
     for ts in tasks:
         for block in ts.dependencies:

@@ -216,7 +216,6 @@ async def give_plugin(scheduler: Any) -> None:
 
 
 def _report(reply: dict[str, Any]) -> None:
-    """Raise `RegistrationError` for failed workers, and warn of silent ones."""
     from dask_p2p.plugins.scheduler import cannot_take_part
 
     if reply["failed"]:

@@ -79,7 +79,6 @@ class Buffers:
         return memory, backend_named(self.kind).bytes_of(memory, size_bytes, owner)[:nbytes]
 
     def size_of(self, nbytes: int) -> int:
-        """Return the size of the buffer for an array of `nbytes`."""
         return buffer_bytes(nbytes)
 
     def _allocate(self, size_bytes: int) -> Any:
@@ -92,7 +91,6 @@ class Buffers:
         return allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
-        """Free all idle buffers."""
         self._idle.clear()
 
     def put_back(self, size_bytes: int, memory: Any) -> None:
@@ -352,7 +350,6 @@ class ByteBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved now."""
         return sum(list(self._reserved.values()))
 
     def reserve(self, *sizes: int) -> list[Release] | None:
@@ -374,7 +371,6 @@ class ByteBudget:
 def _list_footprints(
     options: Options, kind: Kind, within_host: Collection[bool]
 ) -> Iterator[Footprint]:
-    """Return the footprints of the transports that may move blocks of this kind."""
     classes = transport_classes()
     for transport in (classes[name] for name in options.order(kind) if name in classes):
         if kind in transport.kinds and transport.within_host in within_host:

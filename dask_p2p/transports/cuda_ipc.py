@@ -252,7 +252,6 @@ class Mappings:
         return mapping
 
     def _take_freed(self, process: str, ipc_handle: IpcHandle) -> list[MappedAllocation]:
-        """Remove and return the mappings of allocations that the process must have freed."""
         freed = [
             mapping for mapping in self._open.values() if mapping.overlaps(process, ipc_handle)
         ]

@@ -124,7 +124,6 @@ class Leases(_LockFile):
         return entry, content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
     def end(self, entry: int) -> None:
-        """End one lease on a block."""
         self.counts[entry] -= 1
         if self.counts[entry] == 0 and self.fd != CLOSED:
             with suppress(OSError):  # the kernel has no memory for it: the lock ends with the file

@@ -135,7 +135,6 @@ class PackedReading(Reading):
             yield from self._request_batch(parts)
 
     def _request_batch(self, parts: Sequence[Region]) -> Iterator[Region]:
-        """Request a batch, and yield its regions."""
         try:
             call = self._call(parts)
         except TransferError as exc:
@@ -147,7 +146,6 @@ class PackedReading(Reading):
             yield part.mark_requested(partial(wait_for_region, call, number), call.done)
 
     def _batches(self) -> Iterator[list[Region]]:
-        """Group small parts into batches, up to the size of a large part."""
         batch: list[Region] = []
         batch_bytes = 0
         for part in self.parts():
@@ -162,7 +160,6 @@ class PackedReading(Reading):
             yield batch
 
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
-        """Start the request for a batch, and return its future."""
         recv_buffer = self._transport.recv_buffer(self._transport, self, parts)
         return self._start_call(self.bring(parts, recv_buffer, recv_buffer.where(0)))
 

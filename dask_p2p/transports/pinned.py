@@ -124,7 +124,6 @@ class PinnedTransport(PackedTransport):
         return self._obstacles[holder]
 
     def _ask_to_open(self, holder: str) -> Obstacle | None:
-        """Ask a holder to open this worker's memory. Return the obstacle, if any."""
         try:
             segment, _ = self.segments["numpy"].lend(1)
         except (OSError, AttributeError, MemoryError) as exc:

@@ -316,7 +316,6 @@ class Processes:
             self._calls.get(name, {}).pop(on_end, None)
 
     def has_ended(self, name: str) -> bool:
-        """Return true if a watched process has ended."""
         return name in self._ended
 
     def _begin(self, name: str, pid: int) -> None:
@@ -385,7 +384,6 @@ class Peer:
 
     @classmethod
     def describe_self(cls, memory_proof: str, folder: str = "", refusal: str | None = None) -> Peer:
-        """Describe this process."""
         identity = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
         return cls(*identity, folder, memory_proof, refusal)
 

@@ -177,7 +177,6 @@ class SameHostTransport(Transport):
         return {"peer": asdict(await self.worker.offload(self.describe))}
 
     def describe(self) -> Peer:
-        """Describe this process."""
         return Peer.describe_self(
             self.memory_proof(), self.directory.folder, self.directory.refusal
         )
@@ -212,7 +211,6 @@ class SameHostTransport(Transport):
         return block
 
     def _describe_block(self, block: Array) -> bytes:
-        """Wait for a block's values, and return its descriptor."""
         return Descriptor(
             shape=tuple(block.shape),
             strides=tuple(block.strides),

@@ -158,7 +158,6 @@ class StreamedReading(PackedReading):
                 yield from self._request_row(row) if len(row) > 1 else self._request_batch(row)
 
     def _request_row(self, row: Sequence[Region]) -> Iterator[Region]:
-        """Request a row of messages, and post one receive after another."""
         try:
             where = self._ucx.make_tags(self.requests[0].holder, len(row))
         except TransferError as exc:
@@ -391,7 +390,7 @@ class UcxTransport(PackedTransport):
     # --- the reader's side, in task threads ---
 
     def make_tags(self, holder: str, number: int = 1) -> MessageTags:
-        """Return make_tags for this number of messages."""
+        """Return new tags for this number of messages."""
         closed = self.messenger().closed(self.addresses.get(holder, b""))
         return MessageTags([*islice(self.tags, number)], self.worker.address, closed)
 
@@ -446,7 +445,6 @@ class UcxTransport(PackedTransport):
         return replies
 
     def _begin_to_pack(self, send_buffer: UcxSendBuffer) -> None:
-        """Queue the packing of a message with one region."""
         request, (number, box) = send_buffer.request, send_buffer.request.parts[0]
         block = self._find(request, *request.blocks[number])
         with device_of(block):
@@ -456,7 +454,6 @@ class UcxTransport(PackedTransport):
     def _reserve_message(
         self, request: ReadRequest, sending: deque[UcxSendBuffer]
     ) -> list[Release]:
-        """Reserve memory for one message. If necessary, wait for the arrival of those before."""
         while (reserved := self.packed.reserve(*self.own_bytes(request))) is None:
             if sending:
                 _finish(sending)
@@ -482,7 +479,6 @@ class UcxTransport(PackedTransport):
         return [buffer_bytes(request.layout().size_bytes)]
 
     async def _address_of(self, reader: str) -> bytes:
-        """Return a worker's UCX address, requested from the worker itself."""
         address = self.addresses.get(reader)
         if address is None:
             about = "its UCX address"

@@ -218,7 +218,6 @@ class Messenger:
 
     @property
     def in_flight(self) -> int:
-        """Number of messages that UCX still uses."""
         with self._lock:
             self._messages = deque(message for message in self._messages if not message.is_complete)
             return len(self._messages)

@@ -126,7 +126,6 @@ class Coordinator:
         self._queue: list[str] = []  # complete gangs that wait for their workers
 
     def size(self, gang: str) -> int | None:
-        """Return the number of ranks of a gang; None if none of them has joined."""
         return self._gangs[gang].size if gang in self._gangs else None
 
     def order(self, gang: str, rank: int, token: str) -> Order:
@@ -254,7 +253,6 @@ class Coordinator:
         return joined if joined is not None and joined.token == token else None
 
     def _end(self, gang: _Gang, cause: str, error: bytes | None = None) -> None:
-        """End an attempt, if one runs, on all ranks."""
         reason = ""
         gang.failures += 1
         if error is None and gang.failures >= self._most_attempts:

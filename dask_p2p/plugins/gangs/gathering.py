@@ -85,7 +85,6 @@ class Gathering:
             self._gangs.pop(gang, None)
 
     def close(self) -> None:
-        """Stop all checks."""
         self._gangs.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -150,7 +149,6 @@ class Gathering:
         return ""
 
     def _end(self, commit: Any, reason: str) -> None:
-        """Fail all tasks that depend on a gang, and release the tasks of its ranks."""
         from distributed.protocol.pickle import dumps
 
         logger.warning("%s", reason)
@@ -209,7 +207,6 @@ def describe_shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
 def _describe_kind(
     scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequence[Any]
 ) -> str:
-    """Return the same for tasks that need the same units."""
     workers = scheduler.workers.values()
     wants = Counter(allowed_addresses(scheduler, tasks))
     rank_limit = max_matching(wants, {ws.address: room(ws.resources, needs) for ws in workers})
@@ -241,7 +238,6 @@ def _describe_kind(
 
 
 def _restrictions(ts: Any) -> str:
-    """Name the workers and hosts that a task is restricted to."""
     if ts.loose_restrictions:
         return ""
     named = sorted(map(str, {*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())}))
