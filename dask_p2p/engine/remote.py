@@ -122,7 +122,7 @@ class Fetch:
         regions = iter(self.reading)
         try:
             while True:
-                yield self._timed(next, regions)
+                yield self._time_wait(next, regions)
         except StopIteration:
             return
 
@@ -135,14 +135,14 @@ class Fetch:
         """
         limit_s = self.options.request_timeout_s + tuning.current.event_loop_grace_s
         try:
-            return self._timed(region.result, limit_s, target)
+            return self._time_wait(region.result, limit_s, target)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
                 f"no answer from {self.route.holder} in time, and the worker's event loop did not "
                 "respond"
             ) from None
 
-    def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
+    def _time_wait(self, wait: Callable[..., _T], *args: Any) -> _T:
         start_s = perf_counter()
         try:
             return wait(*args)
@@ -236,14 +236,14 @@ class RemoteSources:
         for number, ref in refs.items():
             if ref.holders not in routes_by_holders:
                 holders = self._nearest_first(ref.holders)
-                routes = self.context.router.routes(holders, kind, self.dtype, order)
+                routes = self.context.router.find_routes(holders, kind, self.dtype, order)
                 routes_by_holders[ref.holders] = holders[0], routes
             nearest, routes = routes_by_holders[ref.holders]
             sources.append(RemoteSource(number, ref.key, nearest, pieces[number], [*routes]))
         # A worker with local blocks is one of the holders. Its rank among them keeps the workers
         # in step: each holder serves one reader per stage.
         read = {source.nearest for source in sources}
-        hosts = self.context.router.hosts([own_address, *read])
+        hosts = self.context.router.find_hosts([own_address, *read])
         ranked = [*read, *([own_address] if has_local else [])]
         stages = stage_order(ranked, own_address, hosts.__getitem__)
         stage_of = {holder: stage for stage, holder in enumerate(stages)}
@@ -258,7 +258,7 @@ class RemoteSources:
         if len(holders) == 1:
             return holders
         own_address, router = self.context.address, self.context.router
-        hosts = router.hosts([own_address, *holders])
+        hosts = router.find_hosts([own_address, *holders])
         order = stage_order(holders, own_address)
         return tuple(sorted(order, key=lambda h: hosts[h] != hosts[own_address]))
 

@@ -103,12 +103,12 @@ def keep_user_frames(exc: BaseException) -> None:
     link: BaseException | None = exc
     while link is not None and id(link) not in visited:
         visited.add(id(link))
-        link.__traceback__ = _user_frames(link)
+        link.__traceback__ = _select_user_frames(link)
         link = link.__cause__ or link.__context__
 
 
-def _user_frames(exc: BaseException) -> TracebackType | None:
-    frames = [*_linked(exc.__traceback__)]
+def _select_user_frames(exc: BaseException) -> TracebackType | None:
+    frames = [*_iterate_traceback(exc.__traceback__)]
     packages = [str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0] for tb in frames]
     runs_tasks = [package == _PACKAGE or package in _RUNNERS for package in packages]
     if isinstance(exc, _ABOUT_USERS):
@@ -130,7 +130,7 @@ def _user_frames(exc: BaseException) -> TracebackType | None:
     return result
 
 
-def _linked(tb: TracebackType | None) -> Iterator[TracebackType]:
+def _iterate_traceback(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
         yield tb
         tb = tb.tb_next
@@ -327,9 +327,9 @@ def assemble_block(
             fields |= _describe_block(block)
             return block
     except TransferError as exc:
-        try_again(key, exc, context, output.options)
+        reschedule_failed(key, exc, context, output.options)
     except DeviceLostError as exc:
-        go_elsewhere(context, exc)
+        reschedule_elsewhere(context, exc)
 
 
 def _record(
@@ -368,7 +368,9 @@ def _describe_block(block: Any) -> dict[str, Any]:
     }
 
 
-def try_again(key: Key, error: TransferError, log: TaskContext, options: Options) -> NoReturn:
+def reschedule_failed(
+    key: Key, error: TransferError, log: TaskContext, options: Options
+) -> NoReturn:
     """Return the task to the scheduler, which has current data on workers and blocks.
 
     Dask neither counts nor bounds `Reschedule`, so `log` counts the attempts. The last one raises
@@ -390,7 +392,7 @@ def try_again(key: Key, error: TransferError, log: TaskContext, options: Options
     raise Reschedule() from error
 
 
-def go_elsewhere(context: TaskContext, error: DeviceLostError) -> NoReturn:
+def reschedule_elsewhere(context: TaskContext, error: DeviceLostError) -> NoReturn:
     """Return the task to the scheduler if this worker closes. Otherwise raise the error."""
     from distributed import Reschedule
 

@@ -209,7 +209,7 @@ class DaskWorkerContext(TaskContext):
         with device_work():
             for holder in holders:
                 if holder != self.address:
-                    self.router.routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
+                    self.router.find_routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
 
     def record(self, record: TaskRecord) -> None:
         if not record.error:
@@ -265,7 +265,7 @@ class DaskWorkerContext(TaskContext):
         """
         if self._worker.address.startswith("inproc"):
             return False
-        self.loop.call_soon_threadsafe(leave, self._worker, str(error))
+        self.loop.call_soon_threadsafe(close_lost_worker, self._worker, str(error))
         return True
 
     def close(self) -> None:
@@ -301,7 +301,7 @@ _LEAVE_S = 1.0  # time after that until the worker's process ends
 _leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
 
 
-def leave(worker: Worker, reason: str) -> None:
+def close_lost_worker(worker: Worker, reason: str) -> None:
     """Warn users, and close the worker. Idempotent; call it on the worker's event loop."""
     if worker not in _leaving:
         logger.critical("Worker %s leaves the cluster: %s", worker.address, reason)

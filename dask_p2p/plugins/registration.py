@@ -216,10 +216,10 @@ async def give_plugin(scheduler: Any) -> None:
 
 
 def _report(reply: dict[str, Any]) -> None:
-    from dask_p2p.plugins.scheduler import cannot_take_part
+    from dask_p2p.plugins.scheduler import describe_failed_workers
 
     if reply["failed"]:
-        raise RegistrationError(cannot_take_part(reply["failed"]))
+        raise RegistrationError(describe_failed_workers(reply["failed"]))
     if reply["silent"]:
         silent = sorted(reply["silent"])
         named = ", ".join(silent[:_MOST_NAMED]) + (", ..." if len(silent) > _MOST_NAMED else "")

@@ -311,7 +311,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _obstacle(self, worker: str) -> Exception | None:
         if worker not in self._failed:
             return None
-        return RegistrationError(cannot_take_part({worker: self._failed[worker]}))
+        return RegistrationError(describe_failed_workers({worker: self._failed[worker]}))
 
     def _set_up_all(self) -> None:
         self.scheduler.worker_plugins[PLUGIN_NAME] = dumps(P2PPlugin())
@@ -364,7 +364,7 @@ def _is_idle(worker: Any) -> bool:
     return worker is not None and len(worker.processing) <= worker.nthreads
 
 
-def cannot_take_part(failed: dict[str, str]) -> str:
+def describe_failed_workers(failed: dict[str, str]) -> str:
     """Return the error message for workers without the plugin, with the cause of each."""
     causes = "; ".join(f"worker {worker}: {cause}" for worker, cause in sorted(failed.items()))
     return (

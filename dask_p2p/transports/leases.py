@@ -109,7 +109,7 @@ class Leases(_LockFile):
 
     def take(self, key: Key) -> tuple[int, bytes] | None:
         """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
-        bucket = bucket_of(digest := digest_of(key))
+        bucket = bucket_of(digest := hash_key(key))
         position = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
         if position < 0 or position % _ENTRY_BYTES:
             return None
@@ -206,7 +206,7 @@ class PublishedBlocks(_LockFile):
             del replaced  # see `withdraw`
 
     def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
-        digest, replaced = digest_of(key), self.published.pop(key, None)
+        digest, replaced = hash_key(key), self.published.pop(key, None)
         try:
             if len(text) > DESCRIPTOR_BYTES:  # a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
@@ -321,7 +321,7 @@ class PublishedBlocks(_LockFile):
         return False
 
 
-def digest_of(key: Key) -> bytes:
+def hash_key(key: Key) -> bytes:
     """Return a key's digest, the index of its descriptor."""
     return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
 

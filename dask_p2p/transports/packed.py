@@ -88,7 +88,7 @@ class SendBuffer:
         self.request = request
         self.reserved = dict(enumerate(reserved))
 
-    def takes(self, block: Array) -> bool:
+    def can_join(self, block: Array) -> bool:
         """Return whether this block's regions can join those that are packed already."""
         return True
 
@@ -230,7 +230,7 @@ class PackedTransport(Transport):
                 except Exception as exc:
                     replies += [refuse(exc) for _ in boxes]
                     continue
-                if not send_buffer.takes(block):
+                if not send_buffer.can_join(block):
                     break  # the reader requests regions without a reply again
                 with device_of(block):
                     replies += self._pack(send_buffer, request.blocks[number][0], block, boxes)

@@ -84,18 +84,18 @@ class FlatRecvBuffer(RecvBuffer):
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
         super().__init__(transport, reading, parts)
         self.layout = reading.layout(parts)
-        self.memory = self.room(reading, self.layout.size_bytes)
+        self.memory = self.allocate(reading, self.layout.size_bytes)
 
     @abstractmethod
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+    def allocate(self, reading: PackedReading, size_bytes: int) -> Array:
         """Return memory for all regions. Raises `TransferError` if there is none."""
 
-    async def arrived(self, replies: Sequence[Any], deadline_s: float) -> Array:
+    async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
         """Wait for the regions of these replies, and return the memory."""
         return self.memory
 
     async def regions(self, replies: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
-        memory = await self.arrived(replies, deadline_s)
+        memory = await self.wait_for_arrival(replies, deadline_s)
         return [self.region(memory, first + number) for number in range(len(replies))]
 
     def region(self, memory: Array, number: int) -> Array:

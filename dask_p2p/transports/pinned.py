@@ -56,7 +56,7 @@ _THREADS = 4  # each waits for a copy from or to a GPU
 class _SegmentRecvBuffer(FlatRecvBuffer):
     """A shared segment, lent to one call. Regions for a GPU are copied from it to the device."""
 
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+    def allocate(self, reading: PackedReading, size_bytes: int) -> Array:
         segments = self.transport.segments[self.about.kind]
         try:
             # All of one size, so that a segment also fits the next batch and the next array.
@@ -68,7 +68,7 @@ class _SegmentRecvBuffer(FlatRecvBuffer):
     def where(self, first: int) -> Any:
         return tuple(self._segment.name)
 
-    async def arrived(self, replies: Sequence[Any], deadline_s: float) -> Array:
+    async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
         if not backend_named(self.about.kind).on_device:
             return self.memory
         transport: PinnedTransport = self.transport

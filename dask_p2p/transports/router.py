@@ -58,7 +58,7 @@ class Router:
         #: Probes by holder, transport and kind.
         self.proofs: defaultdict[tuple[str, str, str], _Proof] = defaultdict(_Proof)
 
-    def routes(
+    def find_routes(
         self, holders: Iterable[str], kind: Kind, dtype: DType, order: tuple[str, ...]
     ) -> list[Route]:
         """Return the usable routes to a block, best first.
@@ -81,7 +81,7 @@ class Router:
             routes.extend(candidates)
         return routes
 
-    def hosts(self, workers: Iterable[str]) -> dict[str, str]:
+    def find_hosts(self, workers: Iterable[str]) -> dict[str, str]:
         """Return the host's name for each worker. Workers on one host get the same name.
 
         Hosts are identified by boot id if a transport has it, since a host may have several

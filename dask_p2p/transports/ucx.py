@@ -97,7 +97,7 @@ class UcxRecvBuffer(FlatRecvBuffer):
 
     message: Message | None = None  # None if the regions are empty
 
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+    def allocate(self, reading: PackedReading, size_bytes: int) -> Array:
         self._messenger: Messenger = self.transport.messenger()
         memory: Array = self.transport.buffers[self.about.kind].take((size_bytes,), np.uint8)
         return memory
@@ -117,7 +117,7 @@ class UcxRecvBuffer(FlatRecvBuffer):
         """True if the message has arrived, or the regions are empty and have no message."""
         return self.message is None or self.message.is_complete
 
-    async def arrived(self, replies: Sequence[Any], deadline_s: float) -> Array:
+    async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
         if not any(reply["status"] == "ok" for reply in replies):
             self.abandon()
         elif self.message is not None:
@@ -250,7 +250,7 @@ class UcxSendBuffer(FlatSendBuffer):
         self._message: Message | None = None
         self.block: Array | None = None  # block that is referenced until it is packed
 
-    def takes(self, block: Array) -> bool:
+    def can_join(self, block: Array) -> bool:
         """Return whether the block's regions can join the message.
 
         Regions of a block spilled to host memory cannot join a message in GPU memory.
@@ -391,7 +391,7 @@ class UcxTransport(PackedTransport):
 
     def make_tags(self, holder: str, number: int = 1) -> MessageTags:
         """Return new tags for this number of messages."""
-        closed = self.messenger().closed(self.addresses.get(holder, b""))
+        closed = self.messenger().count_closed(self.addresses.get(holder, b""))
         return MessageTags([*islice(self.tags, number)], self.worker.address, closed)
 
     # --- the holder's side ---

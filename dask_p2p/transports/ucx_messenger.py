@@ -194,7 +194,7 @@ class Messenger:
                 self._waiting.add(timer)
                 timer.start()
 
-    def closed(self, address: bytes) -> int:
+    def count_closed(self, address: bytes) -> int:
         """Return the number of endpoints to an address that have been closed."""
         with self._lock:  # all endpoints except an open one
             return self._endpoint_counts[address] - (address in self.endpoints)
@@ -204,7 +204,7 @@ class Messenger:
 
         UCX pairs the n-th endpoint of one process to another with the n-th endpoint of the other
         one to the first. If one side is closed, messages from the other side are lost, and UCX
-        detects this late or never. `closed` is the other side's `Messenger.closed` for this
+        detects this late or never. `closed` is the other side's `Messenger.count_closed` for this
         process.
         """
         abandoned = []

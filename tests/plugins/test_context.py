@@ -119,7 +119,7 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
         assert all(blocks.keys() == anew for _, blocks in published), (
             "once more if all have been made anew"
         )
-    ways = context.router.routes(["b"], kind, np.dtype("f8"), chosen.order(kind))
+    ways = context.router.find_routes(["b"], kind, np.dtype("f8"), chosen.order(kind))
     assert [way.transport.name for way in ways] == expected
 
 

@@ -18,7 +18,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.placement import (
     MEMORY_CHECK,
     Overlay,
-    held_elements,
+    count_held_elements,
     overlay_memory_check,
 )
 from dask_p2p.plugins.registration import workers_of
@@ -116,7 +116,7 @@ def shares(client, x, lazy, y):
     holders, readers = client.who_has(x), client.who_has(y)
     blocks, moved, least, read = Counter(), 0, 0, 0
     for key, task in lazy.dask.layers[lazy.name].items():
-        elements_of = held_elements(task, holders)
+        elements_of = count_held_elements(task, holders)
         elements = sum(task.plan.source_elements(task.index))
         (reader,) = readers[key]
         blocks[reader] += 1

@@ -53,7 +53,7 @@ def router(ipc, warnings_sent):
 
 
 def find_routes(router, holders, kind="cupy", order=("ipc", "comm")):
-    return router.routes(holders, kind, DTYPE, order)
+    return router.find_routes(holders, kind, DTYPE, order)
 
 
 def routes(router, holders, kind="cupy", order=("ipc", "comm")):
@@ -176,7 +176,7 @@ def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, warnings_sent
 
 def test_hosts_are_told_by_addresses(router):
     workers = ["tcp://10.0.0.1:40", "tcp://10.0.0.1:41", "tcp://10.0.0.2:40", "no address"]
-    names = router.hosts(workers)
+    names = router.find_hosts(workers)
     assert [*names] == workers
     assert names[workers[0]] == names[workers[1]]
     assert len(set(names.values())) == 3
@@ -185,7 +185,7 @@ def test_hosts_are_told_by_addresses(router):
 def test_one_host_may_have_several_addresses(router, ipc):
     workers = [f"tcp://10.0.{network}.{host}:40" for network in (1, 2) for host in (5, 6)]
     ipc.boot_ids = {worker: worker.split(".")[3] for worker in workers}
-    names = router.hosts(workers)
+    names = router.find_hosts(workers)
     assert names[workers[0]] == names[workers[2]] == "10.0.1.5"
     assert names[workers[1]] == names[workers[3]] == "10.0.1.6"
-    assert router.hosts(reversed(workers)) == names, "whoever asks gets the same names"
+    assert router.find_hosts(reversed(workers)) == names, "whoever asks gets the same names"

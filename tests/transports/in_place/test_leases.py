@@ -513,7 +513,7 @@ def test_a_full_disk_leaves_no_half_a_descriptor(directory, monkeypatch, number)
             publish(directory, "key", Block(), b"new")
     assert take(directory.folder, "key") is None
     assert len(directory) == 0
-    assert module.digest_of("key")[:2] not in content(directory)
+    assert module.hash_key("key")[:2] not in content(directory)
 
 
 class _Freed:

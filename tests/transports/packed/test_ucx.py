@@ -58,7 +58,7 @@ def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(
     message.size_bytes = 8
     if is_there is not None:
         assert message.memory(backend_named(is_there)) == is_there
-    assert message.takes(memory_kind) == is_taken
+    assert message.can_join(memory_kind) == is_taken
 
 
 class TestUcx(PackedConformance):
@@ -220,7 +220,7 @@ class TestUcx(PackedConformance):
         self, setup, blocks, monkeypatch
     ):
         packed, pack = set(), UcxSendBuffer.pack
-        monkeypatch.setattr(UcxSendBuffer, "takes", lambda message, block: message not in packed)
+        monkeypatch.setattr(UcxSendBuffer, "can_join", lambda message, block: message not in packed)
         monkeypatch.setattr(
             UcxSendBuffer,
             "pack",

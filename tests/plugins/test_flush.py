@@ -28,7 +28,7 @@ class Comm:
         return 1
 
 
-def test_what_is_sent_at_once():
+def test_flush_sends_batched_messages():
     async def main():
         first, second = (BatchedSend(interval=3600) for _ in range(2))
         ends = [Comm(), Comm()]
