@@ -67,7 +67,9 @@ class LocalField:
 
     def rotate(self) -> None:
         """Make the filled memory the newest level, and reuse that of the oldest for the next."""
-        self.levels, self._next_level = [self.next_level, *self.levels[:-1]], self.levels[-1]
+        filled = self._next_level
+        assert filled is not None, "its memory is filled"
+        self.levels, self._next_level = [filled, *self.levels[:-1]], self.levels[-1]
 
     def parts(self, box: Box) -> list[HaloPart]:
         """Return the part of each level for a box of the local block of the first field."""

@@ -6,7 +6,7 @@ another library's arrays over the same memory, checksums before and after the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,10 +18,10 @@ import numpy as np
 from dask_p2p.backends.base import check_plain
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.geometry import Box
+from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.outputs import shape_of
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
+from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart, Pending
 from dask_p2p.sections.iterate.functions import OUT, UNNAMED, VALUES, Binding
 from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.types import Array, DType
@@ -239,14 +239,9 @@ def explained_writes() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as exc:
-        text = str(exc)
-        if "read-only" not in text and "readonly" not in text:
+        if (error := explain_write(exc)) is None:
             raise
-        raise InputError(
-            f"expected a function that only reads its fields and constants, got one that writes "
-            f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
-            f"Declare arrays read-only where a compiled function declares types."
-        ) from exc
+        raise error from exc
 
 
 def written_fields() -> InputError:
@@ -303,6 +298,18 @@ class Reader:
         return value
 
 
+def explain_write(exc: Exception) -> InputError | None:
+    """Return an error with the remedy if a write into read-only memory was refused, else None."""
+    text = str(exc)
+    if "read-only" not in text and "readonly" not in text:
+        return None
+    return InputError(
+        f"expected a function that only reads its fields and constants, got one that writes "
+        f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
+        f"Declare arrays read-only where a compiled function declares types."
+    )
+
+
 @dataclass(frozen=True)
 class CallArrays:
     """Arrays of one call of a function, for a box of the local block."""
@@ -325,34 +332,45 @@ class Call:
         halo_arrays: list[HaloArray],  # of these fields
         exchange: HaloExchange | None,  # updates them
         device: Host,  # of the fields
+        arguments: Callable[[Binding, Box], dict[str, Any]],  # of its function, by name
+        fields: Mapping[str, LocalField],
+        scalars: Mapping[str, Any],  # the newest numbers
     ) -> None:
         self.phase, self.changed, self.reads = phase, changed, reads
         self.halo_arrays, self.exchange, self._device = halo_arrays, exchange, device
-        self.arrays: dict[Box, CallArrays] = {}
+        self._arguments, self._fields, self._scalars = arguments, fields, scalars
+        self._arrays: dict[Box, CallArrays] = {}
+        self.changed_fields = [fields[name] for name in changed]
+        self.outdated = {field.spec.name for field in self.changed_fields if field.has_halo}
+        self.is_settled = False  # whether its function is checked, and `is_overlapped` known
+        self.is_overlapped = False  # whether the interior is computed while halos are in flight
 
-    def arrays_for(
-        self,
-        box: Box,
-        values: dict[str, Any],  # arguments of the function
-        fields: Mapping[str, LocalField],
-        scalars: Collection[str],  # names of the numbers
-    ) -> CallArrays:
+    def _arrays_for(self, box: Box) -> CallArrays:
         """Return the arrays for a box of the local block."""
-        parts = {name: fields[name].parts(box)[0] for name in self.changed}
-        outs = {name: fields[name].next_level.inner[part.where] for name, part in parts.items()}
-        reads_scalars = not self.phase.binding.names.isdisjoint(scalars)
+        values = self._arguments(self.phase.binding, box)
+        parts = {name: self._fields[name].parts(box)[0] for name in self.changed}
+        outs = {
+            name: self._fields[name].next_level.inner[part.where] for name, part in parts.items()
+        }
+        reads_scalars = not self.phase.binding.names.isdisjoint(self._scalars)
         return CallArrays(values, self.phase.bound(values, outs), outs, parts, reads_scalars)
 
-    def apply(self, box: Box, scalars: Mapping[str, Any]) -> Returned:
+    def apply(self, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the other values of the function."""
-        phase, arrays = self.phase, self.arrays[box]
+        phase, arrays = self.phase, self._arrays.get(box)
+        if arrays is None:
+            arrays = self._arrays[box] = self._arrays_for(box)
         function = arrays.function
         if arrays.reads_scalars:
-            function = phase.bound({**arrays.values, **scalars}, arrays.outs)
-        with explained_writes():
+            function = phase.bound({**arrays.values, **self._scalars}, arrays.outs)
+        try:
             value = function()
+        except (TypeError, ValueError) as exc:
+            if (error := explain_write(exc)) is None:
+                raise
+            raise error from exc
         if phase.fills_out:
-            return phase.filled(value, arrays.outs)
+            return NOTHING if value is None else phase.filled(value, arrays.outs)
         returned = phase.returned(value)
         if returned.blocks.keys() != arrays.outs.keys():
             raise BlockMismatchError(
@@ -362,6 +380,15 @@ class Call:
         for name, new in returned.blocks.items():
             replace_block(self._device, arrays.outs[name], new, arrays.parts[name])
         return returned._replace(blocks={})  # perhaps views of fields
+
+    def apply_parts(self, boxes: Sequence[Box], pending: Pending) -> Returned:
+        """Fill the interior while halos are in flight, and then the boundary parts."""
+        interior, *boundary_parts = boxes
+        returned = self.apply(interior) if box_size(interior) else NOTHING
+        pending.wait()
+        for box in boundary_parts:
+            returned = self.apply(box)
+        return returned
 
     @property
     def is_worth_hiding(self) -> bool:

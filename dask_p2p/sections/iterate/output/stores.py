@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,12 @@ from typing import Any
 from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Chunks
 from dask_p2p.inputs import checked_count, checked_flag
-from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.context.state import DIVIDED, NUMBER
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.fields import Scalars
-from dask_p2p.sections.iterate.local_fields import LocalFields
-from dask_p2p.sections.iterate.output.files import CheckpointFiles, StateFiles
-from dask_p2p.sections.iterate.output.frames import BackgroundFrames, Frames, StateFrames, Values
+from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
+from dask_p2p.sections.iterate.output.files import StateValues
+from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.groups import absolute
-from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.specs import (
     NO_STORES,
     CheckpointArguments,
@@ -70,7 +68,23 @@ class Save(SaveArguments):
         Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
         """
         _check_for_state(self.path)
-        return StateFrames(self, ctx, state, steps)
+        if steps is None or self.compute:
+            raise InputError(
+                "save: expected a number of steps, and a Save without computed fields, got "
+                f"{'ctx.steps(None)' if steps is None else 'compute='}. Give the number of steps, "
+                "and keep computed values in the state."
+            )
+        values = StateValues(ctx, state)
+        kinds = {name: value.kind for name, value in values.current().items()}
+        names = [name for kind in (DIVIDED, NUMBER) for name in kinds if kinds[name] == kind]
+        if DIVIDED not in kinds.values():
+            raise InputError(
+                "save: expected a state with an array of the local block's shape, got none. Give "
+                "ctx.state the array."
+            )
+        return Frames(
+            checked_frames(self, names, (), values.grid.chunks), ctx, values.current, steps
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class Checkpoint(CheckpointArguments):
         Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
         """
         _check_for_state(self.path)
-        return StateFiles(_checked_checkpoint(self), ctx, state)
+        return CheckpointFiles(_checked_checkpoint(self), ctx, StateValues(ctx, state))
 
 
 def _check_for_state(path: Any) -> None:
@@ -181,74 +195,3 @@ def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
 #     thread                  | frame 0 |                           | record 0, frame 1 |
 #
 # Ranks that share chunks write in turn, without a thread.
-
-#: Updates the halos of some fields after a step, and returns their values.
-Current = Callable[[Collection[str]], Values]
-
-
-class Stores:
-    """The stores of one rank."""
-
-    def __init__(
-        self,
-        specs: StoreSpecs,
-        ctx: Context,
-        local: LocalFields,
-        scalars: Scalars,
-        series: Series,
-        steps: int,  # of the run
-        settings: Callable[[], Mapping[str, str]],  # which checkpoints in files record
-    ) -> None:
-        self._steps, self._names = steps, specs.names
-        self._frames = [Frames(spec, ctx, local, scalars, steps) for spec in specs.frames]
-        self._written = BackgroundFrames(ctx, self._frames)
-        self._files: CheckpointFiles | None = None
-        if specs.checkpoint is not None:
-            arguments = specs.checkpoint, specs.chunks, ctx, local, scalars, series, settings
-            self._files = CheckpointFiles(*arguments)
-
-    def resumed(self, first: int) -> int:
-        """Load a checkpoint from files that is newer than a step; return the first step."""
-        return first if self._files is None else self._files.resumed(first, self._steps)
-
-    def open(self, first: int, current: Current) -> None:
-        """Open all groups of frames before the first step."""
-        values = current(self._names) if self._computes(self._frames) else None
-        for frames in self._frames:
-            frames.open(first, values)
-
-    def is_due(self, step: int) -> bool:
-        """Return whether frames, or checkpoints of a number of steps, are due after a step."""
-        every = self._files.every if self._files is not None else None
-        is_state = isinstance(every, int) and step % every == 0
-        return is_state or bool(self._written.frames_due(step))
-
-    def computes(self, step: int) -> bool:
-        """Return whether fields are computed for the frames after a step."""
-        return self._computes(self._written.frames_due(step))
-
-    @staticmethod
-    def _computes(frames: Sequence[Frames]) -> bool:
-        return any(frames_of_store.spec.computed for frames_of_store in frames)
-
-    def write(self, step: int, current: Current, is_last: bool = False) -> None:
-        """Write the frames and the checkpoint that are due after a step.
-
-        The run ends by `max_time` if it `is_last`: then a checkpoint is due.
-        """
-        self._written.check()
-        self._written.write(
-            step, lambda frames: current(self._names) if self._computes(frames) else None
-        )
-        if self._files is not None and (self._files.is_due(step) or is_last):
-            self._files.write(step, self.flush)
-
-    def flush(self) -> None:
-        """Wait until all ranks have written all frames; rank 0 records them."""
-        self._written.flush()
-
-    def close(self) -> None:
-        """End the thread, and release the folder of checkpoints."""
-        self._written.close()
-        if self._files is not None:
-            self._files.close()
