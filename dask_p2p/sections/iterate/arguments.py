@@ -34,8 +34,7 @@ from dask_p2p.sections.iterate.functions import (
     bound_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.output.specs import NO_STORES, StoreSpecs
-from dask_p2p.sections.iterate.output.stores import checked_stores
+from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
 

@@ -11,7 +11,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.sections.checks import is_close
+from dask_p2p.sections.comparison import is_close
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray

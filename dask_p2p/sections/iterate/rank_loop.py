@@ -11,6 +11,7 @@ from typing import Any
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.checks import StepChecks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.loop import Callback, Loop, Multiples
 from dask_p2p.sections.exchange.halo import HaloArray
@@ -19,7 +20,6 @@ from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
-from dask_p2p.sections.iterate.first_step import FirstStep, StepComparisons
 from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
@@ -27,7 +27,7 @@ from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
 from dask_p2p.sections.iterate.output.files import FieldValues
 from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.series import NumberState, Series
-from dask_p2p.sections.iterate.step import NOTHING, Call, Phase, Returned
+from dask_p2p.sections.iterate.step import NOTHING, Call, Returned
 from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
@@ -197,8 +197,8 @@ class FieldSteps:
         self._fields = local.fields
         self.block_box = next(iter(self._fields.values())).layout.whole
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
-        self._comparisons = StepComparisons(iteration, ctx, local)
-        self.keep_values = self._comparisons.keep_values
+        self._checks = StepChecks(iteration, ctx, local)
+        self.keep_values = self._checks.keep_values
         self._overlap = Overlap(
             iteration, Parts(iteration, ctx.device, self._fields, self.block_box)
         )
@@ -275,15 +275,13 @@ class FieldSteps:
 
     def _apply_checked(self, call: Call, step: int, is_asked: bool) -> Returned:
         """Compute by a call that has yet to be checked, or whose overlap is not known."""
-        overlap, comparisons = self._overlap, self._comparisons
+        overlap, checks = self._overlap, self._checks
 
         def apply() -> Returned:
             return call.apply(self.block_box)
 
-        if comparisons.are_due:
-            returned = comparisons.step(call, self._arguments, apply)
-        else:
-            returned = apply()
+        is_due = checks.are_due
+        returned: Returned = checks.compare(call, self._arguments, apply) if is_due else apply()
         if not self._iteration.is_staggered and not is_asked:
             is_due = overlap.is_due(call) and self._replays.is_worthwhile(step)
             if is_due or (overlap.is_wanted(call) and not overlap.is_checked(call)):
@@ -297,7 +295,7 @@ class FieldSteps:
         overlap = self._overlap
         is_possible = not self._iteration.is_staggered and overlap.is_wanted(call)
         call.is_overlapped = is_possible and overlap.is_checked(call)
-        call.is_settled = call.is_overlapped or not self._comparisons.are_due
+        call.is_settled = call.is_overlapped or not self._checks.are_due
 
     def _stale_before(self, number: int) -> set[str]:
         """Return the names of fields whose halos are out of date before a phase of a later step."""
@@ -351,28 +349,13 @@ class FieldSteps:
         """Make the first step, and check the functions."""
         for phase in self._iteration.phases:
             self._update_halos(phase.binding.names)
-            names, returned = self._call_first(phase)
+            values = self._arguments(phase.binding, self.block_box)
+            names, returned = self._checks.first_call(phase, values)
             self._changed.append(names)
             self._rotate(names)
             self._scalars.update(returned.scalars)
             self.numbers = returned.numbers
         self._scalars.check()
-
-    def _call_first(self, phase: Phase) -> tuple[list[str], Returned]:
-        """Fill the whole next local blocks and check the function; return names and values."""
-        values = self._arguments(phase.binding, self.block_box)
-        read = [
-            level
-            for name, field in self._fields.items()
-            for level in field.levels
-            if name in phase.binding.names
-        ]
-        parts = {name: self._fields[name].parts(self.block_box)[0] for name in phase.fields}
-
-        def next_level(name: str) -> HaloArray:
-            return self._fields[name].next_level
-
-        return FirstStep(phase, self._ctx.device, read, values, parts, next_level)()
 
     # --- captured steps
 

@@ -6,25 +6,22 @@ another library's arrays over the same memory, checksums before and after the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from dask_p2p.backends.base import check_plain
-from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.outputs import shape_of
+from dask_p2p.sections.checks import arrays_in, can_refuse, check_kept, written_fields
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart, Pending
 from dask_p2p.sections.iterate.functions import OUT, UNNAMED, VALUES, Binding
 from dask_p2p.sections.iterate.local_fields import LocalField
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 Outs = Mapping[str, Array]  # by name of a field: memory for its next values
 
@@ -198,39 +195,21 @@ def replace_block(
             f"expected an array of shape {out.shape}, or {part_shape.shape} with halo, from the "
             f"function, got {shape}. Return such an array, or fill a parameter named out."
         )
-    check_kept(new, out.dtype, "return")
+    if type(new) is not type(out) or new.dtype != out.dtype:
+        check_kept(new, out.dtype, "return")
     device.assign(out, new)
 
 
-def check_kept(value: Any, dtype: DType, verb: str) -> None:
-    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype.
-
-    Raises `UnsupportedArrayError` if they are more than their elements.
-    """
-    check_plain("the value of the function", value)
-    if not is_kept(value, dtype):
-        raise BlockMismatchError(
-            f"expected an array from the function that can be converted to {dtype} without loss, "
-            f"got {np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype "
-            f"of the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
-        )
-
-
-def is_kept(value: Any, dtype: DType) -> bool:
-    """Return whether values keep their kind of number when they are converted to a dtype.
-
-    Signed integers may be converted to unsigned ones if no value changes. A Python number only has
-    to keep its value: 0 has any dtype.
-    """
-    kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
-    if np.can_cast(kind, dtype, "same_kind"):
-        return True
-    is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
-    if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
-        with np.errstate(all="ignore"):
-            number = np.asarray(value) if is_plain else value
-            return bool((number.astype(dtype) == number).all())
-    return False
+def explain_write(exc: Exception) -> InputError | None:
+    """Return an error with the remedy if a write into read-only memory was refused, else None."""
+    text = str(exc)
+    if "read-only" not in text and "readonly" not in text:
+        return None
+    return InputError(
+        f"expected a function that only reads its fields and constants, got one that writes "
+        f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
+        f"Declare arrays read-only where a compiled function declares types."
+    )
 
 
 @contextmanager
@@ -244,28 +223,6 @@ def explained_writes() -> Iterator[None]:
         raise error from exc
 
 
-def written_fields() -> InputError:
-    """Return the error for a function that has written into its fields."""
-    return InputError(
-        "expected a function that only reads its fields and constants, got one that writes "
-        "into them. Write into a copy, u = u.copy(), or into the parameter out."
-    )
-
-
-def can_refuse(device: Host, function: Callable[..., Any]) -> bool:
-    """Return whether the arrays that a function receives refuse writes."""
-    return device.has_read_only and not isinstance(function, LibraryFunction)
-
-
-def arrays_in(values: Iterable[Any], kind: Any) -> Iterator[Any]:
-    """Yield the arrays among values, and among the time levels of fields."""
-    for value in values:
-        if isinstance(value, kind):
-            yield value
-        elif isinstance(value, tuple):
-            yield from arrays_in(value, kind)
-
-
 class Reader:
     """A function of fields that is called after steps: it must not change them.
 
@@ -277,7 +234,7 @@ class Reader:
         The user's function.
     """
 
-    def __init__(self, device: Host, function: Callable[..., Any]) -> None:
+    def __init__(self, device: Any, function: Callable[..., Any]) -> None:
         self._device, self._is_checked = device, can_refuse(device, function)
 
     def __call__(self, bound: partial[Any]) -> Any:
@@ -296,18 +253,6 @@ class Reader:
             raise written_fields()
         self._is_checked = True
         return value
-
-
-def explain_write(exc: Exception) -> InputError | None:
-    """Return an error with the remedy if a write into read-only memory was refused, else None."""
-    text = str(exc)
-    if "read-only" not in text and "readonly" not in text:
-        return None
-    return InputError(
-        f"expected a function that only reads its fields and constants, got one that writes "
-        f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
-        f"Declare arrays read-only where a compiled function declares types."
-    )
 
 
 @dataclass(frozen=True)

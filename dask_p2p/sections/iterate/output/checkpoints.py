@@ -56,7 +56,7 @@ from dask_p2p.sections.iterate.output.groups import (
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.specs import CheckpointArguments
+    from dask_p2p.sections.iterate.output.stores import Checkpoint
 
 
 #: Attributes of the group of a checkpoint.
@@ -72,9 +72,7 @@ class CheckpointFiles:
 
     reads_halos = False
 
-    def __init__(
-        self, spec: CheckpointArguments, ctx: Context, values: FieldValues | StateValues
-    ) -> None:
+    def __init__(self, spec: Checkpoint, ctx: Context, values: FieldValues | StateValues) -> None:
         self.ctx, self._spec, self._values = ctx, spec, values
         self._folder, self.schedule = Folder(str(spec.path)), Period(spec.every)
         current = values.current()

@@ -26,7 +26,7 @@ from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.sections.iterate.output.groups import CONFIG, stored
 from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.specs import store_chunks
+from dask_p2p.sections.iterate.output.stores import store_chunks
 from dask_p2p.types import Array
 
 SERIES = "series."  # start of the names of the arrays of series

@@ -14,7 +14,7 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.api.outputs import shape_of
-from dask_p2p.sections.checks import Comparison, PositionWatch, watched
+from dask_p2p.sections.comparison import Comparison, PositionWatch, watched
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, SavedValue
 from dask_p2p.sections.gang.checkpoints import Period
@@ -40,7 +40,7 @@ from dask_p2p.sections.iterate.output.groups import (
     stored,
     together,
 )
-from dask_p2p.sections.iterate.output.specs import (
+from dask_p2p.sections.iterate.output.stores import (
     ComputedField,
     FramesSpec,
     part_of_slice,
