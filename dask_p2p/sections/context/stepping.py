@@ -376,7 +376,7 @@ class Stepping(Places):
 
     def restore_state(self, load: Callable[[memoryview], None]) -> int:
         """Call `load` with the newest checkpoint; return its step, or 0 without one."""
-        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.found()
+        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.read_state()
         if saved is not None:
             load(saved)
         self.progress.step = self.progress.first = step

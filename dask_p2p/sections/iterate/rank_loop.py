@@ -15,7 +15,7 @@ from dask_p2p.sections.checks import StepChecks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.loop import Callback, Loop, Multiples
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.checkpoints import Period, copied_from
+from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
@@ -87,7 +87,7 @@ class RankWork:
     def resume(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
         ctx, steps = self._ctx, self._iteration.steps
-        first = ctx.restore_state(lambda saved: copied_from(saved, self._state, ctx.device))
+        first = ctx.restore_state(lambda saved: copy_from_state(saved, self._state, ctx.device))
         self._numbers.load(first)
         for files in self._files:
             first = files.resume(first, steps)
