@@ -212,8 +212,7 @@ class LocalFields:
             if name in self.fields:
                 field = self.fields[name]
                 data = tuple(part.data for part in field.parts(box))
-                is_one = bool(name) and not field.spec.is_list
-                values[name] = data[0] if is_one else data
+                values[name] = data if field.spec.is_list else data[0]
             elif name in self._constants and isinstance(self._constants[name][0], Points):
                 values[name] = self._points(self._constants[name][0].xy, box)
             elif name in self._constants:
