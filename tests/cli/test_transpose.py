@@ -33,8 +33,8 @@ def image(tmp_path, monkeypatch):
 def dask(cluster):
     """Run a command with the tests' cluster, and return its exit status and outputs."""
 
-    def run(*args, here=True, command="transpose"):
-        scheduler = ["--scheduler", cluster.scheduler_address] if here else []
+    def run(*args, on_test_cluster=True, command="transpose"):
+        scheduler = ["--scheduler", cluster.scheduler_address] if on_test_cluster else []
         return CliRunner().invoke(p2p, [command, *args, *scheduler])
 
     return run
@@ -140,7 +140,7 @@ def test_an_unforeseen_exception_is_one_line_too(dask, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("dask_p2p.cli.files.written", fail)
+    monkeypatch.setattr("dask_p2p.cli.files.write_blocks", fail)
     one_line(dask("in.npy", "out.npy"), "cannot write out.npy: two lines")
     assert os.listdir() == ["in.npy"]
 
@@ -183,13 +183,13 @@ PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
 def test_the_program_starts_a_cluster_of_its_own(image):
-    done = subprocess.run(
+    process = subprocess.run(
         [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "GB/s" in done.stdout
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "GB/s" in process.stdout
     np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
 
 
@@ -255,15 +255,15 @@ def test_the_program_tells_a_workers_trouble_in_one_line(image):
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *PROGRAM]
     noise = np.random.default_rng(0).integers(0, 255, image.shape, np.uint8)
     np.save("noise.npy", noise)
-    done = subprocess.run(
+    process = subprocess.run(
         [*limited, "noise.npy", "out.zarr", "--workers", "1", "--quiet"],
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (process.returncode, process.stdout) == (1, "")
     # Descriptors of blocks do not fit either; blocks are sent by messages then, with a warning.
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("Error"))
+    (line,) = (line for line in process.stderr.splitlines() if line.startswith("Error"))
     assert line.startswith("Error: cannot write out.zarr: ")
     assert "File too large" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
     assert sorted(os.listdir()) == ["in.npy", "noise.npy"]
