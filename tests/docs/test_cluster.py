@@ -30,7 +30,9 @@ def block(section, language="python"):
     lines = PAGE.read_text("utf-8").splitlines()
     first = lines.index(f"## {section}")
     return next(
-        each.text for each in blocks_of(PAGE) if each.language == language and each.line > first
+        example.text
+        for example in blocks_of(PAGE)
+        if example.language == language and example.line > first
     )
 
 
@@ -108,7 +110,7 @@ def test_a_job_of_mpi(tmp_path):
     (tmp_path / "program.py").write_text(program)
     (command, *_) = block("MPI", "sh").splitlines()
     command = command.replace("-n 66", "-n 4").replace("python", sys.executable)
-    done = subprocess.run(
+    process = subprocess.run(
         shlex.split(command),
         cwd=tmp_path,
         env=environment(**OPEN_MPI),
@@ -117,5 +119,5 @@ def test_a_job_of_mpi(tmp_path):
         check=False,
         timeout=BOUND_S,
     )
-    assert done.returncode == 0, done.stderr
-    assert "all right: True\n2 workers\n" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "all right: True\n2 workers\n" in process.stdout

@@ -98,10 +98,10 @@ def quoted_sentences():
 
 @pytest.mark.parametrize("quotes", [quoted_outputs, quoted_sentences])
 def test_what_pages_quote_is_printed(quotes):
-    found = list(quotes())
-    unknown = [(where, quote) for where, quote in found if not is_printed(quote)]
+    all_quotes = list(quotes())
+    unknown = [(where, quote) for where, quote in all_quotes if not is_printed(quote)]
     assert {(where, quote) for where, quote in unknown if quote not in FOREIGN} == set()
-    assert len(found) > len(unknown)
+    assert len(all_quotes) > len(unknown)
 
 
 def test_texts_that_are_not_printed_are_unknown():

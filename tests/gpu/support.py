@@ -34,14 +34,14 @@ def on_gpu(x, chunks):
     return da.from_array(x, chunks=chunks).map_blocks(cupy.asarray)
 
 
-def held(client):
+def ipc_counts(client):
     """Blocks kept by descriptor directories, and mappings that are open, on each worker."""
 
-    def look(dask_worker):
+    def count(dask_worker):
         ipc = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"]
         return len(ipc.directory), len(ipc.mappings)
 
-    return client.run(look)
+    return client.run(count)
 
 
 HOLD = r"""
@@ -62,9 +62,9 @@ class HeldKernel:
         import cupyx
 
         self._go_on, self._found = (cupyx.zeros_pinned((1,), "i4") for _ in range(2))
-        given = [np.uintp(each.ctypes.data) for each in (self._go_on, self._found)]
+        pointers = [np.uintp(flag.ctypes.data) for flag in (self._go_on, self._found)]
         kernel = cupy.RawKernel(HOLD, "hold")
-        kernel((1,), (1,), (*given, np.int64(BOUND_S * 10**9)), stream=stream)
+        kernel((1,), (1,), (*pointers, np.int64(BOUND_S * 10**9)), stream=stream)
 
     def let_go(self):
         self._go_on[0] = 1
@@ -82,7 +82,11 @@ def warnings_of(client, caught):
         warn_client(dask_worker, f"the last of {dask_worker.address}", P2PWarning)
 
     def texts():
-        return [str(each.message) for each in caught if issubclass(each.category, P2PWarning)]
+        return [
+            str(caught_warning.message)
+            for caught_warning in caught
+            if issubclass(caught_warning.category, P2PWarning)
+        ]
 
     last = {f"the last of {worker}" for worker in client.run(send_last)}
     wait_until(lambda: last <= {*texts()}, BOUND_S)

@@ -33,8 +33,8 @@ def test_existing_code(client, name):
     x = persisted(client, on_gpu(X, (16, -1)))
     with dask_p2p.install():
         y = PROGRAMS[name](x)
-    ours = ("p2p-rechunk-", "p2p-transpose-")
-    moved = next(layer for layer in y.dask.layers if layer.startswith(ours))
+    prefixes = ("p2p-rechunk-", "p2p-transpose-")
+    moved = next(layer for layer in y.dask.layers if layer.startswith(prefixes))
     assert moved == y.name or name == "fft"
     y = persisted(client, y)
     if name != "fft":
@@ -45,10 +45,10 @@ def test_existing_code(client, name):
 def test_xarray(client):
     xarray = pytest.importorskip("xarray")
     x = persisted(client, on_gpu(X, (16, -1)))
-    given = xarray.DataArray(x, dims=("a", "b"), attrs={"units": "m"})
+    variable = xarray.DataArray(x, dims=("a", "b"), attrs={"units": "m"})
     with dask_p2p.install():
-        cut = given.chunk({"a": -1, "b": 12})
-    assert cut.attrs == given.attrs
+        cut = variable.chunk({"a": -1, "b": 12})
+    assert cut.attrs == variable.attrs
     assert cut.data.name.startswith("p2p-rechunk-")
     np.testing.assert_array_equal(on_host(cut.data).compute(), X)
 
@@ -68,9 +68,9 @@ def test_small_and_empty_blocks(client, count):
         assert used.count == 1
         assert y.chunks == stock.chunks
         np.testing.assert_array_equal(on_host(y).compute(), X)
-        kept = dask_p2p.map_overlap(slope, *[small] * count, depth={0: 2}, dtype=X.dtype)
-        assert kept.chunks == chunks
-        np.testing.assert_array_equal(on_host(kept).compute(), X)
+        result = dask_p2p.map_overlap(slope, *[small] * count, depth={0: 2}, dtype=X.dtype)
+        assert result.chunks == chunks
+        np.testing.assert_array_equal(on_host(result).compute(), X)
 
 
 def test_unknown_sizes(client):

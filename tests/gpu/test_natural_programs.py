@@ -96,14 +96,14 @@ def test_fractions_in_fields_of_integers_are_refused(client, dtype):
     x = np.zeros(X.shape, dtype)  # the first step makes no fractions
     x[3, 4] = 4
 
-    def whole(u, out):
+    def step_whole(u, out):
         out[...] = (u[2:] * 1.0 + u[:-2]) / 2
 
     def in_parts(u, out):
         out[:2] = 0.5 * u[1:3]
         out[2:] = 1
 
-    for function in (whole, in_parts):
+    for function in (step_whole, in_parts):
         with pytest.raises(BlockMismatchError, match=r"dtype="):
             iterate(function, on_gpu(x, UNEVEN), {0: 1}, 3).compute()
 

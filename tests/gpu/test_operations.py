@@ -73,8 +73,8 @@ def test_map_overlap_of_several_arrays_and_with_the_keywords_of_dask(client):
     expected = X * X[:1] * 3 + np.repeat([0, 1], 45)
     np.testing.assert_array_equal(on_host(persisted(client, y)), expected)
     np.testing.assert_array_equal(on_host(persisted(client, y * 1)), expected)
-    for kept, values in ((x, X), (row, X[:1])):
-        np.testing.assert_array_equal(on_host(kept), values)
+    for retained, values in ((x, X), (row, X[:1])):
+        np.testing.assert_array_equal(on_host(retained), values)
 
 
 def test_a_block_that_stays_is_handed_on(client):
@@ -85,5 +85,5 @@ def test_a_block_that_stays_is_handed_on(client):
         blocks = [dask_worker.data.get(key) for key in (a, b)]
         return None if blocks[0] is None or blocks[1] is None else blocks[0] is blocks[1]
 
-    found = set(client.run(same, (x.name, 0, 0), (y.name, 0, 0)).values())
-    assert found == {True, None}
+    results = set(client.run(same, (x.name, 0, 0), (y.name, 0, 0)).values())
+    assert results == {True, None}

@@ -32,8 +32,8 @@ def _by_pinned():
 
 
 def assert_right(client, y, dtype=None):
-    wrong = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy", dtype=dtype))
-    assert int(wrong.result(timeout=BOUND_S)) == 0
+    wrong_count = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy", dtype=dtype))
+    assert int(wrong_count.result(timeout=BOUND_S)) == 0
 
 
 @pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
@@ -41,8 +41,8 @@ def test_equals_numpy(client, shape, chunks, axes, to):
     x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
     a = persisted(client, on_gpu(x, chunks))
     y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
-    got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
-    np.testing.assert_array_equal(got, np.transpose(x, axes))
+    actual = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
+    np.testing.assert_array_equal(actual, np.transpose(x, axes))
     assert used(client, y) <= {"pinned"}
 
 
