@@ -38,7 +38,7 @@ def progress(*results: Any, client: Client | None = None, file: TextIO | None = 
 
     Parameters
     ----------
-    *given : future or collection
+    *results : future or collection
         Futures, or collections that were persisted. The function returns when all of them are
         finished or have failed.
     client : distributed.Client, optional
@@ -49,7 +49,7 @@ def progress(*results: Any, client: Client | None = None, file: TextIO | None = 
     Raises
     ------
     InputError
-        If nothing is given that runs on the cluster, or the client is closed or asynchronous.
+        If no result is given that runs on the cluster, or the client is closed or asynchronous.
     ValueError
         If there is no client.
     """
