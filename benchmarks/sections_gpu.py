@@ -247,8 +247,8 @@ def main(
             results.add("size", size, times_of(client, size, count, *common))
         for side in sides:
             results.add("side", side, transposes_of(client, side, *common))
-        for extent, shape in transformed.items():
-            results.add(*extent, transforms_of(client, shape, *common))
+        for array, shape in transformed.items():
+            results.add(*array, transforms_of(client, shape, *common))
     # The workers have released the GPUs' memory.
     rivals: list[tuple[str, int | str, str, str, Sequence[object]]] = [
         *(

@@ -119,7 +119,7 @@ def test_trouble_is_one_line(dask):
     ],
 )
 def test_wrong_usage(dask, args):
-    result = dask(*args, here=False)
+    result = dask(*args, on_test_cluster=False)
     assert result.exit_code == 2
     assert "Usage:" in result.stderr
 
@@ -130,7 +130,7 @@ def test_wrong_usage(dask, args):
 )
 def test_scheduler_that_does_not_answer(dask, monkeypatch, address):
     monkeypatch.setattr("dask_p2p.cli.CONNECT_S", 0.5)
-    result = dask("in.npy", "out.npy", "--scheduler", address, here=False)
+    result = dask("in.npy", "out.npy", "--scheduler", address, on_test_cluster=False)
     one_line(result, f"no scheduler answers at {address}")
     assert os.listdir() == ["in.npy"]
 

@@ -44,14 +44,14 @@ def test_each_class_gets_its_keywords():
     }
     with dask_p2p.local_cluster(1, gpus=False, **options) as cluster, Client(cluster) as client:
         assert cluster.name == "mine"
-        ((nthreads, limit, total),) = client.run(
+        ((variable, limit, total),) = client.run(
             lambda dask_worker: (
                 os.environ.get("OF_THE_NANNY"),
                 dask_worker.rpc.limit,
                 dask_worker.state.total_resources,
             )
         ).values()
-        assert (nthreads, limit, total) == ("1", 17, {"of_the_worker": 3})
+        assert (variable, limit, total) == ("1", 17, {"of_the_worker": 3})
 
 
 @pytest.mark.parametrize(

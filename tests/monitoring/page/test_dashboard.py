@@ -58,7 +58,7 @@ def test_by_preload(prefix):
 
 @pytest.fixture
 def request_times(client, monkeypatch):
-    """When the rounds began in which workers were request_times, by the clock of the feed."""
+    """When the rounds began in which workers were asked, by the clock of the feed."""
     feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
     ask, moments = feed.ask, []
 
