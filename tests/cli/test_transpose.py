@@ -23,7 +23,6 @@ pytestmark = pytest.mark.programs
 
 @pytest.fixture
 def image(tmp_path, monkeypatch):
-    """A real file in the current folder."""
     monkeypatch.chdir(tmp_path)
     np.save("in.npy", data.astronaut())
     return data.astronaut()
@@ -41,7 +40,6 @@ def dask(cluster):
 
 
 def one_line(result, *words):
-    """Check that it failed as it should."""
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
     lines = result.stderr.splitlines()
@@ -241,7 +239,6 @@ def test_the_program_goes_on_under_nohup():
 
 
 def wait_for_partial(started):
-    """Wait until a program writes its output."""
 
     def is_writing():
         assert started.poll() is None

@@ -82,7 +82,6 @@ def controller(folder):
 
 
 def is_up(variables):
-    """Tell whether both nodes can have jobs."""
     command = ["sinfo", "--noheader", "--format=%t %D"]
     output = subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, check=False
@@ -91,7 +90,6 @@ def is_up(variables):
 
 
 def ended(job, variables, timeout_s=200):
-    """Wait for a job; return the state in which it ended."""
 
     def end():
         shown = output_of("scontrol", "--oneliner", "show", "job", job, **variables)

@@ -25,7 +25,6 @@ BIN = Path(sys.executable).parent
 
 
 def environment(**variables):
-    """The environment of a process that finds this package and its commands."""
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     # Workers are forked off a process that has imported everything, and nobody looks what they do.
     quick = {
@@ -36,7 +35,6 @@ def environment(**variables):
 
 
 def free_ports(count):
-    """Ports of this host that nobody listens on."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for listener in sockets:
@@ -45,7 +43,6 @@ def free_ports(count):
 
 
 def output_of(*command, timeout=100, cwd=None, **variables):
-    """What a command prints; it must end well."""
     process = subprocess.run(
         [str(part) for part in command],
         env=environment(**variables),

@@ -19,7 +19,6 @@ SCHEMA = json.loads((Path(__file__).parent / "schemas" / "daskcluster.json").rea
 
 
 def documents(name):
-    """The objects of a file, by kind."""
     return {
         document["kind"]: document
         for document in yaml.safe_load_all((KUBERNETES / name).read_text())

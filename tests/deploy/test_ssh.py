@@ -21,7 +21,6 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
 def keys(folder):
-    """Make a pair of keys; return the public one."""
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "id_ed25519")]
     subprocess.run(command, check=True, timeout=60)
     return (folder / "id_ed25519.pub").read_text()

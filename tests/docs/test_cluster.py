@@ -26,7 +26,6 @@ PAGE = DOCS / "how-to" / "cluster.md"
 
 
 def block(section, language="python"):
-    """The first block of a language in a section of the page."""
     lines = PAGE.read_text("utf-8").splitlines()
     first = lines.index(f"## {section}")
     return next(
@@ -90,7 +89,6 @@ OPEN_MPI = {
 
 
 def lacks_mpi():
-    """Return what is missing for dask-mpi, or None."""
     for package in ("dask_mpi", "mpi4py"):
         if find_spec(package) is None:
             return f"{package} is not installed"

@@ -60,7 +60,6 @@ CLASSES = {
 
 
 def documented(node):
-    """Return the names in the section Parameters of a function's or a class's docstring."""
     section = _PARAMETERS.search(ast.get_docstring(node) or "")
     lines = [line for line in section[1].splitlines() if line[:1].strip()] if section else []
     names = (name for line in lines for name in line.partition(" : ")[0].split(","))
@@ -68,7 +67,6 @@ def documented(node):
 
 
 def parameters_of(node):
-    """Return the names of a function's parameters, or of a class's and its fields."""
     if isinstance(node, ast.ClassDef):
         inits = (
             statement for statement in node.body if getattr(statement, "name", "") == "__init__"

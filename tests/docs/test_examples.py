@@ -169,7 +169,6 @@ def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
 
 
 def run_all(blocks):
-    """Run the blocks of a page in one namespace."""
     names = {"__name__": "docs"}
     try:
         for block in blocks:

@@ -10,12 +10,10 @@ from tests.gpu.support import POOL
 
 
 def shared_cluster(n_workers=2, *, gpus=True, **kwargs):
-    """Replace `dask_p2p.local_cluster`."""
     from dask_cuda import LocalCUDACluster
 
     class SharedCluster(LocalCUDACluster):
         def new_worker_spec(self):
-            """Return the specification of the first worker, under the name of the next one."""
             specs, self.worker_spec = self.worker_spec, {}
             try:
                 [spec] = super().new_worker_spec().values()

@@ -20,7 +20,6 @@ POOL = {"rmm_pool_size": 8 * 2**30}
 
 @contextmanager
 def gpu_client(**options):
-    """A client of a new cluster with two GPUs."""
     with (
         dask_p2p.local_cluster(2, gpus=True, **{**POOL, **options}) as cluster,
         Client(cluster) as client,
@@ -32,6 +31,11 @@ def on_gpu(x, chunks):
     import cupy
 
     return da.from_array(x, chunks=chunks).map_blocks(cupy.asarray)
+
+
+def on_host(y):
+    """The values of CuPy blocks: only those have get()."""
+    return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
 
 
 def ipc_counts(client):

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Record, iterate
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.gpu.test_sections import UNEVEN, X, check, heat, heat_of, way
 from tests.sections.iterate.test_iterate import reference
 from tests.support import persisted

@@ -10,8 +10,8 @@ import pytest
 import dask_p2p
 from dask_p2p import estimate, fft
 from dask_p2p.engine.task import AssembleTask
+from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
-from tests.gpu.test_operations import on_host
 from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
 from tests.support import persisted, used
 
@@ -66,7 +66,6 @@ def test_regions_move_between_gpus(client, x):
 
 
 def exchange(y):
-    """The plans of the tasks that assemble the blocks of an array, by index."""
     tasks = y.__dask_graph__().values()
     return {task.index: task.plan for task in tasks if isinstance(task, AssembleTask)}
 

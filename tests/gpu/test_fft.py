@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import fft
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)

@@ -14,8 +14,7 @@ import pytest
 import dask_p2p
 from dask_p2p import tuning
 from tests.fusing import programs
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.sections.support import nothing_is_left
 from tests.support import persisted
 

@@ -88,7 +88,6 @@ def do(client, kind):
 
 
 def kill_one(client):
-    """Kill a worker; return its address."""
     pids = client.run(os.getpid)
     victim = min(pids)
     os.kill(pids[victim], signal.SIGKILL)
@@ -96,7 +95,6 @@ def kill_one(client):
 
 
 def wait_for_another(client, gone, within_s=BACK_S):
-    """Wait until new workers have replaced those that are gone."""
     wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, within_s)
 
 
@@ -143,7 +141,6 @@ def die_once(path, after_s):
 
 
 def result_after_death(client, y, path, go_on=lambda: None):
-    """The values of an array, one of whose ranks dies once; its worker must be back soon."""
     workers = {str(pid): address for address, pid in client.run(os.getpid).items()}
     y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
     future = client.compute(y)

@@ -36,7 +36,6 @@ def test_cupys_own_pool():
 
 
 def count_restored(dask_worker):
-    """Count the blocks that the package brings back to the GPU whole."""
     from dask_cuda import device_host_file
 
     restore, dask_worker.restored = device_host_file.host_to_device, 0
@@ -93,7 +92,6 @@ def test_spilled_inputs():
 
 
 def on_host(dask_worker):
-    """Blocks that were spilled to host memory."""
     return len(dask_worker.data.host)
 
 
@@ -253,7 +251,6 @@ def test_an_array_of_three_times_the_device_memory(transport, extent):
 
 
 def keys_on_host(name, dask_worker):
-    """Blocks of an array that were spilled to host memory."""
     return sorted(key for key in dask_worker.data.host if key[0] == name)
 
 

@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from tests.gpu.support import on_gpu
+from tests.gpu.support import on_gpu, on_host
 from tests.support import persisted
 
 pytestmark = pytest.mark.gpu(2)
 
 X = np.random.default_rng(0).random((120, 90))
-
-
-def on_host(y):
-    """The values of CuPy blocks: only those have get()."""
-    return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])

@@ -17,8 +17,7 @@ from distributed import Client, get_worker, wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from tests.gpu.support import POOL, gpu_client, on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import POOL, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
@@ -114,7 +113,6 @@ def way(request):
 
 
 def windows_of(ctx, x):
-    """Return the number of windows that a rank reads."""
     from dask_p2p.sections.gpu import halo_windows
 
     read, opened = [], halo_windows.opened
@@ -205,7 +203,6 @@ def test_captured_steps_of_a_rank_alone():
 
 
 def heat_of(u):
-    """A stencil that allocates its result, and temporary arrays."""
     center = 0.2 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
     return center + 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
 
@@ -314,7 +311,6 @@ def turned(ctx, x, axes, to):
 
 
 def by_turned(char="f", axes=(1, 0, 2), to=(0,)):
-    """Return the results of `turned` on each of two ranks."""
     x = on_gpu(CUBE.astype(char), CUBE_CHUNKS)
     options = {"axes": axes, "to": to, "ranks": 2}
     _, matches = spmd(turned, x, per_rank=[np.zeros(2, "?")], **options)
@@ -472,6 +468,14 @@ def test_late_kernels_and_redistributions(client, way):
     assert np.array_equal(on_host(spmd(late, on_gpu(x, (48, 70)))), x + 20)
 
 
+def averaged(steps):
+    """The values of steps that replace each row by the mean of its neighbours."""
+    values = X
+    for _ in range(steps):
+        values = (np.roll(values, 1, 0) + np.roll(values, -1, 0)) / 2
+    return values
+
+
 def test_late_kernels_and_windows(client, way):
     """The GPU of one rank waits for the other rank, which is late."""
 
@@ -486,10 +490,7 @@ def test_late_kernels_and_windows(client, way):
             p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
         return p.inner
 
-    expected = X
-    for _ in range(20):
-        expected = (np.roll(expected, 1, 0) + np.roll(expected, -1, 0)) / 2
-    check(spmd(late, on_gpu(X, (48, 70))), expected)
+    check(spmd(late, on_gpu(X, (48, 70))), averaged(20))
 
 
 def test_a_function_that_raises(client, way):
@@ -569,16 +570,13 @@ def test_a_killed_rank(tmp_path, way, steps):
     The other GPU may wait for an event that never happens: then its waits
     end, and all ranks begin again.
     """
-    expected = X
-    for _ in range(steps):
-        expected = (np.roll(expected, 1, 0) + np.roll(expected, -1, 0)) / 2
     with gpu_client() as client:
         path = str(tmp_path / "died")
         y = spmd(dies_once, on_gpu(X, (48, 70)), path=path, steps=steps)
         y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
         actual = result_of(client, client.compute(y), timeout_s=200)
         assert os.path.exists(path)
-        np.testing.assert_allclose(actual, expected, rtol=1e-12)
+        np.testing.assert_allclose(actual, averaged(steps), rtol=1e-12)
         nothing_is_left(client)
 
 
@@ -625,10 +623,7 @@ def test_ranks_work_where_blocks_are_spilled():
         make = partial(np.ones, (2048, 2048), "f4")
         other_blocks = persisted(client, on_gpu(make(), (512, 2048)))
         x = on_gpu(X.astype("f4"), (48, 70))
-        expected = X
-        for _ in range(200):
-            expected = (np.roll(expected, 1, 0) + np.roll(expected, -1, 0)) / 2
-        check(spmd(spills, x), expected, "f")
+        check(spmd(spills, x), averaged(200), "f")
         assert float(other_blocks.sum().compute()) == 2048**2
         assert isinstance(other_blocks, da.Array)
 

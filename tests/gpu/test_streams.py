@@ -73,7 +73,6 @@ def on_torch_stream(out, values):
 
 
 def written_late(how, block_info):
-    """A block whose values come half a second after its task has returned."""
     import cupy
 
     info = block_info[None]
@@ -200,7 +199,6 @@ def leave_stream_current(shape):
 
 
 def finish():
-    """Wait for all that kernels of this worker still do."""
     import cupy
 
     cupy.cuda.Device().synchronize()

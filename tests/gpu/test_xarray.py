@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
-from tests.gpu.test_operations import on_host
 from tests.support import persisted, used
 
 xr = pytest.importorskip("xarray")
@@ -55,7 +55,6 @@ def arrays(client, library):
 
 
 def check(actual, reference):
-    """Compare a result of CuPy blocks with one of NumPy blocks."""
     import cupy
 
     actual, reference = variables(actual.persist()), variables(reference)

@@ -122,7 +122,6 @@ def test_an_argument_of_a_delayed_function_moves_as_regions(client, x):
 
 
 def refuse(how_often, dask_worker):
-    """Answer the first requests for regions with an error."""
     good = dask_worker.handlers["p2p_comm_read"]
     refusals = [how_often]
 
@@ -296,7 +295,6 @@ def endless_step(u):
 
 
 def held_block(block):
-    """A block that waits for the test."""
     Event("held-block").wait(BOUND_S)
     return block
 

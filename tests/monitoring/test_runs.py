@@ -25,7 +25,6 @@ def runs_of_array(client, y):
 
 
 def block(client, y, row):
-    """A future of one block alone."""
     return client.get(y.__dask_graph__(), (y.name, row, 0), sync=False)
 
 

@@ -31,7 +31,6 @@ def read_bytes(record):
 
 
 def running(client, worker):
-    """Return a worker's records of its tasks under way."""
 
     async def ask(dask_worker):
         return await dask_worker.plugins[PLUGIN_NAME].context.new_records()
@@ -41,7 +40,6 @@ def running(client, worker):
 
 
 def hold_back(dask_worker):
-    """Answer requests for regions only once they are let through."""
     good = dask_worker.handlers["p2p_comm_read"]
     dask_worker.let_through = asyncio.Event()
 

@@ -51,7 +51,6 @@ def convert(client, source, target, operation=dask_p2p.transpose, stopped=lambda
 
 
 def same(out, array):
-    """Compare values bit for bit."""
     assert (out.dtype, out.shape) == (array.dtype, array.shape)
     assert out.tobytes() == array.tobytes()
 
@@ -160,7 +159,6 @@ def test_two_runs_in_a_row_read_the_file_anew(client, tmp_path):
 
 
 def refused(opening, *words):
-    """Have a file refused, in one line that says these words."""
     with pytest.raises(FileError) as caught:
         opening()
     assert "\n" not in str(caught.value)

@@ -44,7 +44,6 @@ class Line(io.StringIO):
 
 
 def shown(text):
-    """Return the numbers of steps in the lines, in order."""
     return [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) steps", text)]
 
 

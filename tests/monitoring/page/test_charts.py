@@ -18,13 +18,11 @@ def rows(chart):
 
 
 def cells(*records, workers=()):
-    """The cells by their pair of reader and holder."""
     chart = links(records, workers)
     return chart, {(row["reader"], row["holder"]): row for row in rows(chart)}
 
 
 def drawn(*records):
-    """The bars by their parts."""
     chart = bars(runs_of(records))
     return chart, {part: [bar for bar in rows(chart) if bar["part"] == part] for part in PARTS}
 

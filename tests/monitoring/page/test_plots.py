@@ -60,7 +60,6 @@ def driver(tmp_path_factory):
 
 @pytest.fixture
 def page(client):
-    """The address of the page."""
     return client.dashboard_link.rpartition("/")[0] + "/p2p"
 
 
@@ -96,7 +95,6 @@ def test_its_numbers_are_those_of_the_run(client, driver, page):
 
 
 def bars(driver, name):
-    """The bars of one run."""
     columns = data(driver, "p2p-stages")
     every = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return [bar for bar in every if bar["name"] == name]
