@@ -32,8 +32,10 @@ def computed(page: str, number: int, **values: int) -> dict[str, Any]:
         r"^(\w+(?:, \w+)*) = (\d+(?:, \d+)*)$", program, re.MULTILINE
     )
     assert before is not None
-    found = [str(values[name]) for name in before[1].split(", ")]
-    program = program.replace(before[0], f"{before[1]} = {', '.join(found)}", 1)
+    values_of_names = [str(values[name]) for name in before[1].split(", ")]
+    program = program.replace(
+        before[0], f"{before[1]} = {', '.join(values_of_names)}", 1
+    )
     names: dict[str, Any] = {}
     exec(program, names)
     return names
@@ -63,15 +65,15 @@ def cylinder() -> Any:
     """Return the vorticity behind a cylinder."""
     names = computed("simulations.md", 2, ny=80, nx=240, steps=10_000)
     _, ux, uy = names["velocity"](names["result"])
-    found = np.gradient(uy, axis=1) - np.gradient(ux, axis=0)
-    return np.where(names["solid"], 0, found).clip(-0.02, 0.02)
+    vorticity = np.gradient(uy, axis=1) - np.gradient(ux, axis=0)
+    return np.where(names["solid"], 0, vorticity).clip(-0.02, 0.02)
 
 
 def elastic() -> Any:
     """Return the velocity along axis 1 of elastic waves."""
-    found = computed("simulations.md", 3, n=200, steps=800)["result"]["vx"]
-    most = abs(found).max() / 2
-    return found.clip(-most, most)
+    vx = computed("simulations.md", 3, n=200, steps=800)["result"]["vx"]
+    limit = abs(vx).max() / 2
+    return vx.clip(-limit, limit)
 
 
 def turbulence() -> Any:
@@ -98,10 +100,10 @@ def lanczos() -> Any:
 
 def seismic() -> Any:
     """Return the pressure of a shot above a boundary between rocks."""
-    found = computed("simulations.md", 7, ny=200, nx=300, steps=500)
-    pressure = found["result"]["p"][0][::-1]
-    most = abs(pressure).max() / 2
-    return pressure.clip(-most, most)
+    namespace = computed("simulations.md", 7, ny=200, nx=300, steps=500)
+    pressure = namespace["result"]["p"][0][::-1]
+    limit = abs(pressure).max() / 2
+    return pressure.clip(-limit, limit)
 
 
 def spins() -> Any:
@@ -111,9 +113,9 @@ def spins() -> Any:
 
 def multigrid() -> Any:
     """Return the potential of charges."""
-    found = computed("simulations.md", 9, n=256, cycles=10)["result"]["u"]
-    most = np.percentile(abs(found), 99)
-    return found.clip(-most, most)
+    u = computed("simulations.md", 9, n=256, cycles=10)["result"]["u"]
+    limit = np.percentile(abs(u), 99)
+    return u.clip(-limit, limit)
 
 
 def particles() -> Any:
@@ -125,8 +127,8 @@ def particles() -> Any:
 
 def life() -> Any:
     """Return the cells after many steps, enlarged."""
-    found = computed("simulations.md", 11, n=160, steps=500)["result"]["cells"]
-    return found.repeat(2, 0).repeat(2, 1)
+    cells = computed("simulations.md", 11, n=160, steps=500)["result"]["cells"]
+    return cells.repeat(2, 0).repeat(2, 1)
 
 
 #: By name of a picture: the function that computes it, and its colours.

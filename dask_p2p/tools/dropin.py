@@ -44,7 +44,7 @@ from dask_p2p.types import DaskArray
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
 _watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package
-_lasting = 0  # number of installations without a `with` statement
+_permanent_count = 0  # number of installations without a `with` statement
 _entered: set[Installation] = set()  # installations inside their `with` statements
 
 
@@ -64,7 +64,7 @@ class Installation(AbstractContextManager["Installation"]):
     def __init__(self, rechunk: str = "p2p") -> None:
         self.counts: Counter[str] = Counter()
         self._rechunk = rechunk  # "p2p" or "all"
-        self._lasts = False  # whether `_lasting` counts it
+        self._lasts = False  # whether `_permanent_count` counts it
         self._depth = 0  # number of its running `with` statements
 
     @property
@@ -74,14 +74,14 @@ class Installation(AbstractContextManager["Installation"]):
 
     def uninstall(self) -> None:
         """End this installation only; no effect if it has ended."""
-        global _lasting
+        global _permanent_count
         with LOCK:
-            _lasting -= self._lasts
+            _permanent_count -= self._lasts
             self._lasts, self._depth = False, 0
             _entered.discard(self)
             COUNTING.discard(self)
             TAKING_ALL.discard(self)
-            _take_off_unless_needed()
+            _restore_unless_needed()
 
     def _begin(self) -> None:
         COUNTING.add(self)
@@ -89,10 +89,10 @@ class Installation(AbstractContextManager["Installation"]):
             TAKING_ALL.add(self)
 
     def __enter__(self) -> Installation:
-        global _lasting
+        global _permanent_count
         with LOCK:
             _put_in_place()
-            _lasting -= self._lasts
+            _permanent_count -= self._lasts
             self._lasts = False
             self._depth += 1
             _entered.add(self)
@@ -167,7 +167,7 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     >>> used.count, used
     (1, <dask_p2p in Dask's place: rechunk 1>)
     """
-    global _lasting
+    global _permanent_count
     if rechunk not in ("p2p", "all"):
         raise InputError(
             f"expected rechunk='p2p' or 'all', got {rechunk!r}. Leave it out for 'p2p'."
@@ -176,7 +176,7 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     with LOCK:
         _put_in_place()
         installation._lasts = True
-        _lasting += 1
+        _permanent_count += 1
         installation._begin()
     return installation
 
@@ -187,13 +187,13 @@ def uninstall() -> None:
     If no such statement is running, Dask's functions are restored. Arrays that were made before do
     not change.
     """
-    global _lasting
+    global _permanent_count
     with LOCK:
         for installation in list(COUNTING):
             if installation not in _entered:
                 installation.uninstall()
-        _lasting = 0  # the others have no references any more
-        _take_off_unless_needed()
+        _permanent_count = 0  # the others have no references any more
+        _restore_unless_needed()
 
 
 def _put_in_place() -> None:
@@ -203,7 +203,7 @@ def _put_in_place() -> None:
     try:
         _replace_all()
     except BaseException:
-        _take_off_unless_needed()
+        _restore_unless_needed()
         raise
 
 
@@ -212,7 +212,7 @@ def _replace_all() -> None:
 
     _replace(distributed.shuffle, "rechunk_p2p", partial(try_replace, "rechunk", rechunked))
     # `da.rechunk` is the function, not the module.
-    _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _chosen)
+    _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _choose_method)
     is_expression = da._array_expr_enabled()
     where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
     for owner in (da, import_module(where)):
@@ -232,7 +232,7 @@ def _replace_transforms(module: Any) -> None:
     for name in fft.__all__:
         if not name.endswith(("fft", "fft2", "fftn")):
             continue  # frequencies and shifts, which Dask supports for all chunks
-        _replace(module, name, partial(try_replace, "fft", _transformed, getattr(fft, name)))
+        _replace(module, name, partial(try_replace, "fft", _transform_cut_axes, getattr(fft, name)))
 
 
 def _replace_stores(*owners: Any) -> None:
@@ -257,12 +257,12 @@ def _replace_package_stores(package: Any) -> None:
             _replace_stores(package, package.io)
 
 
-def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:
+def _choose_method(before: Any, after: Any, threshold: Any = None) -> str | None:
     return "p2p" if is_taken_in_any_case(before, after) else None
 
 
-def _take_off_unless_needed() -> None:
-    if _lasting or _entered:
+def _restore_unless_needed() -> None:
+    if _permanent_count or _entered:
         return
     for owner, name, original, replacement in _replaced:
         if getattr(owner, name) is replacement:  # not replaced by other code
@@ -353,7 +353,7 @@ def overlapped(
     )
 
 
-def _transformed(
+def _transform_cut_axes(
     function: Any,
     a: DaskArray,
     s: Any = None,
@@ -369,8 +369,8 @@ def _transformed(
     is_along_one = function.__name__.endswith("fft")
     s, axes = s if n is None else n, axes if axis is None else axis
     if axes is None:  # if lengths are given, Dask takes the first axes, NumPy the last ones
-        few = {"t": (-1,), "2": (-2, -1)}.get(function.__name__[-1])
-        axes = few or range(a.ndim if s is None else len(s))
+        default_axes = {"t": (-1,), "2": (-2, -1)}.get(function.__name__[-1])
+        axes = default_axes or range(a.ndim if s is None else len(s))
     along = tuple(np.atleast_1d(axes))
     if all(-a.ndim <= axis < a.ndim and len(a.chunks[axis]) == 1 for axis in along):
         return None

@@ -47,7 +47,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the fenced blocks of a document, in their order."""
     blocks, inside, before = [], None, ""
     for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
         if inside is None and line.startswith("```"):
@@ -65,7 +64,6 @@ def blocks_of(page: Path) -> list[Block]:
 
 
 def cells_of(notebook: Path) -> list[Block]:
-    """Return the cells of code of a notebook."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     return [
         Block(notebook, number, "python", "".join(cell["source"]))

@@ -78,11 +78,11 @@ def run_session(block, names):
         block.text, names, block.where, str(block.page), block.line - 1
     )
     assert session.examples, block.where
-    said = []
+    printed = []
     result = doctest.DocTestRunner(optionflags=FLAGS).run(
-        session, out=said.append, clear_globs=False
+        session, out=printed.append, clear_globs=False
     )
-    assert result.failed == 0, "".join(said)
+    assert result.failed == 0, "".join(printed)
     names.update(session.globs)
 
 
@@ -169,14 +169,13 @@ def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
 
 
 def run_all(blocks):
-    """Run the blocks of a page in one namespace."""
     names = {"__name__": "docs"}
     try:
         for block in blocks:
             if block.language in RUN and not block.not_run:
                 run(block, names)
     finally:
-        for client in [each for each in names.values() if isinstance(each, Client)]:
+        for client in [member for member in names.values() if isinstance(member, Client)]:
             cluster = client.cluster
             client.close()
             if cluster is not None:
@@ -236,8 +235,8 @@ COMMANDS = [
 def test_commands_have_the_options_that_are_shown(where, words):
     command = p2p.get_command(None, words[0])
     assert command is not None, where
-    known = {flag for option in command.params for flag in option.opts}
-    assert {word for word in words if word.startswith("--")} <= known
+    flags = {flag for option in command.params for flag in option.opts}
+    assert {word for word in words if word.startswith("--")} <= flags
 
 
 PROGRAMS = sorted(
@@ -246,8 +245,8 @@ PROGRAMS = sorted(
         for blocks in (*BLOCKS.values(), *map(blocks_of, OTHERS))
         for block in blocks
         if block.language == "sh"
-        for module, rest in re.findall(r"python -m (benchmarks\S*)(.*)", block.text)
-        for option in re.findall(r"--[\w-]+", rest)
+        for module, arguments in re.findall(r"python -m (benchmarks\S*)(.*)", block.text)
+        for option in re.findall(r"--[\w-]+", arguments)
     }
 )
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import fft
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)
@@ -19,9 +18,9 @@ CUTS = [(6, -1, -1), (-1, 8, -1), (-1, -1, 9), (12, 15, -1), (12, 15, 18)]
 PRECISION = {"f": 1e-6, "F": 1e-6, "d": 1e-13, "D": 1e-13}
 
 
-def assert_close(got, expected, char):
-    assert got.shape == expected.shape
-    assert np.abs(got - expected).max(initial=0) <= PRECISION[char] * np.abs(expected).max(
+def assert_close(actual, expected, char):
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max(initial=0) <= PRECISION[char] * np.abs(expected).max(
         initial=0
     )
 
@@ -30,13 +29,15 @@ def declared(y):
     """Whether all blocks are CuPy's and of the declared dtype."""
     dtype = y.dtype
 
-    def look(block):
+    def check_declared(block):
         kind = type(block).__module__.partition(".")[0]
         return np.full((1,) * block.ndim, kind == "cupy" and block.dtype == dtype)
 
     return bool(
         y.map_blocks(
-            look, chunks=tuple((1,) * n for n in y.numblocks), meta=np.empty((0,) * y.ndim, bool)
+            check_declared,
+            chunks=tuple((1,) * n for n in y.numblocks),
+            meta=np.empty((0,) * y.ndim, bool),
         )
         .compute()
         .all()
@@ -83,15 +84,15 @@ def test_real_numbers(client, transport, chunks, char):
 def test_blocks_that_lie_otherwise(client, axes, real):
     """Views, and blocks as Fortran has them, are read as they lie, and stay what they are."""
     a = X.real.copy() if real else X
-    there, back, theirs = (
+    transformed, restored, numpy_transform = (
         (fft.rfftn, fft.irfftn, np.fft.rfftn) if real else (fft.fftn, fft.ifftn, np.fft.fftn)
     )
-    expected, s = theirs(a, axes=axes), [a.shape[axis] for axis in axes]
+    expected, s = numpy_transform(a, axes=axes), [a.shape[axis] for axis in axes]
     for lies in (lambda block: block.copy(order="F"), lambda block: block.repeat(2, 2)[..., ::2]):
         x = persisted(client, on_gpu(a, (12, -1, -1)).map_blocks(lies))
-        y = persisted(client, there(x, axes=axes))
+        y = persisted(client, transformed(x, axes=axes))
         assert_close(on_host(y), expected, "D")
-        assert_close(on_host(persisted(client, back(y, s=s, axes=axes))), a, "D")
+        assert_close(on_host(persisted(client, restored(y, s=s, axes=axes))), a, "D")
         np.testing.assert_array_equal(on_host(x), a)
 
 

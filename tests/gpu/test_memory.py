@@ -15,8 +15,7 @@ from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
 from tests.faults.support import addresses, one_block_each, set_trap
-from tests.gpu.support import forgotten, gpu_client
-from tests.gpu.support import held as held_blocks
+from tests.gpu.support import forgotten, gpu_client, ipc_counts
 from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -37,7 +36,6 @@ def test_cupys_own_pool():
 
 
 def count_restored(dask_worker):
-    """Count the blocks that the package brings back to the GPU whole."""
     from dask_cuda import device_host_file
 
     restore, dask_worker.restored = device_host_file.host_to_device, 0
@@ -94,7 +92,6 @@ def test_spilled_inputs():
 
 
 def on_host(dask_worker):
-    """Blocks that were spilled to host memory."""
     return len(dask_worker.data.host)
 
 
@@ -115,21 +112,21 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
         client.run(set_trap, "placed", 1, "wait", gate.path, workers=[reader])
         y = client.persist(dask_p2p.transpose(x).blocks[0], workers=[reader])
         gate.wait_until_reached()
-        more = indexed_array((8000, 4000), (2000, 4000), "f4", kind="cupy")
-        more = client.persist(more, workers=[holder])
-        wait(more)
+        spilling = indexed_array((8000, 4000), (2000, 4000), "f4", kind="cupy")
+        spilling = client.persist(spilling, workers=[holder])
+        wait(spilling)
         assert client.run(on_host, workers=[holder])[holder] > 0
         gate.open()
         y = da.concatenate([y, dask_p2p.transpose(x).blocks[1]])
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        del x, y, more
+        del x, y, spilling
 
 
 def fill_pool(leave_bytes, dask_worker):
     """Allocate all but some bytes of the worker's pool, in pieces as large as possible."""
     import cupy
 
-    left = cupy.cuda.alloc(leave_bytes)
+    remainder = cupy.cuda.alloc(leave_bytes)
     dask_worker.filling = []
     piece_bytes = 2**30
     while piece_bytes >= 2**20:
@@ -137,7 +134,7 @@ def fill_pool(leave_bytes, dask_worker):
             dask_worker.filling.append(cupy.cuda.alloc(piece_bytes))
         except MemoryError:
             piece_bytes //= 2
-    del left
+    del remainder
 
 
 def empty_pool(dask_worker):
@@ -177,18 +174,18 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     plain = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
     with dask_p2p.local_cluster(2, gpus=True, **plain) as cluster, Client(cluster) as client:
         dask_p2p.register(client)
-        taken = []
+        allocations = []
         for number in range(50):
             shape = (4000 + 64 * number, 4000)
             a = persisted(client, indexed_array(shape, (shape[0] // 2, 4000), "f4", kind="cupy"))
             y = persisted(client, dask_p2p.transpose(a))
             assert used(client, y) == {"ipc"}
             del a, y
-            wait_until(lambda: not any(published for published, _ in held_blocks(client).values()))
+            wait_until(lambda: not any(published for published, _ in ipc_counts(client).values()))
             wait_until(lambda: not any(client.run(count_blocks).values()))
             client.run(give_all_back)  # by all first, as they may share the GPU
-            taken.append(max(client.run(reserved_bytes).values()))
-    assert max(taken[5:]) - taken[4] < 2**25, taken
+            allocations.append(max(client.run(reserved_bytes).values()))
+    assert max(allocations[5:]) - allocations[4] < 2**25, allocations
 
 
 RETAIN = "p2p.transports.directory.retain"
@@ -197,8 +194,8 @@ RETAIN = "p2p.transports.directory.retain"
 def device_bytes(dask_worker):
     """Return the bytes that a worker's store and the leases of its peers keep in device memory."""
     directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"].directory
-    kept = [entry.block for entry in [*directory.published.values(), *directory.withdrawn]]
-    blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
+    owned = [entry.block for entry in [*directory.published.values(), *directory.withdrawn]]
+    blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *owned]}
     return sum(blocks.values())
 
 
@@ -254,7 +251,6 @@ def test_an_array_of_three_times_the_device_memory(transport, extent):
 
 
 def keys_on_host(name, dask_worker):
-    """Blocks of an array that were spilled to host memory."""
     return sorted(key for key in dask_worker.data.host if key[0] == name)
 
 
@@ -375,9 +371,9 @@ def test_a_small_staging_limit(client, transport):
     options = {"p2p.memory.staging-limit": "8 MiB", "p2p.transports.order": [transport]}
     with dask.config.set(options):
         a = persisted(client, indexed_array(shape, (4000, 8000), "f4", kind="cupy"))
-        found = dask_p2p.estimate(a)
-        assert found.workers == 2
-        assert found.staging_bytes <= 2 * 8 * 2**20
+        memory = dask_p2p.estimate(a)
+        assert memory.workers == 2
+        assert memory.staging_bytes <= 2 * 8 * 2**20
         y = persisted(client, dask_p2p.transpose(a))
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
         assert used(client, y) == {transport}

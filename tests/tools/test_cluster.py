@@ -45,10 +45,10 @@ class FakeNvml(types.ModuleType):
 @pytest.fixture
 def two_gpus(monkeypatch):
     """Two GPUs, CuPy and dask-cuda seem to be there; gives what the cluster was made with."""
-    made = types.ModuleType("dask_cuda")
-    made.LocalCUDACluster = UnstartedCUDACluster
+    module = types.ModuleType("dask_cuda")
+    module.LocalCUDACluster = UnstartedCUDACluster
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
-    monkeypatch.setitem(sys.modules, "dask_cuda", made)
+    monkeypatch.setitem(sys.modules, "dask_cuda", module)
     monkeypatch.setitem(sys.modules, "distributed_ucxx", types.ModuleType("distributed_ucxx"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -79,9 +79,9 @@ def test_cpu_cluster():
 
 @pytest.mark.usefixtures("no_gpus")
 def test_workers_have_the_plugin_from_the_start():
-    with dask_p2p.local_cluster(2) as made, Client(made) as client:
+    with dask_p2p.local_cluster(2) as cluster, Client(cluster) as client:
         assert [*client.run(has_plugin).values()] == [True, True]
-        made.scale(3)
+        cluster.scale(3)
         client.wait_for_workers(3)
         assert [*client.run(has_plugin).values()] == [True, True, True]
 
@@ -101,35 +101,37 @@ print(*found, sep=", ")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "found"),
+    ("setting", "lost_worker_timeout"),
     [(None, "15s, 5 minutes, 5 minutes"), ("20 s", "20 s, 20 s, 20 s")],
 )
-def test_nannies_have_time_to_restart_workers(setting, found):
+def test_nannies_have_time_to_restart_workers(setting, lost_worker_timeout):
     """After Dask's timeout a cluster would stop the nanny, and stay without the worker."""
-    given = {} if setting is None else {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": setting}
-    assert output_of("-c", PATIENCE, **given).strip() == found
+    environment = (
+        {} if setting is None else {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": setting}
+    )
+    assert output_of("-c", PATIENCE, **environment).strip() == lost_worker_timeout
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_a_cluster_that_cannot_be_registered_is_closed(monkeypatch):
-    made = []
+    clusters = []
 
     def refuse(cluster):
-        made.append(cluster)
+        clusters.append(cluster)
         raise RegistrationError("another version")
 
     monkeypatch.setattr(cluster, "register_cluster", refuse)
     with pytest.raises(RegistrationError, match="another version"):
         dask_p2p.local_cluster(1)
-    assert made[0].status == Status.closed
+    assert clusters[0].status == Status.closed
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_an_asynchronous_cluster():
     async def main():
         async with (
-            dask_p2p.local_cluster(1, asynchronous=True) as made,
-            Client(made, asynchronous=True) as client,
+            dask_p2p.local_cluster(1, asynchronous=True) as cluster,
+            Client(cluster, asynchronous=True) as client,
         ):
             x = dask_p2p.transpose(da.ones((4, 4), chunks=(2, 4)))
             return await client.compute(x.sum())
@@ -141,11 +143,11 @@ def test_overrides_win(monkeypatch, two_gpus):
     monkeypatch.setattr(distributed, "LocalCluster", Unstarted)
     chosen = dask_p2p.local_cluster(gpus=False)
     assert chosen["n_workers"] == 4
-    given = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
-    assert (given["n_workers"], given["threads_per_worker"]) == (3, 5)
-    assert given["protocol"] == "tls://"
-    given = dask_p2p.local_cluster(rmm_pool_size="1 GiB", protocol="ucx")
-    assert (given["rmm_pool_size"], given["protocol"]) == ("1 GiB", "ucx")
+    keywords = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
+    assert (keywords["n_workers"], keywords["threads_per_worker"]) == (3, 5)
+    assert keywords["protocol"] == "tls://"
+    keywords = dask_p2p.local_cluster(rmm_pool_size="1 GiB", protocol="ucx")
+    assert (keywords["rmm_pool_size"], keywords["protocol"]) == ("1 GiB", "ucx")
     assert "rmm_pool_size" not in dask_p2p.local_cluster(rmm_async=True)
 
 
@@ -158,22 +160,28 @@ def test_no_gpus():
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("wrong", [-1, 0, "four", 2.5, True])
-def test_numbers_of_workers_that_are_none(wrong):
+@pytest.mark.parametrize("n_workers", [-1, 0, "four", 2.5, True])
+def test_numbers_of_workers_that_are_none(n_workers):
     for gpus in (None, True, False):
-        with pytest.raises(InputError, match=f"number of workers, at least 1, got .*={wrong!r}"):
-            dask_p2p.local_cluster(wrong, gpus=gpus)
+        with pytest.raises(
+            InputError, match=f"number of workers, at least 1, got .*={n_workers!r}"
+        ):
+            dask_p2p.local_cluster(n_workers, gpus=gpus)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpu_cluster():
-    made = dask_p2p.local_cluster()
-    assert made["CUDA_VISIBLE_DEVICES"] == ["0", "1"]
-    assert (made["n_workers"], made["threads_per_worker"], made["protocol"]) == (2, 1, "tcp")
-    assert made["rmm_allocator_external_lib_list"] == ["cupy"]
-    assert [importlib.import_module(name) for name in made["pre_import"].split(",")]
-    assert made["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
-    assert 7_990_000_000 < made["rmm_pool_size"] <= 8_000_000_000
+    keywords = dask_p2p.local_cluster()
+    assert keywords["CUDA_VISIBLE_DEVICES"] == ["0", "1"]
+    assert (keywords["n_workers"], keywords["threads_per_worker"], keywords["protocol"]) == (
+        2,
+        1,
+        "tcp",
+    )
+    assert keywords["rmm_allocator_external_lib_list"] == ["cupy"]
+    assert [importlib.import_module(name) for name in keywords["pre_import"].split(",")]
+    assert keywords["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
+    assert 7_990_000_000 < keywords["rmm_pool_size"] <= 8_000_000_000
     assert dask_p2p.local_cluster(1, gpus=True)["CUDA_VISIBLE_DEVICES"] == ["0"]
     with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2\. Check nvidia-smi"):
         dask_p2p.local_cluster(3)
@@ -182,9 +190,9 @@ def test_gpu_cluster():
 @pytest.mark.usefixtures("two_gpus")
 def test_the_pool_is_for_the_gpus_that_are_used(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    made = dask_p2p.local_cluster(gpus=True)
-    assert made["CUDA_VISIBLE_DEVICES"] == ["GPU-b"]
-    assert 15_990_000_000 < made["rmm_pool_size"] <= 16_000_000_000
+    keywords = dask_p2p.local_cluster(gpus=True)
+    assert keywords["CUDA_VISIBLE_DEVICES"] == ["GPU-b"]
+    assert 15_990_000_000 < keywords["rmm_pool_size"] <= 16_000_000_000
 
 
 @pytest.mark.parametrize(

@@ -42,20 +42,20 @@ def test_each_class_gets_its_keywords():
         "resources": {"of_the_worker": 3},
         "connection_limit": 17,  # of Server
     }
-    with dask_p2p.local_cluster(1, gpus=False, **options) as made, Client(made) as client:
-        assert made.name == "mine"
-        ((found, limit, total),) = client.run(
+    with dask_p2p.local_cluster(1, gpus=False, **options) as cluster, Client(cluster) as client:
+        assert cluster.name == "mine"
+        ((variable, limit, total),) = client.run(
             lambda dask_worker: (
                 os.environ.get("OF_THE_NANNY"),
                 dask_worker.rpc.limit,
                 dask_worker.state.total_resources,
             )
         ).values()
-        assert (found, limit, total) == ("1", 17, {"of_the_worker": 3})
+        assert (variable, limit, total) == ("1", 17, {"of_the_worker": 3})
 
 
 @pytest.mark.parametrize(
-    "given",
+    "keywords",
     [
         {"scheduler_kwargs": {}, "worker_dashboard_address": ":0", "security": None},
         {"preload_nanny": [], "worker_port": 0, "config": {}, "quiet": True},
@@ -69,15 +69,15 @@ def test_each_class_gets_its_keywords():
         {"worker_class": lambda *args, **kwargs: OwnNanny(*args, **kwargs), "any": 1},
     ],
 )
-def test_keywords_that_some_class_takes(given):
-    _check_keywords(_classes(LocalCluster, given), {*given})
+def test_keywords_that_some_class_takes(keywords):
+    _check_keywords(_classes(LocalCluster, keywords), {*keywords})
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_keywords_of_gpu_workers():
-    given = {"rmm_log_directory": "/tmp", "lifetime": "1 h", "env": {}, "silence_logs": False}
-    made = dask_p2p.local_cluster(**given, pre_import="cupy")
-    assert made["lifetime"] == "1 h"
+    keywords = {"rmm_log_directory": "/tmp", "lifetime": "1 h", "env": {}, "silence_logs": False}
+    cluster = dask_p2p.local_cluster(**keywords, pre_import="cupy")
+    assert cluster["lifetime"] == "1 h"
     assert dask_p2p.local_cluster(worker_class=OwnWorker, flavour=1, env={})["flavour"] == 1
     classes = "UnstartedCUDACluster, Nanny, Worker"
     with pytest.raises(InputError, match=f"{classes}, got rmm_pool; .* is rmm_pool_size. Correct"):
@@ -85,7 +85,7 @@ def test_keywords_of_gpu_workers():
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("keywords", "message"),
     [
         ({"workers": 2}, "keyword of LocalCluster, Nanny, Worker, got workers.* is n_workers"),
         ({"gpu": True}, "got gpu; the nearest is gpus. Correct"),
@@ -97,10 +97,10 @@ def test_keywords_of_gpu_workers():
         ({"worker_class": OwnWorker, "env": {}}, "keyword of LocalCluster, OwnWorker, got env"),
     ],
 )
-def test_unknown_keywords(monkeypatch, given, message):
+def test_unknown_keywords(monkeypatch, keywords, message):
     def start(self, **kwargs):
         raise AssertionError("a cluster starts")
 
     monkeypatch.setattr(SpecCluster, "__init__", start)
     with pytest.raises(InputError, match=message):
-        dask_p2p.local_cluster(**{"gpus": False, **given})
+        dask_p2p.local_cluster(**{"gpus": False, **keywords})
