@@ -45,6 +45,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
+toc_object_entries = False  # a page has one object
 autodoc_typehints = "none"  # the docstrings contain more
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False  # autodoc does
@@ -61,7 +62,15 @@ html_theme_options = {
 }
 # Pages without pages below them have no sidebar.
 html_sidebars = {
-    page: [] for page in ("benchmarks", "coming-from", "security", "when")
+    page: []
+    for page in (
+        "benchmarks",
+        "coming-from",
+        "gallery/index",
+        "project",
+        "security",
+        "when",
+    )
 }
 
 generated = HERE / "_generated"
