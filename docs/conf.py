@@ -53,6 +53,8 @@ numpydoc_show_class_members = False  # autodoc does
 copybutton_exclude = ".gp, .go"  # prompts and printed results
 
 html_theme = "pydata_sphinx_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = "dask-p2p"
 html_theme_options = {
     "github_url": "https://github.com/dask-p2p/dask-p2p",
