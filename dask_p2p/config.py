@@ -101,9 +101,9 @@ def _part_bytes(value: Any) -> int | None:
 def _transports(value: Any) -> tuple[str, ...] | None:
     if value == "auto":
         return None
-    known = transport_classes()
-    if not isinstance(value, (list, tuple)) or not all(name in known for name in value):
-        raise ValueError(f"expected auto, or a list of names from {', '.join(known)}")
+    transport_names = transport_classes()
+    if not isinstance(value, (list, tuple)) or not all(name in transport_names for name in value):
+        raise ValueError(f"expected auto, or a list of names from {', '.join(transport_names)}")
     if not value:
         raise ValueError("expected auto, or at least one name: comm alone, for example")
     # comm works between any two workers: without this last resort a task might never end.
@@ -147,8 +147,8 @@ class Options:
         """Return the transports for blocks of a kind ("numpy", "cupy"), best first."""
         if self.transports is not None:
             return self.transports
-        known = transport_classes().items()
-        return tuple(name for name, transport in known if transport.is_in_auto(kind))
+        transports = transport_classes().items()
+        return tuple(name for name, transport in transports if transport.is_in_auto(kind))
 
 
 #: Functions that return classes of transports by name, best first. `dask_p2p.transports` adds one:
@@ -226,50 +226,46 @@ def checked_options() -> Options:
 
     Raises `ConfigError` if a name is unknown or a value invalid.
     """
-    given = dask.config.get("p2p", {})
+    user_values = dask.config.get("p2p", {})
     # Reading takes 0.1 ms, and each call of a user reads. Equal texts have equal values and types.
-    return _checked_options(repr(given), tuple(transport_classes().items()))
+    return _checked_options(repr(user_values), tuple(transport_classes().items()))
 
 
 @lru_cache(maxsize=1)
-def _checked_options(_given: str, _transports: tuple[Any, ...]) -> Options:
+def _checked_options(_user_values: str, _transports: tuple[Any, ...]) -> Options:
     """Return the checked options. The arguments are all that they depend on."""
-    known = _defaults_by_name()
+    defaults = _defaults_by_name()
     for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
         if name in _REMOVED:
             raise ConfigError(
                 f"expected the name of an option, got {name}, which earlier versions had. Remove "
                 f"it: {_REMOVED[name]}."
             )
-        empty_section = value is None and any(other.startswith(f"{name}.") for other in known)
-        if name not in known and not empty_section:
+        empty_section = value is None and any(key.startswith(f"{name}.") for key in defaults)
+        if name not in defaults and not empty_section:
             raise ConfigError(
                 f"expected the name of an option, got {name}; the nearest is "
-                f"{_nearest(name, known)}. Correct it in a Dask configuration file, in "
+                f"{_nearest(name, defaults)}. Correct it in a Dask configuration file, in "
                 f"dask.config.set or in an environment variable."
             )
     return options()
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _nearest(name: str, option_names: Iterable[str]) -> str:
     """Return the first option of a section of this name, or else the most similar name."""
 
-    def likeness(other: str) -> float:
-        pairs = [(name, other), (name.split(".")[-1], other.split(".")[-1])]
+    def likeness(candidate: str) -> float:
+        pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    of_section = [other for other in known if other.startswith(f"{name}.")]
-    return of_section[0] if of_section else max(known, key=likeness)
+    of_section = [option_name for option_name in option_names if option_name.startswith(f"{name}.")]
+    return of_section[0] if of_section else max(option_names, key=likeness)
 
 
 def options() -> Options:
     """Read the options that tasks carry; `ConfigError` if a value is invalid."""
-    return Options(
-        **{
-            known.name: _read(known.metadata["option"], known.metadata["parse"])
-            for known in fields(Options)
-        }
-    )
+    declared = [(field.name, field.metadata) for field in fields(Options)]
+    return Options(**{name: _read(meta["option"], meta["parse"]) for name, meta in declared})
 
 
 def installs_with_preload() -> bool:

@@ -58,8 +58,8 @@ class _Finder(MetaPathFinder):
         if fullname != self._name or self not in sys.meta_path:
             return None
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (each.find_spec(fullname, path, target) for each in later)
-        spec = next(filter(None, found), None)
+        specs = (finder.find_spec(fullname, path, target) for finder in later)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             loader.exec_module = self._then_call(loader.exec_module)

@@ -249,8 +249,8 @@ def order_of(strides: Sequence[int]) -> tuple[int, ...]:
 def as_it_lies(array: Any) -> tuple[Any, Callable[[Any], Any]]:
     """Return a view with its axes in memory order, and the function that reverses this."""
     order = order_of(array.strides)
-    back = tuple(map(order.index, range(array.ndim)))
-    return array.transpose(order), lambda lies: lies.transpose(back)
+    inverse_order = tuple(map(order.index, range(array.ndim)))
+    return array.transpose(order), lambda lies: lies.transpose(inverse_order)
 
 
 @lru_cache(maxsize=64)  # one object for each dtype: NaN equals only itself

@@ -30,7 +30,7 @@ class _OfThread(threading.local):
         self.plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
 
-_own = _OfThread()
+_thread_plans = _OfThread()
 
 
 def _transformed(
@@ -56,8 +56,8 @@ def _transformed(
 
 
 def _by_cupy(name: str, block: Array, *args: Any, **options: Any) -> Array:
-    made: Array = getattr(_library(), name)(block, *args, **options)
-    return made
+    result: Array = getattr(_library(), name)(block, *args, **options)
+    return result
 
 
 def _along_one_axis(name: str, block: Array, length: int, axis: int, **options: Any) -> Array:
@@ -75,7 +75,7 @@ def _plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, 
 
     stream = cupy.cuda.get_current_stream()
     key = values, block.shape, block.dtype, lengths, axes, stream.ptr, block.data.device_id
-    plans = _own.plans
+    plans = _thread_plans.plans
     if key in plans:
         plans.move_to_end(key)
     else:
@@ -86,10 +86,11 @@ def _plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, 
 
 
 def _new_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
-    given = list(lengths)
+    input_lengths = list(lengths)
     if values == "C2R":
-        given[-1] = given[-1] // 2 + 1
-    if block.dtype.name not in _DTYPES[values] or [block.shape[axis] for axis in axes] != given:
+        input_lengths[-1] = input_lengths[-1] // 2 + 1
+    shape = [block.shape[axis] for axis in axes]
+    if block.dtype.name not in _DTYPES[values] or shape != input_lengths:
         return None
     in_order = sorted(axes) if values == "C2C" else [*axes]
     if in_order != [*range(block.ndim)][-len(axes) :]:

@@ -213,15 +213,15 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
     it from a thread, in `device_work`.
     """
     half, copies = LINK_COPY_BYTES, LINK_COPIES
-    whole = 2 * half
+    slot_bytes = 2 * half
     streams = HostStreams(warn)
-    slots = streams.device_slots(1, whole)
-    host_slots = streams.host_slots(1, whole)
+    slots = streams.device_slots(1, slot_bytes)
+    host_slots = streams.host_slots(1, slot_bytes)
     memory, host = slots[0], host_slots[0]
     try:
         if not is_pinned(host.memory):
             return None
-        streams.copy_up(memory.memory[:whole], host.memory[:whole])
+        streams.copy_up(memory.memory[:slot_bytes], host.memory[:slot_bytes])
         streams.synchronize()
         up_s, down_s, both_s = (
             min(_seconds(streams, memory, host, directions) for _ in range(copies))
@@ -233,20 +233,20 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         streams.keep(slots, host_slots)
 
 
-def _seconds(of: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
+def _seconds(link: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
     """Return the seconds of copies that start together, until the end of the last one."""
     half = LINK_COPY_BYTES
-    cuda = of.cupy.cuda
-    first, *others = (of.streams[direction] for direction in directions)
+    cuda = link.cupy.cuda
+    first, *later_streams = (link.streams[direction] for direction in directions)
     start, stop = cuda.Event(), cuda.Event()
     start.record(first)
-    for stream in others:
+    for stream in later_streams:
         stream.wait_event(start)
     if "up" in directions:
-        of.copy_up(memory.memory[:half], host.memory[:half])
+        link.copy_up(memory.memory[:half], host.memory[:half])
     if "down" in directions:
-        of.copy_down(host.memory[half : 2 * half], memory.memory[half : 2 * half])
-    for stream in others:
+        link.copy_down(host.memory[half : 2 * half], memory.memory[half : 2 * half])
+    for stream in later_streams:
         first.wait_event(stream.record())
     stop.record(first)
     stop.synchronize()

@@ -174,8 +174,8 @@ def touch_by_threads(memory: np.ndarray[Any, Any]) -> None:
 
 def _advise(start: int, size_bytes: int, advice: int) -> int:
     """Call `madvise` without the interpreter lock; return 0 on success."""
-    done: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), advice)
-    return done
+    status: int = _libc().madvise(ctypes.c_void_p(start), ctypes.c_size_t(size_bytes), advice)
+    return status
 
 
 @cache
@@ -236,9 +236,9 @@ def _glibc() -> Any:
     library = ctypes.CDLL(None)
     if getattr(library, "mallopt", None) is None or not _ENVIRONMENT.exists():
         return None
-    for each in _ENVIRONMENT.read_bytes().split(b"\0"):
-        size_text = each.removeprefix(_VARIABLE)
-        if size_text != each and not (size_text.isdigit() and int(size_text) >= _LEAST_ARENA_BYTES):
+    for setting in _ENVIRONMENT.read_bytes().split(b"\0"):
+        size = setting.removeprefix(_VARIABLE)
+        if size != setting and not (size.isdigit() and int(size) >= _LEAST_ARENA_BYTES):
             library.malloc.restype = ctypes.c_void_p
             return library
     return None

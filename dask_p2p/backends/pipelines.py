@@ -102,8 +102,8 @@ class Ring:
         event.record(stream)
         self.parts = max(self.parts, part + 1)
         # A part frees its slot on the host after "up", and that of the device after "down".
-        for each in (self._host_slots if action == "up" else self.slots)[slot : slot + 1]:
-            each.free, each.is_used = event, True
+        for freed_slot in (self._host_slots if action == "up" else self.slots)[slot : slot + 1]:
+            freed_slot.free, freed_slot.is_used = event, True
 
     def wait(self, action: str, part: int) -> None:
         """Wait for an action of a part."""
@@ -154,23 +154,24 @@ class HostStreams:
         self.cupy = cupy
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in self._streams:
-            made = {action: cupy.cuda.Stream(non_blocking=True) for action in ("up", "run", "down")}
-            self._streams.setdefault(device, made)  # another thread may do this concurrently
+            new_stream = partial(cupy.cuda.Stream, non_blocking=True)
+            streams = {action: new_stream() for action in ("up", "run", "down")}
+            self._streams.setdefault(device, streams)  # another thread may do this concurrently
         self.streams = self._streams[device]
         self.timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._warn = warn
 
     def device_slots(self, count: int, size_bytes: int) -> list[Slot]:
         """Return device memory for `count` parts."""
-        if kept := self._kept_slots.take(self._device, size_bytes, count):
-            return kept
+        if slots := self._kept_slots.take(self._device, size_bytes, count):
+            return slots
         with self.streams["up"]:  # the stream that fills it, which therefore does not wait
             return _slots(self.cupy.empty((count * size_bytes,), np.uint8), count)
 
     def host_slots(self, count: int, size_bytes: int) -> list[Slot]:
         """Return host memory for `count` parts, pinned if possible."""
-        if kept := self._kept_host_slots.take(None, size_bytes, count):
-            return kept
+        if slots := self._kept_host_slots.take(None, size_bytes, count):
+            return slots
         try:
             return _slots(np.asarray(Pinned(count * size_bytes)), count)
         except (OSError, MemoryError, self.cupy.cuda.runtime.CUDARuntimeError) as exc:
@@ -184,34 +185,34 @@ class HostStreams:
 
     def keep(self, slots: list[Slot], host_slots: list[Slot]) -> None:
         """Keep memory for a while for the next block, which waits until it is free."""
-        for kept, device, each in (
+        for cache, device, unused_slots in (
             (self._kept_slots, self._device, slots),
             (self._kept_host_slots, None, host_slots),
         ):
-            if each:
-                kept.keep(device, each)
+            if unused_slots:
+                cache.keep(device, unused_slots)
 
-    def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch | None = None) -> None:
+    def copy_up(self, to: Array, src: np.ndarray[Any, Any], pitch: Pitch | None = None) -> None:
         """Queue a copy of a host array with this pitch to device memory; None: it is contiguous."""
-        ptr, pitch = to.data.ptr, pitch or _contiguous(of)
-        self._copy(ptr, pitch.run_bytes, of.ctypes.data, pitch.stride_bytes, pitch, "up")
+        ptr, pitch = to.data.ptr, pitch or _contiguous(src)
+        self._copy(ptr, pitch.run_bytes, src.ctypes.data, pitch.stride_bytes, pitch, "up")
 
-    def copy_down(self, to: np.ndarray[Any, Any], of: Array, pitch: Pitch | None = None) -> None:
+    def copy_down(self, to: np.ndarray[Any, Any], src: Array, pitch: Pitch | None = None) -> None:
         """Queue a copy of device memory to a host array with this pitch; None: contiguous."""
-        ptr, pitch = of.data.ptr, pitch or _contiguous(to)
+        ptr, pitch = src.data.ptr, pitch or _contiguous(to)
         self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
     def _copy(
-        self, to: int, to_stride: int, of: int, of_stride: int, pitch: Pitch, action: str
+        self, to: int, to_stride: int, src: int, of_stride: int, pitch: Pitch, action: str
     ) -> None:
         runtime, stream = self.cupy.cuda.runtime, self.streams[action].ptr
         size_bytes, rows = pitch.run_bytes, pitch.rows
         if rows > 1:
             runtime.memcpy2DAsync(
-                to, to_stride, of, of_stride, size_bytes, rows, MEMCPY_DEFAULT, stream
+                to, to_stride, src, of_stride, size_bytes, rows, MEMCPY_DEFAULT, stream
             )
         elif size_bytes:
-            runtime.memcpyAsync(to, of, size_bytes, MEMCPY_DEFAULT, stream)
+            runtime.memcpyAsync(to, src, size_bytes, MEMCPY_DEFAULT, stream)
 
     def synchronize(self) -> None:
         """Wait for all three streams; afterwards no copy uses the blocks' memory."""
@@ -254,7 +255,7 @@ class GpuMapWork(Protocol):
     def call(self, part: Part, inputs: Sequence[Array]) -> Array:
         """Return the function's result for a part in device memory, on the current stream."""
 
-    def combined(self, part: Part, made: Array | None, result: Array) -> Array:
+    def combined(self, part: Part, combined: Array | None, result: Array) -> Array:
         """Return the combination of the previous parts' results with this part's result."""
 
 
@@ -328,27 +329,27 @@ class PartStreams(HostStreams):
 class _BlockInTransit:
     """One block in transit through the GPU."""
 
-    def __init__(self, of: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
-        self._of, self._work, self._out = of, work, out
+    def __init__(self, streams: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
+        self._streams, self._work, self._out = streams, work, out
         self._plan = work.plan
         count, slot_bytes = min(SLOTS, len(work.plan.parts)), work.plan.slot_bytes
-        self.ring = Ring(of, count, slot_bytes, work.plan.host_slot_bytes)
+        self.ring = Ring(streams, count, slot_bytes, work.plan.host_slot_bytes)
         self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by part
-        self._made: Any = None  # combined result of all parts so far
+        self._combined: Any = None  # combined result of all parts so far
         self._unregister: list[Callable[[], None]] = []
         self._reached = [is_pinned(array) or self._registers(array) for array in work.arrays]
         self._reaches_out = is_pinned(out)
 
     def _registers(self, array: np.ndarray[Any, Any]) -> bool:
-        if (unregister := self._of.registered(array)) is not None:
+        if (unregister := self._streams.registered(array)) is not None:
             self._unregister.append(unregister)
         return unregister is not None
 
     def wait(self) -> None:
         """Wait for the last part on all streams, and thereby for all parts."""
-        for action in self._of.streams:
+        for action in self._streams.streams:
             self.ring.wait(action, len(self._plan.parts) - 1)
-        self._of.timings.read()
+        self._streams.timings.read()
 
     def close(self) -> None:
         """Return all memory; only after the streams' work with it."""
@@ -356,7 +357,7 @@ class _BlockInTransit:
             self._wait_until_filled(number)
         for slot in self.ring.slots:
             slot.results.pop(self, None)
-        self._made = None
+        self._combined = None
         for unregister in self._unregister:
             unregister()
         self.ring.give_back()
@@ -368,12 +369,12 @@ class _BlockInTransit:
             return
         if step.action == "up":
             self._wait_until_filled(step.part)
-        timer = getattr(self._of.copied, step.action)
+        timer = getattr(self._streams.copied, step.action)
         with (
             self.ring.queued(step.action, step.part, step.after) as stream,
-            self._of.timings.group(timer),
+            self._streams.timings.group(timer),
         ):
-            self._of.timings.begin(stream)
+            self._streams.timings.begin(stream)
             getattr(self, f"_{step.action}")(step.part, stream)
 
     def _fill(self, step: Step) -> None:
@@ -391,8 +392,8 @@ class _BlockInTransit:
         for nth, (view, index) in enumerate(self._inputs(number)):
             pitch = self._pitch(nth, view)
             source = view if pitch else self.ring.on_host(number, index, view)
-            self._of.copy_up(self.ring.on_device(number, index, view), source, pitch)
-            self._of.copied.up_bytes += view.nbytes
+            self._streams.copy_up(self.ring.on_device(number, index, view), source, pitch)
+            self._streams.copied.up_bytes += view.nbytes
 
     def _run(self, number: int, stream: Any) -> None:
         # The results dropped here have been copied down before the stream continues, so that the
@@ -403,15 +404,15 @@ class _BlockInTransit:
         with stream:
             result = self._work.call(part, inputs)
             if self._work.is_reduced:
-                result = self._work.combined(part, self._made, result)
+                result = self._work.combined(part, self._combined, result)
                 if 0 <= result.data.ptr - slot.memory.data.ptr < slot.memory.nbytes:
                     result = self._copied(result)  # its slot will be filled again
-                self._made = result
+                self._combined = result
             slot.results[self] = result if result.flags.c_contiguous else self._copied(result)
 
     def _copied(self, array: Array) -> Array:
-        copy = self._of.cupy.empty(array.shape, array.dtype)
-        self._of.cupy.copyto(copy, array)
+        copy = self._streams.cupy.empty(array.shape, array.dtype)
+        self._streams.cupy.copyto(copy, array)
         return copy
 
     def _down(self, number: int, stream: Any) -> None:
@@ -419,8 +420,8 @@ class _BlockInTransit:
         pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
             target = self.ring.on_host(number, self._plan.slot_bytes, target)
-        self._of.copy_down(target, result, pitch)
-        self._of.copied.down_bytes += result.nbytes
+        self._streams.copy_down(target, result, pitch)
+        self._streams.copied.down_bytes += result.nbytes
 
     def _empty(self, step: Step) -> None:
         """Copy a result out of a host slot by threads, if it went there."""

@@ -85,7 +85,7 @@ class TaskContext(Protocol):
 
 
 @contextmanager
-def recorded(
+def record_attempt(
     context: TaskContext,
     key: Key,  # key of the task
     record: Callable[..., TaskRecord],  # returns the record so far, with additional fields

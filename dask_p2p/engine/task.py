@@ -24,7 +24,7 @@ from dask.task_spec import GraphNode, Task
 from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.context import AttemptLog, TaskContext, pause_s, recorded
+from dask_p2p.engine.context import AttemptLog, TaskContext, pause_s, record_attempt
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -157,10 +157,10 @@ def keep_user_frames(exc: BaseException) -> None:
     An error about the program has no frames of this package at all. An exception that no frame of
     the program leads to keeps its traceback.
     """
-    seen = set[int]()
+    visited = set[int]()
     link: BaseException | None = exc
-    while link is not None and id(link) not in seen:
-        seen.add(id(link))
+    while link is not None and id(link) not in visited:
+        visited.add(id(link))
         link.__traceback__ = _user_frames(link)
         link = link.__cause__ or link.__context__
 
@@ -279,7 +279,7 @@ class WaitTask(ReferenceTask):
 
 
 class AssembleTask(ReferenceTask):
-    """A task that assembles one output block. The method `of` makes one."""
+    """A task that assembles one output block. The method `create` makes one."""
 
     __slots__ = ()
 
@@ -312,7 +312,7 @@ class AssembleTask(ReferenceTask):
         return True
 
     @classmethod
-    def of(
+    def create(
         cls,
         key: Key,
         plan: Plan,
@@ -322,8 +322,8 @@ class AssembleTask(ReferenceTask):
         on_missing: OnMissing | None = None,
     ) -> AssembleTask:
         """Return a new task."""
-        others = () if on_missing is None else (on_missing,)
-        return cls(key, assemble_block, key, plan, index, output, blocks, *others)
+        callbacks = () if on_missing is None else (on_missing,)
+        return cls(key, assemble_block, key, plan, index, output, blocks, *callbacks)
 
 
 class RankTask(Task):  # type: ignore[misc]
@@ -339,7 +339,7 @@ class RankTask(Task):  # type: ignore[misc]
         return True
 
 
-def unwrapped(task: Any) -> Any:
+def unwrap_task(task: Any) -> Any:
     """Return the task of this package that Dask has wrapped into one of another name, or the task.
 
     Dask does so for the tasks of arguments of `dask.delayed`, so also for stores that are written
@@ -380,9 +380,9 @@ def assemble_block(
         on_missing(worker, list(map(output.key, plan.sources(index))))
     record = partial(_record, key, start_s, plan, assembly, context.address)
     try:
-        with recorded(context, key, record) as fields:
+        with record_attempt(context, key, record) as fields:
             block = assembly.finish(assembly.run(), index)
-            fields |= _described(block)
+            fields |= _describe_block(block)
             return block
     except TransferError as exc:
         try_again(key, exc, context, output.options)
@@ -397,7 +397,7 @@ def _record(
     assembly: Assembly,
     address: str,
     is_running: bool = False,
-    **others: Any,
+    **fields: Any,
 ) -> TaskRecord:
     """Return a record of an attempt so far, with these additional fields. Thread-safe."""
     chunks, sources = assembly.output.chunks or plan.chunks, assembly.sources
@@ -414,11 +414,11 @@ def _record(
         fallbacks=() if is_running else sources.fallbacks,
         kernel_s=assembly.kernels.seconds,
         epilogue_s=assembly.epilogue.seconds,
-        **others,
+        **fields,
     )
 
 
-def _described(block: Any) -> dict[str, Any]:
+def _describe_block(block: Any) -> dict[str, Any]:
     return {
         "shape": tuple(getattr(block, "shape", ())),
         "dtype": _name_of(getattr(block, "dtype", "")),

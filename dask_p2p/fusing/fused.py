@@ -136,7 +136,7 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     if is_expression(arrays[0]):
         work = fused_gang(*given, kept=read.kept)
         return [expression_array(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
-    gang = GangTasks.of(fused_gang(*given))
+    gang = GangTasks.for_inputs(fused_gang(*given))
     inputs, dependencies = _input_layers(graph, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)

@@ -365,5 +365,7 @@ def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, Assem
         blocks = shared.get(sources)
         if blocks is None:
             blocks = shared[sources] = Blocks(*map(output.key, sources))
-        tasks[key] = AssembleTask.of(key, plan, index, output, blocks, on_missing=on_missing_plugin)
+        tasks[key] = AssembleTask.create(
+            key, plan, index, output, blocks, on_missing=on_missing_plugin
+        )
     return tasks

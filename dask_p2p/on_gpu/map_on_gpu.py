@@ -191,7 +191,7 @@ def _mapped_by_dask(
     with_halo = arrays_with_halos(inputs, plans, mapped.options)
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
     axes = tuple(range(len(mapped.sizes)))
-    made: DaskArray = functions_of(inputs[0]).blockwise(
+    output: DaskArray = functions_of(inputs[0]).blockwise(
         GpuMapFunction(mapped),
         axes,
         ArrayBlockIdDep(mapped.chunks),
@@ -204,7 +204,7 @@ def _mapped_by_dask(
         meta=meta_from_array(inputs[0]._meta, len(axes), mapped.dtype),
         keywords=kwargs,
     )
-    return made
+    return output
 
 
 def check_functions(func: Any, reduce: Any) -> None:
@@ -222,12 +222,12 @@ def portable(function: Any) -> Any:
     if type(function).__name__ != "ufunc" or not type(function).__module__.startswith("cupy"):
         return function
     name = function.name.removeprefix("cupy_")
-    if not isinstance(found := getattr(np, name, None), np.ufunc):
+    if not isinstance(ufunc := getattr(np, name, None), np.ufunc):
         raise InputError(
             f"expected a function that can be pickled, got CuPy's ufunc {function.name}. Wrap "
             f"it in a function: lambda a: ...(a)."
         )
-    return found
+    return ufunc
 
 
 def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
@@ -282,20 +282,20 @@ def checked_halo(
     A list has one entry for each array; any other value applies to the axes of the output.
     """
     shape = tuple(map(sum, sizes))
-    own = [shape[len(shape) - x.ndim :] for x in inputs]
+    shapes = [shape[len(shape) - x.ndim :] for x in inputs]
 
-    def of_each(checked: Callable[..., list[tuple[Any, ...]]], given: Any) -> list[Any]:
-        if isinstance(given, list):
-            return checked(given, own)
-        (widths,) = checked(given, [shape])
+    def of_each(checked: Callable[..., list[tuple[Any, ...]]], argument: Any) -> list[Any]:
+        if isinstance(argument, list):
+            return checked(argument, shapes)
+        (widths,) = checked(argument, [shape])
         return [widths[len(shape) - x.ndim :] for x in inputs]
 
     depths = [
         tuple(
-            (0, 0) if n == 1 != whole else width
-            for n, whole, width in zip(x.shape, lengths, widths, strict=True)
+            (0, 0) if n == 1 != length else width
+            for n, length, width in zip(x.shape, lengths, widths, strict=True)
         )
-        for x, lengths, widths in zip(inputs, own, of_each(checked_depths, depth), strict=True)
+        for x, lengths, widths in zip(inputs, shapes, of_each(checked_depths, depth), strict=True)
     ]
     return depths, of_each(checked_boundaries, boundary)
 
@@ -315,26 +315,26 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
         return ones
     try:
         pairs = zip(chunks, sizes, strict=True)
-        found = tuple(_sizes_of_blocks(given, len(along)) for given, along in pairs)
+        block_sizes = tuple(_sizes_of_blocks(axis_sizes, len(along)) for axis_sizes, along in pairs)
     except (TypeError, ValueError):
-        found = ()
-    if tuple(map(len, found)) != tuple(map(len, sizes)):
+        block_sizes = ()
+    if tuple(map(len, block_sizes)) != tuple(map(len, sizes)):
         raise InputError(
             f"expected one entry for each of {len(sizes)} axes, a size for all output blocks or a "
             f"tuple of sizes for {tuple(map(len, sizes))} blocks, got chunks={chunks!r}."
         )
-    if not is_reduced and found[axis] != sizes[axis]:
+    if not is_reduced and block_sizes[axis] != sizes[axis]:
         raise InputError(
             f"expected output blocks of the arrays' sizes {sizes[axis]} along axis {axis}, which "
-            f"is split into parts, got {found[axis]}. Split along another axis with axis=, or pass "
-            f"reduce=."
+            f"is split into parts, got {block_sizes[axis]}. Split along another axis with axis=, "
+            f"or pass reduce=."
         )
-    return found
+    return block_sizes
 
 
-def _sizes_of_blocks(given: Any, count: int) -> tuple[int, ...]:
-    each = given if isinstance(given, (tuple, list)) else (given,) * count
-    return tuple(map(as_int, each))
+def _sizes_of_blocks(axis_sizes: Any, count: int) -> tuple[int, ...]:
+    block_sizes = axis_sizes if isinstance(axis_sizes, (tuple, list)) else (axis_sizes,) * count
+    return tuple(map(as_int, block_sizes))
 
 
 def checked_fallback(fallback: Any) -> Kind | None:

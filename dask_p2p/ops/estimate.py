@@ -205,10 +205,10 @@ def _moved_elements(plan: Plan, before: Chunks, workers: int) -> int:
     holders = {index: n * workers // blocks for n, index in enumerate(block_indices(before))}
     moved = 0
     for index in block_indices(plan.chunks):
-        held = Counter[int]()
+        elements_by_holder = Counter[int]()
         for source, n in zip(plan.sources(index), plan.source_elements(index), strict=True):
-            held[holders[source]] += n
-        moved += held.total() - max(held.values(), default=0)
+            elements_by_holder[holders[source]] += n
+        moved += elements_by_holder.total() - max(elements_by_holder.values(), default=0)
     return moved
 
 

@@ -161,7 +161,7 @@ def mapped(
     widths = checked_depths(depth, shapes)
     beyond = checked_boundaries(boundary, shapes)
     if allow_rechunk is not None:
-        arrays = [_wide(x, of, allow_rechunk) for x, of in zip(arrays, widths, strict=True)]
+        arrays = [_wide(x, w, allow_rechunk) for x, w in zip(arrays, widths, strict=True)]
     plans = [
         # NaN differs from itself: with it, equal plans of several layers would count as different.
         halo_plan(x.chunks, depths, kinds, corners, 0 if corners else unread_value(x.dtype))
@@ -194,24 +194,24 @@ def _checked_arguments(
     """Return the arrays, depth and boundary; `args` may have depth and boundary after arrays."""
     check_function(func, "a block", "map_overlap(func, x, depth, boundary)")
     count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
-    arrays, others = list(args[:count]), list(args[count:])
-    for x in (*arrays, *(x for x in others if getattr(x, "ndim", 0)), *others[: not arrays]):
+    arrays, extra = list(args[:count]), list(args[count:])
+    for x in (*arrays, *(x for x in extra if getattr(x, "ndim", 0)), *extra[: not arrays]):
         check_known_array(x)
     if not arrays:
         raise InputError("expected an array after the function. Call map_overlap(func, x, depth).")
     check_one_library(arrays)
-    for name, given in (("depth", depth), ("boundary", boundary)):
-        if others and given is not None:
+    for name, keyword in (("depth", depth), ("boundary", boundary)):
+        if extra and keyword is not None:
             raise InputError(
-                f"expected {name} once, got {others[0]!r} after the arrays and {name}={given!r}."
+                f"expected {name} once, got {extra[0]!r} after the arrays and {name}={keyword!r}."
             )
-        if others and name == "depth":
-            depth = others.pop(0)
-        elif others:
-            boundary = others.pop(0)
-    if others:
+        if extra and name == "depth":
+            depth = extra.pop(0)
+        elif extra:
+            boundary = extra.pop(0)
+    if extra:
         raise InputError(
-            f"expected arrays, depth and boundary, got {others!r} after these. Pass other "
+            f"expected arrays, depth and boundary, got {extra!r} after these. Pass other "
             f"arguments by name."
         )
     return arrays, depth, boundary
@@ -226,9 +226,9 @@ def _assembled_and_mapped(
 ) -> DaskArray:
     """Return the array whose tasks assemble blocks with their halo and call the function."""
     dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
-    given = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in given
-    function = partial(func, **given) if given else func
+    func_kwargs = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in func_kwargs
+    function = partial(func, **func_kwargs) if func_kwargs else func
     if meta is None and dtype is None:
         # Dask calls the function with an empty array, which takes milliseconds on a GPU.
         meta = functions_of(x).map_blocks(function, x)._meta
@@ -267,8 +267,8 @@ def _mapped_by_dask(
     if not has_halo or not trim:
         return y
     # The halo of the array with the most axes, the first of several.
-    most = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
-    halo = halo_widths_of(plans[most])
+    largest = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
+    halo = halo_widths_of(plans[largest])
     return _trimmed(y, _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis")))
 
 
@@ -294,9 +294,9 @@ def _bound(
         for name, value in kwargs.items()
         if name in _FOR_DASK or unpack_collections(value)[0]
     }
-    own = {name: value for name, value in kwargs.items() if name not in for_dask}
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in own
-    return partial(func, **own) if own else func, for_dask, has_block_id
+    func_kwargs = {name: value for name, value in kwargs.items() if name not in for_dask}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in func_kwargs
+    return partial(func, **func_kwargs) if func_kwargs else func, for_dask, has_block_id
 
 
 def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:
@@ -319,12 +319,12 @@ def _result_halo(
     """Return the halo widths along the result's axes, after dropped and inserted axes."""
     ndim = len(halo)
     dropped = _axes(drop_axis, ndim)
-    kept = [along for axis, along in enumerate(halo) if axis not in dropped]
+    result_halo = [along for axis, along in enumerate(halo) if axis not in dropped]
     if new_axis is None:  # new axes come first
-        new_axis = range(y.ndim - len(kept))
+        new_axis = range(y.ndim - len(result_halo))
     for axis in sorted(_axes(new_axis, max(ndim, y.ndim))):
-        kept.insert(axis, ((0, 0),) * y.numblocks[axis])
-    return tuple(kept)
+        result_halo.insert(axis, ((0, 0),) * y.numblocks[axis])
+    return tuple(result_halo)
 
 
 def _axes(axes: Any, ndim: int) -> list[int]:

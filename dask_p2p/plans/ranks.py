@@ -38,11 +38,11 @@ class RankGrid:
         Only the axes of `partition` may be divided between ranks; by default all.
         """
         axes = range(len(chunks)) if partition is None else partition
-        most = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]
+        max_grid = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]
         shape = list(map(sum, chunks))
-        for size in range(max(1, min(ranks, prod(most))), 0, -1):
-            if found := list(grids(size, most)):
-                return cls(chunks, min(found, key=lambda grid: surface(grid, shape)))
+        for size in range(max(1, min(ranks, prod(max_grid))), 0, -1):
+            if candidates := list(grids(size, max_grid)):
+                return cls(chunks, min(candidates, key=lambda grid: surface(grid, shape)))
         raise AssertionError("one rank can always have the whole array")
 
     @classmethod
@@ -62,10 +62,8 @@ class RankGrid:
         """
         if not any(extra):
             return self
-        chunks = (
-            (*sizes[:-1], sizes[-1] + more) for sizes, more in zip(self.chunks, extra, strict=True)
-        )
-        return RankGrid(tuple(chunks), self.grid)
+        pairs = zip(self.chunks, extra, strict=True)
+        return RankGrid(tuple((*sizes[:-1], sizes[-1] + n) for sizes, n in pairs), self.grid)
 
     @property
     def size(self) -> int:
@@ -144,15 +142,15 @@ def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int
     return sum(cuts), tuple(-count for count in grid)  # among equals, more along earlier axes
 
 
-def grids(size: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all grids of `size` ranks, with at most `most` along each axis."""
-    if not most:
+def grids(size: int, max_grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all grids of `size` ranks, with at most `max_grid` along each axis."""
+    if not max_grid:
         if size == 1:
             yield ()
         return
-    for count in range(1, min(size, most[0]) + 1):
+    for count in range(1, min(size, max_grid[0]) + 1):
         if size % count == 0:
-            yield from ((count, *others) for others in grids(size // count, most[1:]))
+            yield from ((count, *later) for later in grids(size // count, max_grid[1:]))
 
 
 # Partitions of an array between the ranks of a gang.
@@ -188,10 +186,10 @@ def partitioned(
     if is_same and {*partition_of(ranks)} <= {*partition}:
         return ranks
     if not partition and shape:
-        rest = [(length,) for length in shape[1:]]
+        undivided_axes = [(length,) for length in shape[1:]]
         first = (shape[0],) + (0,) * (ranks.size - 1)
-        return RankGrid((first, *rest), (ranks.size, *(1 for _ in rest)))
-    most = [ranks.size if axis in partition else 1 for axis in range(len(shape))]
+        return RankGrid((first, *undivided_axes), (ranks.size, *(1 for _ in undivided_axes)))
+    max_grid = [ranks.size if axis in partition else 1 for axis in range(len(shape))]
 
     def cost(grid: tuple[int, ...]) -> tuple[int, tuple[float, tuple[int, ...]]]:
         with_elements = 1
@@ -199,7 +197,7 @@ def partitioned(
             with_elements *= min(count, length)
         return -with_elements, surface(grid, shape)
 
-    grid = min(grids(ranks.size, most), key=cost)
+    grid = min(grids(ranks.size, max_grid), key=cost)
     sizes = [
         ranks.local_sizes[axis]
         if is_same and count == ranks.grid[axis]
@@ -246,17 +244,18 @@ def transform_stages(
     >>> [(stage.before.grid, stage.axes) for stage in transform_stages(slabs, slabs, both)]
     [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]
     """
-    found = []
+    rank_stages = []
     for stage in stages(before.local_sizes, transform, after.local_sizes):
-        own = _divided(before, stage)
+        stage_ranks = _divided(before, stage)
         sizes = [
             tuple(transform.lengths[axis] if size else 0 for size in along)
             if axis in stage.axes
             else along
-            for axis, along in enumerate(own.local_sizes)
+            for axis, along in enumerate(stage_ranks.local_sizes)
         ]
-        found.append(TransformStage(own, stage.axes, RankGrid(tuple(sizes), own.grid)))
-    return found
+        result_ranks = RankGrid(tuple(sizes), stage_ranks.grid)
+        rank_stages.append(TransformStage(stage_ranks, stage.axes, result_ranks))
+    return rank_stages
 
 
 def _divided(ranks: RankGrid, stage: FftStage) -> RankGrid:
@@ -317,19 +316,19 @@ def redistribution_exchange(
     def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(values[axis] for axis in in_target)
 
-    back = sorted(range(len(axes)), key=axes.__getitem__)
+    inverse_axes = sorted(range(len(axes)), key=axes.__getitem__)
     received = _pieces(before, after, axes, rank)
-    sent = _pieces(after, before, back, rank)
-    own = received.pop(rank, None)
+    sent = _pieces(after, before, inverse_axes, rank)
+    local_piece = received.pop(rank, None)
     sent.pop(rank, None)
     return Exchange(
         before=before.shape(rank),
         after=permuted(after.shape(rank)),
         axes=permuted(axes),
-        local=[] if own is None else [(own.src, permuted(own.dst))],
+        local=[] if local_piece is None else [(local_piece.src, permuted(local_piece.dst))],
         fills=[],
-        sends={other: [piece.dst] for other, piece in sent.items()},
-        receives={other: [permuted(piece.dst)] for other, piece in received.items()},
+        sends={receiver: [piece.dst] for receiver, piece in sent.items()},
+        receives={sender: [permuted(piece.dst)] for sender, piece in received.items()},
     )
 
 
@@ -379,7 +378,7 @@ def partners(
     [3, 1, 2]
     """
     if order == "pairwise":
-        return [Partners(other, other) for other in _opponents(rank, size)]
+        return [Partners(opponent, opponent) for opponent in _opponents(rank, size)]
     far = list(range(1, size))
     if order == "left-right":
         far.sort(key=lambda by: (min(by, size - by), by))
@@ -408,12 +407,12 @@ def _opponents(rank: int, size: int) -> list[int | None]:
     opponents if their numbers add up to the round's number. The one left plays the last, or rests.
     """
     ring = size - 1 + size % 2
-    found: list[int | None] = []
+    opponents: list[int | None] = []
     for number in range(ring if size > 1 else 0):
         if rank == ring:
-            other = next(each for each in range(ring) if 2 * each % ring == number)
+            opponent = next(player for player in range(ring) if 2 * player % ring == number)
         else:
-            other = (number - rank) % ring
-            other = ring if other == rank else other
-        found.append(other if other < size else None)
-    return found
+            opponent = (number - rank) % ring
+            opponent = ring if opponent == rank else opponent
+        opponents.append(opponent if opponent < size else None)
+    return opponents

@@ -195,13 +195,13 @@ async def register_later(client: Any) -> None:
 async def ask(scheduler: Any) -> dict[str, Any]:
     """Register the plugins with a scheduler; return its answer on failed and silent workers."""
     await give_plugin(scheduler)
-    answer: dict[str, Any] = await scheduler.p2p_register()
-    if answer.get("status", "ok") != "ok":
+    reply: dict[str, Any] = await scheduler.p2p_register()
+    if reply.get("status", "ok") != "ok":
         raise RegistrationError(
-            f"the scheduler could not register the plugin on its workers: {answer}. Call "
+            f"the scheduler could not register the plugin on its workers: {reply}. Call "
             f"dask_p2p.register(client) again."
         )
-    return answer
+    return reply
 
 
 async def give_plugin(scheduler: Any) -> None:
@@ -223,17 +223,17 @@ async def give_plugin(scheduler: Any) -> None:
         ) from exc
 
 
-def _report(answer: dict[str, Any]) -> None:
+def _report(reply: dict[str, Any]) -> None:
     """Raise `RegistrationError` for failed workers, and warn of silent ones."""
     from dask_p2p.plugins.scheduler import cannot_take_part
 
-    if answer["failed"]:
-        raise RegistrationError(cannot_take_part(answer["failed"]))
-    if answer["silent"]:
-        silent = sorted(answer["silent"])
+    if reply["failed"]:
+        raise RegistrationError(cannot_take_part(reply["failed"]))
+    if reply["silent"]:
+        silent = sorted(reply["silent"])
         named = ", ".join(silent[:_MOST_NAMED]) + (", ..." if len(silent) > _MOST_NAMED else "")
         text = (
-            f"{len(silent)} of {answer['workers']} workers have not answered the registration for "
+            f"{len(silent)} of {reply['workers']} workers have not answered the registration for "
             f"{tuning.current.worker_answer_s:g} s: they are busy or suspended ({named}). Tasks "
             f"sent there wait until they answer. Close workers that are dead."
         )

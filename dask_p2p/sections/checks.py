@@ -184,11 +184,11 @@ class Comparison:
         self._lengths = [n if is_cut and n > 1 else 0 for n, is_cut in lengths]
         self._box, self._part = box, _part_of(box, self._lengths)
         self._copies = FunctionCopies(*values if any(self._lengths) else ())
-        self._left = _MOST_CALLS if any(self._lengths) and self._copies else 0
+        self._calls_left = _MOST_CALLS if any(self._lengths) and self._copies else 0
 
     def __bool__(self) -> bool:
         """Return whether the next call is compared."""
-        return self._left > 0
+        return self._calls_left > 0
 
     def __call__(
         self,
@@ -215,13 +215,13 @@ class Comparison:
         with suppress(Exception):  # of a function for blocks of this size alone
             part = self._of_parts(compute)  # before the call: files that both write have its values
         value = call()
-        left, self._left = self._left - 1, 0
+        call_count, self._calls_left = self._calls_left - 1, 0
         if part is not None:
             with suppress(Exception):
                 if self._depends(compute, part, self._cut(arrays(value))):
                     self._warn()
                 elif not self._shows(arrays(value) if read is None else read):
-                    self._left = left
+                    self._calls_left = call_count
         return value
 
     def _warn(self) -> None:

@@ -41,24 +41,26 @@ def all_transports() -> dict[str, type[Transport]]:
 
     Raises `ConfigError` if an entry point names no transport.
     """
-    others = [_loaded(entry_point) for entry_point in entry_points(group="dask_p2p.transports")]
-    return {transport.name: transport for transport in (*others, *OWN)}
+    foreign_classes = [
+        _load_class(entry_point) for entry_point in entry_points(group="dask_p2p.transports")
+    ]
+    return {transport.name: transport for transport in (*foreign_classes, *OWN)}
 
 
 transport_finders.append(all_transports)
 
 
-def _loaded(entry_point: EntryPoint) -> type[Transport]:
+def _load_class(entry_point: EntryPoint) -> type[Transport]:
     try:
-        found: type[Transport] = entry_point.load()
-        if not issubclass(found, Transport):
-            raise TypeError(f"expected a subclass of Transport, got {found}")
+        transport: type[Transport] = entry_point.load()
+        if not issubclass(transport, Transport):
+            raise TypeError(f"expected a subclass of Transport, got {transport}")
     except Exception as exc:  # importing another package may raise any error
         raise ConfigError(
             f"the entry point {entry_point.name} of dask_p2p.transports, {entry_point.value}, is "
             f"no transport: {type(exc).__name__}: {exc}. Repair or uninstall its package"
         ) from exc
-    return found
+    return transport
 
 
 def make_transports(worker: WorkerContext, options: Options) -> dict[str, Transport]:
@@ -123,13 +125,17 @@ class Router:
         routes = []
         for holder in holders:
             all_ = [Route(holder, self.transports[name]) for name in order]
-            open_ = [route for route in all_ if not route.transport.obstacle(holder, kind, dtype)]
+            possible_routes = [
+                route for route in all_ if not route.transport.obstacle(holder, kind, dtype)
+            ]
             # If all routes to a holder have failed before, all are tried again.
-            left = [route for route in open_ if not self._is_broken(route)] or open_
+            candidates = [
+                route for route in possible_routes if not self._is_broken(route)
+            ] or possible_routes
             # Routes are probed up to the first that works: starting a transport may take long.
-            while len(left) > 1 and not self._works(left[0], kind):
-                left.pop(0)
-            routes.extend(left)
+            while len(candidates) > 1 and not self._works(candidates[0], kind):
+                candidates.pop(0)
+            routes.extend(candidates)
         return routes
 
     def hosts(self, workers: Iterable[str]) -> dict[str, str]:
@@ -139,15 +145,17 @@ class Router:
         addresses. Otherwise they are identified by the workers' addresses.
         """
         boot_ids = {worker: self._boot_id(worker) for worker in workers}
-        names = {worker: urlsplit(worker).hostname or known for worker, known in boot_ids.items()}
+        names = {
+            worker: urlsplit(worker).hostname or boot_id for worker, boot_id in boot_ids.items()
+        }
         first: dict[str, str] = {}  # first name of a host, by boot id or name
         for worker, name in sorted(names.items()):
             first.setdefault(boot_ids[worker] or name, name)
         return {worker: first[boot_ids[worker] or name] for worker, name in names.items()}
 
     def _boot_id(self, worker: str) -> str:
-        known = (transport.boot_id(worker) for transport in self.transports.values())
-        return next((boot_id for boot_id in known if boot_id is not None), "")
+        boot_ids = (transport.boot_id(worker) for transport in self.transports.values())
+        return next((boot_id for boot_id in boot_ids if boot_id is not None), "")
 
     def _is_broken(self, route: Route) -> bool:
         return (route.holder, route.transport.name) in self.failures
@@ -204,7 +212,7 @@ class Router:
         """Return the obstacle that ended the use of a transport for a holder; None without one."""
         return self.failures.get((holder, transport))
 
-    def given_up(
+    def list_failed(
         self, holder: str, used: str, order: tuple[str, ...]
     ) -> list[tuple[str, Obstacle]]:
         """Return the failed transports that precede the used one in `order`, with the reasons."""
@@ -218,8 +226,8 @@ class Router:
         """Drop all records of a worker that has left."""
         with self._lock:
             learnt: tuple[dict[Any, Any], ...] = self.failures, self.proofs
-            for known in learnt:
-                for about in [about for about in known if about[0] == holder]:
-                    del known[about]
+            for facts in learnt:
+                for about in [about for about in facts if about[0] == holder]:
+                    del facts[about]
         for transport in self.transports.values():
             transport.on_worker_left(holder)

@@ -169,10 +169,10 @@ class MappedAllocation:
 
     def overlaps(self, process: str, ipc_handle: IpcHandle) -> bool:
         """Return true if it overlaps the addresses of an allocation of the process."""
-        mine = self.ipc_handle
+        own_handle = self.ipc_handle
         return self.process == process and (
-            mine.base < ipc_handle.base + ipc_handle.nbytes
-            and ipc_handle.base < mine.base + mine.nbytes
+            own_handle.base < ipc_handle.base + ipc_handle.nbytes
+            and ipc_handle.base < own_handle.base + own_handle.nbytes
         )
 
 
@@ -211,12 +211,12 @@ class Mappings:
         """
         process = peer.process
         with self._lock:
-            if (mapping := self._used(process, ipc_handle)) is not None:
+            if (mapping := self._find_open(process, ipc_handle)) is not None:
                 return mapping
             opening = self._opening[process]
         with opening:  # takes 0.1 ms, or seconds for a pool that is no multiple of 2 MiB
             with self._lock:
-                if (mapping := self._used(process, ipc_handle)) is not None:
+                if (mapping := self._find_open(process, ipc_handle)) is not None:
                     return mapping
                 freed = self._take_freed(process, ipc_handle)
             _close(freed)
@@ -239,13 +239,13 @@ class Mappings:
             mapping.unused_since_s = time.monotonic()
             if mapping.users:
                 return
-            due = self._excess(mapping.process) if mapping.is_kept else [mapping]
-            self._forget(due)
-        _close(due)
+            unneeded = self._excess(mapping.process) if mapping.is_kept else [mapping]
+            self._forget(unneeded)
+        _close(unneeded)
         if self._open:
             self._timer.start()
 
-    def _used(self, process: str, ipc_handle: IpcHandle) -> MappedAllocation | None:
+    def _find_open(self, process: str, ipc_handle: IpcHandle) -> MappedAllocation | None:
         mapping = self._open.get((process, ipc_handle.buffer_id))
         if mapping is not None:
             mapping.users += 1
@@ -307,17 +307,17 @@ class Mappings:
             return not mapping.users and (is_unwanted or mapping.unused_since_s <= oldest_s)
 
         with self._lock:
-            due = [*filter(is_due, self._open.values())]
-            self._forget(due)
-        _close(due)
+            unneeded = [*filter(is_due, self._open.values())]
+            self._forget(unneeded)
+        _close(unneeded)
         return len(self) > 0
 
     def _excess(self, process: str) -> list[MappedAllocation]:
         """Return a process's longest unused mappings, beyond the memory of a GPU."""
-        kept = [m for m in self._open.values() if m.process == process and m.is_kept]
-        kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
+        kept_mappings = [m for m in self._open.values() if m.process == process and m.is_kept]
+        kept_mappings.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
         total_bytes, excess = 0, []
-        for mapping in kept:
+        for mapping in kept_mappings:
             total_bytes += mapping.ipc_handle.nbytes
             if total_bytes > _device_bytes() and not mapping.users:
                 excess.append(mapping)

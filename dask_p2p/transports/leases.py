@@ -82,9 +82,9 @@ class _LockFile:
 
     def is_locked(self, byte: int) -> bool:
         """Return whether a byte is locked through another open file."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked)
-        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        conflict = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, query)
+        return bool(_FLOCK.unpack(conflict)[0] != fcntl.F_UNLCK)
 
     def close_file(self) -> None:
         """Close the file. This ends its locks, unless a forked child also has the file open."""
@@ -107,7 +107,7 @@ class Leases(_LockFile):
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, os.O_RDONLY)
-        self.held: defaultdict[int, int] = defaultdict(int)  # number of leases, by entry
+        self.counts: defaultdict[int, int] = defaultdict(int)  # number of leases, by entry
 
     def take(self, key: Key) -> tuple[int, bytes] | None:
         """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
@@ -117,7 +117,7 @@ class Leases(_LockFile):
             return None
         entry = bucket + position
         self.lock(entry)
-        self.held[entry] += 1
+        self.counts[entry] += 1
         if os.pread(self.fd, _ENTRY_BYTES, entry) != digest or not self.holder_lives():
             self.end(entry)
             return None
@@ -127,8 +127,8 @@ class Leases(_LockFile):
 
     def end(self, entry: int) -> None:
         """End one lease on a block."""
-        self.held[entry] -= 1
-        if self.held[entry] == 0 and self.fd != CLOSED:
+        self.counts[entry] -= 1
+        if self.counts[entry] == 0 and self.fd != CLOSED:
             with suppress(OSError):  # the kernel has no memory for it: the lock ends with the file
                 self.lock(entry, fcntl.F_UNLCK)
 
@@ -157,7 +157,7 @@ class PublishedBlocks(_LockFile):
 
         self.published: dict[Any, _Published] = {}  # by key
         self.withdrawn: list[_Published] = []  # withdrawn blocks, leased at the last check
-        self.coming: dict[object, Key] = {}  # publications in progress that are not withdrawn
+        self.publications: dict[object, Key] = {}  # publications in progress that are not withdrawn
         self._used: set[int] = set()  # offsets of used entries
         self._lock = threading.RLock()
         try:
@@ -188,9 +188,9 @@ class PublishedBlocks(_LockFile):
         ValueError, OSError
             No block can be published, or the file cannot be written.
         """
-        coming, replaced = object(), None
+        publication, replaced = object(), None
         with self._lock:
-            self.coming[coming] = key
+            self.publications[publication] = key
         try:
             block = find()
             if self.touch(key, block):
@@ -199,13 +199,13 @@ class PublishedBlocks(_LockFile):
             with self._lock:
                 if self.refusal is not None:
                     raise ValueError(self.refusal)
-                if coming not in self.coming:
+                if publication not in self.publications:
                     raise KeyError(key)
                 if not self.touch(key, block):  # unless another thread was quicker
                     replaced = self._replace(key, block, text)
         finally:
             with self._lock:
-                self.coming.pop(coming, None)
+                self.publications.pop(publication, None)
             del replaced  # see `withdraw`
 
     def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
@@ -237,8 +237,12 @@ class PublishedBlocks(_LockFile):
     def withdraw(self, key: Key) -> None:
         """Withdraw a block. Its memory is freed as soon as no lease is left."""
         with self._lock:
-            for coming in [coming for coming, of in self.coming.items() if of == key]:
-                del self.coming[coming]
+            for publication in [
+                publication
+                for publication, published_key in self.publications.items()
+                if published_key == key
+            ]:
+                del self.publications[publication]
             dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # outside of the lock, since freeing GPU memory may wait for the GPU
 
@@ -252,8 +256,13 @@ class PublishedBlocks(_LockFile):
         """Withdraw old and spilled blocks. Drop unleased ones. Return the number of those left."""
         with self._lock:
             oldest_s = time.monotonic() - ttl_s
-            due = [k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)]
-            dropped = [self._withdraw(self.published.pop(key)) for key in due], self.withdrawn
+            expired_keys = [
+                k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)
+            ]
+            dropped = (
+                [self._withdraw(self.published.pop(key)) for key in expired_keys],
+                self.withdrawn,
+            )
             self.withdrawn = [block for block in self.withdrawn if self._is_kept(block)]
             remaining = len(self)
         del dropped
@@ -281,8 +290,8 @@ class PublishedBlocks(_LockFile):
     def leased_bytes(self) -> int:
         """Bytes of all blocks that are kept alive."""
         with self._lock:
-            kept = [*self.published.values(), *self.withdrawn]
-        return sum(getattr(published.block, "nbytes", 0) for published in kept)
+            live_blocks = [*self.published.values(), *self.withdrawn]
+        return sum(getattr(published.block, "nbytes", 0) for published in live_blocks)
 
     def __len__(self) -> int:
         """Return the number of blocks that are kept alive."""

@@ -84,17 +84,17 @@ def _retrieve_error(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-def answering(handler: Handler) -> Handler:
+def rpc_handler(handler: Handler) -> Handler:
     """Return a method as an RPC handler that replies with the method's result or error."""
 
     @wraps(handler)
-    async def answer(self: Any, /, **request: Any) -> dict[str, Any]:
+    async def reply(self: Any, /, **request: Any) -> dict[str, Any]:
         try:
             return {"status": "ok", **await handler(self, **request)}
         except Exception as exc:
             return refuse(exc)
 
-    return answer
+    return reply
 
 
 def refuse(exc: Exception) -> dict[str, Any]:

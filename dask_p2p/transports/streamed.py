@@ -3,7 +3,7 @@
 A large region is transferred in parts, each in a message. In Python, a request for each part would
 take longer than a fast link takes for the bytes. So one request has the tags of a row of messages,
 and the holder packs and sends one after another. The reader posts the next receives while it
-processes the messages before, and so controls the pace::
+processes the messages before, and so controls the rate::
 
     reader                                     holder
       --- RPC: keys, boxes, tags ----------->    packs and sends, in turn
@@ -28,8 +28,8 @@ from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, device_of
 from dask_p2p.errors import TransferError
 from dask_p2p.transports.base import Region
-from dask_p2p.transports.packed import MemoryTarget
-from dask_p2p.transports.packed_reading import MemoryLanding, PackedReading, answered
+from dask_p2p.transports.packed import FlatSendBuffer
+from dask_p2p.transports.packed_reading import FlatRecvBuffer, PackedReading, wait_for_region
 from dask_p2p.transports.rpc import check_reply
 from dask_p2p.transports.ucx_messenger import NAP_S, Message, Messenger
 from dask_p2p.types import Array
@@ -37,15 +37,17 @@ from dask_p2p.types import Array
 MOST_MESSAGES = 64  # messages in one row
 
 
-class Mailboxes(NamedTuple):
+class MessageTags(NamedTuple):
     """The tags of a reader's receives: one tag for all parts, or one for each part."""
 
     tags: Sequence[int]  # tags of the messages
     reader: str  # address of the reading worker
-    closed: int  # number of the reader's closed endpoints to the holder: see `Messenger.renew`
+    closed: (
+        int  # number of the reader's closed endpoints to the holder: see `Messenger.reset_endpoint`
+    )
 
 
-class Incoming(MemoryLanding):
+class UcxRecvBuffer(FlatRecvBuffer):
     """The receive of a message, posted before the request to the holder."""
 
     message: Message | None = None  # None if the regions are empty
@@ -56,22 +58,22 @@ class Incoming(MemoryLanding):
         return memory
 
     def where(self, first: int) -> Any:
-        to = self.transport.mailboxes(self.about.holder)
-        self.look_out(first, to.tags[0])
+        to = self.transport.make_tags(self.about.holder)
+        self.post_receive(first, to.tags[0])
         return tuple(to)
 
-    def look_out(self, first: int, tag: int) -> None:
+    def post_receive(self, first: int, tag: int) -> None:
         """Post the receive of a message with the regions from this one on."""
         memory = self.memory[self.layout.starts[first] :]
         self.message = self._messenger.receive(memory, tag) if memory.size else None
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """True if the message has arrived, or the regions are empty and have no message."""
-        return self.message is None or self.message.done
+        return self.message is None or self.message.is_complete
 
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        is_sent = any(isinstance(of, dict) and of.get("status") == "ok" for of in answers)
+    async def arrived(self, replies: Sequence[Any], deadline_s: float) -> Array:
+        is_sent = any(isinstance(reply, dict) and reply.get("status") == "ok" for reply in replies)
         if not is_sent:
             self.abandon()
         elif self.message is not None:
@@ -94,7 +96,7 @@ class StreamedReading(PackedReading):
     def __init__(self, transport: Any, *args: Any) -> None:
         super().__init__(transport, *args)
         self._ucx = transport
-        self.expected: set[Incoming] = set()  # posted receives of rows
+        self.expected: set[UcxRecvBuffer] = set()  # posted receives of rows
         self._missing: dict[Any, int] = {}  # number of missing messages, by the row's call
 
     def __iter__(self) -> Iterator[Region]:
@@ -102,35 +104,35 @@ class StreamedReading(PackedReading):
             row: list[Region] = []
             for batch in batches:
                 if is_batch:
-                    yield from self._asked(batch)
+                    yield from self._request_batch(batch)
                     continue
                 row += batch
                 if len(row) == MOST_MESSAGES:
-                    yield from self._streamed(row)
+                    yield from self._request_row(row)
                     row = []
             if row:
-                yield from self._streamed(row) if len(row) > 1 else self._asked(row)
+                yield from self._request_row(row) if len(row) > 1 else self._request_batch(row)
 
-    def _streamed(self, row: Sequence[Region]) -> Iterator[Region]:
+    def _request_row(self, row: Sequence[Region]) -> Iterator[Region]:
         """Request a row of messages, and post one receive after another."""
         try:
-            where = self._ucx.mailboxes(self.requests[0].holder, len(row))
+            where = self._ucx.make_tags(self.requests[0].holder, len(row))
         except TransferError as exc:
-            yield from (part.failed(exc) for part in row)
+            yield from (part.mark_failed(exc) for part in row)
             return
-        call = self._begun(self._ask(row, tuple(where), len(row)))
+        call = self._start_call(self._ask(row, tuple(where), len(row)))
         self._missing[call] = len(row)
         self.ahead = self._answers_ahead
         for number, (part, tag) in enumerate(zip(row, where.tags, strict=True)):
             try:
-                landing = Incoming(self._ucx, self, [part])
-                landing.look_out(0, tag)
+                recv_buffer = UcxRecvBuffer(self._ucx, self, [part])
+                recv_buffer.post_receive(0, tag)
             except TransferError as exc:
-                yield part.failed(exc)
+                yield part.mark_failed(exc)
                 continue
-            self.expected.add(landing)
-            streamed = _Streamed(self, landing, call, number)
-            yield part.on_its_way(streamed.result, streamed.done)
+            self.expected.add(recv_buffer)
+            streamed = _Streamed(self, recv_buffer, call, number)
+            yield part.mark_requested(streamed.result, streamed.has_arrived)
 
     def record_arrival(self, call: Future[Sequence[Any]]) -> None:
         """Record the arrival of a message of a row.
@@ -142,12 +144,12 @@ class StreamedReading(PackedReading):
         if not self._missing[call]:
             self.calls.discard(call)
 
-    def ask_again(self, landing: Incoming) -> Any:
+    def ask_again(self, recv_buffer: UcxRecvBuffer) -> Any:
         """Request a part on its own, since its row ended before it. Return the region."""
-        self.expected.discard(landing)
-        landing.abandon()
+        self.expected.discard(recv_buffer)
+        recv_buffer.abandon()
         limit_s = self.timeout_s + tuning.current.event_loop_grace_s
-        return answered(self._call(landing.parts), 0, limit_s)
+        return wait_for_region(self._call(recv_buffer.parts), 0, limit_s)
 
     def close(self) -> None:
         super().close()
@@ -160,43 +162,45 @@ class _Streamed:
     """A region whose message is part of a row."""
 
     reading: StreamedReading
-    landing: Incoming
+    recv_buffer: UcxRecvBuffer
     call: Future[Sequence[Any]]
     number: int  # index in the row
 
-    def done(self) -> bool:
-        return self.landing.has_come or self.call.done()
+    def has_arrived(self) -> bool:
+        return self.recv_buffer.has_arrived or self.call.done()
 
     def result(self, *_: Any) -> Any:
-        landing, deadline_s = self.landing, time.monotonic() + self.reading.timeout_s
-        while not landing.has_come:
+        recv_buffer, deadline_s = self.recv_buffer, time.monotonic() + self.reading.timeout_s
+        while not recv_buffer.has_arrived:
             if self.call.done() and not self._is_sent():
-                return self.reading.ask_again(landing)
+                return self.reading.ask_again(recv_buffer)
             if time.monotonic() > deadline_s:
                 raise TransferError(
-                    f"no message of {landing.about.holder} came in time", is_silence=True
+                    f"no message of {recv_buffer.about.holder} came in time", is_silence=True
                 )
             time.sleep(NAP_S)
-        self.reading.expected.discard(landing)
-        if landing.message is not None:
-            landing.message.result(0.0)
+        self.reading.expected.discard(recv_buffer)
+        if recv_buffer.message is not None:
+            recv_buffer.message.result(0.0)
         self.reading.record_arrival(self.call)
-        return landing.region(landing.memory, 0)
+        return recv_buffer.region(recv_buffer.memory, 0)
 
     def _is_sent(self) -> bool:
         """Return whether the holder has sent this message. Raise its error if it failed."""
-        answers = self.call.result()  # raises the error of the whole row, if any
-        if self.number >= len(answers):  # the row ended before this message
+        replies = self.call.result()  # raises the error of the whole row, if any
+        if self.number >= len(replies):  # the row ended before this message
             return False
-        about = self.landing.about
-        check_reply(answers[self.number], about.holder, about)
+        about = self.recv_buffer.about
+        check_reply(replies[self.number], about.holder, about)
         return True
 
 
-class Outgoing(MemoryTarget):
+class UcxSendBuffer(FlatSendBuffer):
     """The packing and sending of a message."""
 
-    def __init__(self, transport: Any, to: Mailboxes, messenger: Messenger, address: bytes) -> None:
+    def __init__(
+        self, transport: Any, to: MessageTags, messenger: Messenger, address: bytes
+    ) -> None:
         self._transport, self._to = transport, to
         self._messenger, self._address = messenger, address
         self._memory: Array | None = None
@@ -208,8 +212,8 @@ class Outgoing(MemoryTarget):
 
         Regions of a block spilled to host memory cannot join a message in GPU memory.
         """
-        there = self._memory
-        return there is None or backend_for(block).on_device or not backend_for(there).on_device
+        memory = self._memory
+        return memory is None or backend_for(block).on_device or not backend_for(memory).on_device
 
     def memory(self, backend: Backend) -> Array:
         if self._memory is None:
@@ -226,9 +230,9 @@ class Outgoing(MemoryTarget):
         self._end_packing()
         if not self.size_bytes or self._message is not None:
             return
-        here = self._transport.worker.address
-        other_host = urlsplit(self._to.reader).hostname != urlsplit(here).hostname
-        self._messenger.renew(self._address, self._to.closed)
+        own_address = self._transport.worker.address
+        other_host = urlsplit(self._to.reader).hostname != urlsplit(own_address).hostname
+        self._messenger.reset_endpoint(self._address, self._to.closed)
         with device_of(self._memory):
             self._message = self._messenger.send(
                 self._address, self._memory, self._to.tags[0], other_host=other_host
@@ -238,7 +242,7 @@ class Outgoing(MemoryTarget):
         """Wait for the message's arrival, if it was sent."""
         if self._message is not None:
             with device_of(self._memory):
-                self._message.result(self.asked.left_s)
+                self._message.result(self.request.left_s)
 
     def _end_packing(self) -> None:
         if self.block is not None:

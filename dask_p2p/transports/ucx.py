@@ -30,20 +30,20 @@ from dask_p2p.backends.device import current_device
 from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import box_slices
-from dask_p2p.transports.base import PROBE_TIMEOUT_S, WorkerContext, answers
+from dask_p2p.transports.base import PROBE_TIMEOUT_S, WorkerContext
 from dask_p2p.transports.buffers import (
     Buffers,
     Footprint,
     Release,
     buffer_bytes,
-    buffered,
+    fit_parts,
     left_bytes,
     parts_held,
 )
-from dask_p2p.transports.packed import NO_ROOM, PAUSE_S, Asked, PackedTransport
-from dask_p2p.transports.packed_reading import Landing, PackedReading
-from dask_p2p.transports.rpc import Handler, ask, check_reply, refuse
-from dask_p2p.transports.streamed import Incoming, Mailboxes, Outgoing, StreamedReading
+from dask_p2p.transports.packed import NO_ROOM, PAUSE_S, PackedTransport, ReadRequest
+from dask_p2p.transports.packed_reading import PackedReading, RecvBuffer
+from dask_p2p.transports.rpc import Handler, ask, check_reply, refuse, rpc_handler
+from dask_p2p.transports.streamed import MessageTags, StreamedReading, UcxRecvBuffer, UcxSendBuffer
 from dask_p2p.transports.ucx_messenger import Messenger, ucxx_obstacle
 from dask_p2p.types import Kind
 
@@ -63,7 +63,7 @@ class UcxTransport(PackedTransport):
 
     name: ClassVar[str] = "ucx"
     reading: ClassVar[type[PackedReading]] = StreamedReading
-    landing: ClassVar[type[Landing]] = Incoming
+    recv_buffer: ClassVar[type[RecvBuffer]] = UcxRecvBuffer
 
     @classmethod
     def is_in_auto(cls, kind: Kind) -> bool:
@@ -74,8 +74,10 @@ class UcxTransport(PackedTransport):
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with parts of the configured size, or the largest size that fits."""
         default_bytes = _PART_BYTES if backend_named(kind).on_device else _HOST_PART_BYTES
-        part_bytes, left = options.part_bytes or default_bytes, left_bytes(options, kind)
-        footprint = buffered(part_bytes, _IN_FLIGHT, left, lambda n: parts_held(n, kind))
+        part_bytes, available_bytes = options.part_bytes or default_bytes, left_bytes(options, kind)
+        footprint = fit_parts(
+            part_bytes, _IN_FLIGHT, available_bytes, lambda n: parts_held(n, kind)
+        )
         return replace(footprint, parts_packed=_IN_FLIGHT + 1, parts_idle=_IDLE_PARTS)
 
     # --- both sides ---
@@ -104,21 +106,21 @@ class UcxTransport(PackedTransport):
                 if (obstacle := self.holder_obstacle(self.worker.address)) is not None:
                     raise TransferError(obstacle.full_text, obstacle=obstacle)
                 self._messenger = Messenger(current_device())
-                resting = self._rest(self._messenger)
+                resting = self._stop_when_idle(self._messenger)
                 self._resting = asyncio.run_coroutine_threadsafe(resting, self.worker.loop)
             return self._messenger
 
-    async def _started(self) -> Messenger:
+    async def _ensure_messenger(self) -> Messenger:
         """Return the messenger, on the event loop. A thread starts it if necessary."""
         if self._messenger is not None and not self.is_closed:
             return self._messenger
         return await self.worker.offload(self.messenger)
 
-    async def _rest(self, messenger: Messenger) -> None:
+    async def _stop_when_idle(self, messenger: Messenger) -> None:
         """Stop UCX's progress thread whenever no message is in transfer."""
         while True:
             await asyncio.sleep(REST_S)
-            await self.worker.offload(messenger.rest, REST_S)
+            await self.worker.offload(messenger.stop_when_idle, REST_S)
 
     def on_worker_left(self, holder: str) -> None:
         super().on_worker_left(holder)
@@ -126,13 +128,13 @@ class UcxTransport(PackedTransport):
         if address is not None and self._messenger is not None:
             self.offload(self._messenger.forget, address)  # waits for the endpoint's closing
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         with self._lock:  # waits for a messenger that is just starting
             if self._resting is not None:
                 self._resting.cancel()
             if self._messenger is not None:
                 self._messenger.close()
-        super().let_go()
+        super().free_memory()
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:  # the same for all holders
         if self.worker.encrypted_only and not self.options.allow_unencrypted:
@@ -146,92 +148,96 @@ class UcxTransport(PackedTransport):
 
     # --- the reader's side, in task threads ---
 
-    def mailboxes(self, holder: str, number: int = 1) -> Mailboxes:
-        """Return mailboxes for this number of messages."""
+    def make_tags(self, holder: str, number: int = 1) -> MessageTags:
+        """Return make_tags for this number of messages."""
         closed = self.messenger().closed(self.addresses.get(holder, b""))
-        return Mailboxes([*islice(self.tags, number)], self.worker.address, closed)
+        return MessageTags([*islice(self.tags, number)], self.worker.address, closed)
 
     # --- the holder's side ---
 
-    async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
-        to = Mailboxes(*where)
+    async def pack_request(self, request: ReadRequest, where: Any) -> Sequence[dict[str, Any]]:
+        to = MessageTags(*where)
         if len(to.tags) == 1:
-            return await super().packed_for(asked, to)
-        row = [await self.target(asked, to._replace(tags=[tag])) for tag in to.tags]
-        streaming = self._stream_all, asked, row, asked.left_s
+            return await super().pack_request(request, to)
+        row = [await self.make_send_buffer(request, to._replace(tags=[tag])) for tag in to.tags]
+        streaming = self._stream_all, request, row, request.left_s
         return await self.worker.offload(*streaming, threads=self.threads)
 
     def _stream_all(
-        self, asked: Asked, targets: Sequence[Outgoing], wait_s: float
+        self, request: ReadRequest, send_buffers: Sequence[UcxSendBuffer], wait_s: float
     ) -> list[dict[str, Any]]:
         """Pack and send messages in turn. Stop at the first failure. Return the replies.
 
         While a message is packed, the one before starts, and a few more are in transfer.
         """
-        answers: list[dict[str, Any]] = []
-        sending: deque[Outgoing] = deque()
-        packing: deque[Outgoing] = deque()
+        replies: list[dict[str, Any]] = []
+        sending: deque[UcxSendBuffer] = deque()
+        packing: deque[UcxSendBuffer] = deque()
 
-        def send_packed(left: int = 0) -> None:
-            while len(packing) > left:
+        def send_packed(remaining: int = 0) -> None:
+            while len(packing) > remaining:
                 packing.popleft().start()
-                answers.append({"status": "ok"})
+                replies.append({"status": "ok"})
 
         try:
-            for part, target in zip(asked.parts, targets, strict=True):
-                one = asked._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
+            for part, send_buffer in zip(request.parts, send_buffers, strict=True):
+                one = request._replace(parts=[part], deadline_s=time.monotonic() + wait_s)
                 while len(sending) > _IN_FLIGHT:
                     _finish(sending)
-                target.begin(one, self._reserved(one, sending))
-                sending.append(target)
+                send_buffer.begin(one, self._reserve_message(one, sending))
+                sending.append(send_buffer)
                 try:
-                    self._begin_to_pack(target)
+                    self._begin_to_pack(send_buffer)
                 except Exception:
                     send_packed()  # the messages before have not failed
                     raise
-                packing.append(target)
-                send_packed(left=1)
+                packing.append(send_buffer)
+                send_packed(remaining=1)
             send_packed()
             while sending:
                 _finish(sending)
         except Exception as exc:
-            answers.append(refuse(exc))
+            replies.append(refuse(exc))
         finally:
             while sending:
                 sending.popleft().close()
-        return answers
+        return replies
 
-    def _begin_to_pack(self, target: Outgoing) -> None:
+    def _begin_to_pack(self, send_buffer: UcxSendBuffer) -> None:
         """Queue the packing of a message with one region."""
-        asked, (number, box) = target.asked, target.asked.parts[0]
-        block = self._find(asked, *asked.blocks[number])
+        request, (number, box) = send_buffer.request, send_buffer.request.parts[0]
+        block = self._find(request, *request.blocks[number])
         with device_of(block):
-            target.pack(0, self._queue_for(block), block[box_slices(box)])
-        target.block = block
+            send_buffer.pack(0, self._queue_for(block), block[box_slices(box)])
+        send_buffer.block = block
 
-    def _reserved(self, asked: Asked, sending: deque[Outgoing]) -> list[Release]:
+    def _reserve_message(
+        self, request: ReadRequest, sending: deque[UcxSendBuffer]
+    ) -> list[Release]:
         """Reserve memory for one message. If necessary, wait for the arrival of those before."""
-        while (reserved := self.packed.reserve(*self.own_bytes(asked))) is None:
+        while (reserved := self.packed.reserve(*self.own_bytes(request))) is None:
             if sending:
                 _finish(sending)
-            elif not asked.left_s:
+            elif not request.left_s:
                 raise TransferError(NO_ROOM)
             else:
                 time.sleep(PAUSE_S)
         return reserved
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {**super().handlers(), _PEER_OP: self._answer_peer}
+        return {**super().handlers(), _PEER_OP: self._serve_peer}
 
-    @answers
-    async def _answer_peer(self) -> dict[str, Any]:
-        return {"address": (await self._started()).address}
+    @rpc_handler
+    async def _serve_peer(self) -> dict[str, Any]:
+        return {"address": (await self._ensure_messenger()).address}
 
-    async def target(self, asked: Asked, where: Mailboxes) -> Outgoing:
-        return Outgoing(self, where, await self._started(), await self._address_of(where.reader))
+    async def make_send_buffer(self, request: ReadRequest, where: MessageTags) -> UcxSendBuffer:
+        return UcxSendBuffer(
+            self, where, await self._ensure_messenger(), await self._address_of(where.reader)
+        )
 
-    def own_bytes(self, asked: Asked) -> list[int]:
-        return [buffer_bytes(asked.layout().size_bytes)]
+    def own_bytes(self, request: ReadRequest) -> list[int]:
+        return [buffer_bytes(request.layout().size_bytes)]
 
     async def _address_of(self, reader: str) -> bytes:
         """Return a worker's UCX address, requested from the worker itself."""
@@ -243,7 +249,7 @@ class UcxTransport(PackedTransport):
         return address
 
 
-def _finish(sending: deque[Outgoing]) -> None:
+def _finish(sending: deque[UcxSendBuffer]) -> None:
     """Send the first message, if it has not started, and wait for its arrival."""
     with closing(sending.popleft()) as first:
         first.send()

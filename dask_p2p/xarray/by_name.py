@@ -40,36 +40,36 @@ _LABELS = "expected the sizes and labels of the newest field along its dimension
 
 
 def by_dimension(
-    dims: Sequence[Hashable], subject: str, given: Any, error: type[InputError] = InputError
+    dims: Sequence[Hashable], subject: str, value: Any, error: type[InputError] = InputError
 ) -> Mapping[Any, Any]:
     """Return values by dimension, from a mapping or from one value for all dimensions."""
-    if not isinstance(given, (Mapping, tuple, list)):
-        return dict.fromkeys(dims, given)
-    if isinstance(given, Mapping):
-        check_dimensions(given, dims, error, subject)
+    if not isinstance(value, (Mapping, tuple, list)):
+        return dict.fromkeys(dims, value)
+    if isinstance(value, Mapping):
+        check_dimensions(value, dims, error, subject)
     else:
         raise error(
-            f"expected {subject} of the dimensions {tuple(dims)}, got {given!r}. Use names "
+            f"expected {subject} of the dimensions {tuple(dims)}, got {value!r}. Use names "
             f"of dimensions as keys, like {{{next(iter(dims), 'x')!r}: ...}}."
         )
-    return given
+    return value
 
 
 @contextmanager
-def named_in_errors(dims: Sequence[Hashable], *given: Mapping[int, Any]) -> Iterator[None]:
+def named_in_errors(dims: Sequence[Hashable], *values_by_axis: Mapping[int, Any]) -> Iterator[None]:
     """Replace numbers of axes in errors by names of dimensions."""
     try:
         yield
     except InputError as exc:
         text = str(exc).replace(CHUNKS_REMEDY, "Give sizes that fit, by dimension.")
-        for by_axis in given:
-            text = text.replace(repr(by_axis), repr({dims[i]: of for i, of in by_axis.items()}))
-        text = re.sub(r"axis (\d+)", lambda found: f"dimension {dims[int(found[1])]!r}", text)
+        for by_axis in values_by_axis:
+            text = text.replace(repr(by_axis), repr({dims[i]: n for i, n in by_axis.items()}))
+        text = re.sub(r"axis (\d+)", lambda match: f"dimension {dims[int(match[1])]!r}", text)
         raise type(exc)(text) from exc.__cause__
 
 
 def iterated(
-    given: Any,
+    owner: Any,
     func: Callable[..., Any],
     depth: Any,
     steps: int,
@@ -80,7 +80,7 @@ def iterated(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.iterate`."""
     if isinstance(fields, Mapping):
-        return _coupled(given, func, depth, steps, fields, boundary, constants, kwargs)
+        return _coupled(owner, func, depth, steps, fields, boundary, constants, kwargs)
     if isinstance(constants, Mapping):
         raise InputError(
             f"constants: expected a list, as the fields have no names, got "
@@ -94,15 +94,15 @@ def iterated(
                 f"a dataset by the names of the function's parameters, fields={{'u': "
                 f"{_listed(fields or 'u')[0]!r}}}."
             )
-    levels = _levels(given, fields)
+    levels = _levels(owner, fields)
     first = levels[0]
     dims, arrays = first.dims, _aligned(levels)
-    read = [_constant(given, each, first, arrays[0]) for each in _listed(constants)]
-    each = depth if isinstance(depth, list) else [depth]
-    widths: Any = [_by_axis(dims, "depth", of) for of in each]
+    read = [_constant(owner, constant, first, arrays[0]) for constant in _listed(constants)]
+    depths = depth if isinstance(depth, list) else [depth]
+    widths: Any = [_by_axis(dims, "depth", level_depth) for level_depth in depths]
     beyond = _by_axis(dims, "boundary", boundary)
     with named_in_errors(dims, *widths, beyond):
-        made: Any = iterate(
+        results: Any = iterate(
             func,
             arrays if fields is not None else arrays[0],
             widths if isinstance(depth, list) else widths[0],
@@ -111,15 +111,15 @@ def iterated(
             constants=tuple(read),
             **kwargs,
         )
-    made = made if fields is not None else (made,)
-    changed = [_with_data(level, dims, data) for level, data in zip(levels, made, strict=True)]
-    if isinstance(given, xr.Dataset):
-        return given.assign(dict(zip(_listed(fields), changed, strict=True)))
+    results = results if fields is not None else (results,)
+    changed = [_with_data(level, dims, data) for level, data in zip(levels, results, strict=True)]
+    if isinstance(owner, xr.Dataset):
+        return owner.assign(dict(zip(_listed(fields), changed, strict=True)))
     return changed[0] if fields is None else tuple(changed)
 
 
 def _coupled(
-    given: Any,
+    dataset: Any,
     func: Any,
     depth: Any,
     steps: int,
@@ -129,9 +129,9 @@ def _coupled(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Iterate coupled fields of a dataset, from the names of parameters to those of variables."""
-    if not isinstance(given, xr.Dataset):
+    if not isinstance(dataset, xr.Dataset):
         raise InputError(
-            f"fields: expected a dataset for fields by name, got {type(given).__name__}. Convert "
+            f"fields: expected a dataset for fields by name, got {type(dataset).__name__}. Convert "
             f"it, xarray.Dataset({{'u': u}})."
         )
     if not isinstance(constants, Mapping) and constants != ():
@@ -140,35 +140,35 @@ def _coupled(
             f"{type(constants).__name__}. Give {{'name': value}}."
         )
     names = [name for value in fields.values() for name in _listed(value)]
-    levels = _levels(given, names)
-    first, rest = levels[0], iter(_aligned(levels))
+    levels = _levels(dataset, names)
+    first, aligned = levels[0], iter(_aligned(levels))
     dims = first.dims
     arrays: dict[str, Any] = {}
     for key, value in fields.items():
-        own = [next(rest) for _ in _listed(value)]
-        arrays[key] = own if isinstance(value, (list, tuple)) else own[0]
+        field_arrays = [next(aligned) for _ in _listed(value)]
+        arrays[key] = field_arrays if isinstance(value, (list, tuple)) else field_arrays[0]
     data = _listed(next(iter(arrays.values())))[0]
-    read = {key: _constant(given, each, first, data) for key, each in dict(constants).items()}
+    read = {key: _constant(dataset, x, first, data) for key, x in dict(constants).items()}
     widths, beyond = _by_axis(dims, "depth", depth), _by_axis(dims, "boundary", boundary)
-    more = {**kwargs, "save": _with_names(kwargs.get("save", ()), first, steps)}
+    options = {**kwargs, "save": _with_names(kwargs.get("save", ()), first, steps)}
     with named_in_errors(dims, widths, beyond):
-        made = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **more)
-    results = [each for key in arrays for each in _listed(made[key])]
+        run = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **options)
+    results = [result for key in arrays for result in _listed(run[key])]
     changed = zip(names, levels, results, strict=True)
-    series = {name: _series(given, name, made[name]) for name in made if name not in arrays}
-    return given.assign(
-        {name: _with_data(level, dims, own) for name, level, own in changed} | series
+    series = {name: _series(dataset, name, run[name]) for name in run if name not in arrays}
+    return dataset.assign(
+        {name: _with_data(level, dims, result) for name, level, result in changed} | series
     )
 
 
-def _series(given: Any, name: str, data: Any) -> tuple[list[str], Any]:
+def _series(dataset: Any, name: str, data: Any) -> tuple[list[str], Any]:
     """Return a series of a run as a variable: its first axis has the records."""
-    if name in given.variables:
+    if name in dataset.variables:
         raise InputError(
             f"record: expected names that no variable of the dataset has, got {name!r}. Rename it."
         )
-    others = [f"{name}_{axis}" for axis in range(1, data.ndim)]
-    return [f"{name}_record", *others][: data.ndim], data
+    later_dims = [f"{name}_{axis}" for axis in range(1, data.ndim)]
+    return [f"{name}_record", *later_dims][: data.ndim], data
 
 
 def _with_names(save: Any, first: Any, steps: int) -> Any:
@@ -176,21 +176,22 @@ def _with_names(save: Any, first: Any, steps: int) -> Any:
     coords = {}
     for name in first.dims:
         if name in first.coords and not isinstance(first.indexes.get(name), pd.MultiIndex):
-            given = first.coords[name].variable
-            on_host = xr.Variable(given.dims, values_of(given), given.attrs, given.encoding)
+            variable = first.coords[name].variable
+            values = values_of(variable)
+            on_host = xr.Variable(variable.dims, values, variable.attrs, variable.encoding)
             encoded = xr.conventions.encode_cf_variable(on_host, name=name)
             encoded.attrs.pop("_FillValue", None)  # the values are complete
             if encoded.dtype.kind in "biuf":
                 coords[str(name)] = encoded
     return [
         replace(
-            each,
-            dims=[*map(str, first.dims)] if each.dims is None else each.dims,
-            coords={"frame": _frame_steps(each, steps), **coords, **each.coords},
+            target,
+            dims=[*map(str, first.dims)] if target.dims is None else target.dims,
+            coords={"frame": _frame_steps(target, steps), **coords, **target.coords},
         )
-        if isinstance(each, Save)
-        else each
-        for each in _listed(save)
+        if isinstance(target, Save)
+        else target
+        for target in _listed(save)
     ]
 
 
@@ -225,36 +226,36 @@ def _with_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
     return result
 
 
-def _levels(given: Any, fields: Any) -> list[Any]:
+def _levels(data: Any, fields: Any) -> list[Any]:
     """Return the time levels as DataArrays, the newest first."""
-    if isinstance(given, xr.Dataset):
+    if isinstance(data, xr.Dataset):
         names = [] if fields is None else _listed(fields)
-        if not names or not all(isinstance(n, Hashable) and n in given.data_vars for n in names):
+        if not names or not all(isinstance(n, Hashable) and n in data.data_vars for n in names):
             raise InputError(
-                f"fields: expected names of the dataset's arrays, {tuple(given.data_vars)}, the "
+                f"fields: expected names of the dataset's arrays, {tuple(data.data_vars)}, the "
                 f"newest time level first, got {fields!r}."
             )
-        return [given[name] for name in names]
-    others = [] if fields is None else _listed(fields)
-    for other in others:
-        if not isinstance(other, xr.DataArray):
+        return [data[name] for name in names]
+    earlier_levels = [] if fields is None else _listed(fields)
+    for level in earlier_levels:
+        if not isinstance(level, xr.DataArray):
             raise InputError(
                 f"fields: expected the time levels before this array, as DataArrays, got "
-                f"{type(other).__name__}. Use names only for fields of a dataset."
+                f"{type(level).__name__}. Use names only for fields of a dataset."
             )
-    return [given, *others]
+    return [data, *earlier_levels]
 
 
-def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
+def _constant(owner: Any, constant: Any, field: Any, data: Any) -> Any:
     """Return a constant with the dimensions of the field; values that are no arrays unchanged."""
     if isinstance(constant, str):
-        known = given.variables if isinstance(given, xr.Dataset) else given.coords
-        if constant not in known:
+        arrays = owner.variables if isinstance(owner, xr.Dataset) else owner.coords
+        if constant not in arrays:
             raise InputError(
-                f"constants: expected the name of one of {tuple(known)}, a DataArray or a value, "
+                f"constants: expected the name of one of {tuple(arrays)}, a DataArray or a value, "
                 f"got {constant!r}."
             )
-        constant = given[constant]
+        constant = owner[constant]
     if not isinstance(constant, xr.DataArray):
         return constant
     if not constant.ndim and in_memory(constant.variable):
@@ -269,21 +270,21 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
     along = constant.variable.copy(data=as_dask(constant.variable, constant.name))
     # Rechunk before the array is repeated along the other dimensions.
     sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
-    whole = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
-    return whole.data
+    expanded = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
+    return expanded.data
 
 
-def _by_axis(dims: Sequence[Hashable], subject: str, given: Any) -> dict[int, Any]:
-    named = by_dimension(dims, subject, given)
+def _by_axis(dims: Sequence[Hashable], subject: str, value: Any) -> dict[int, Any]:
+    named = by_dimension(dims, subject, value)
     return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def regular(
-    given: Any,
+    data: Any,
     sizes: Mapping[Hashable, Any],
     encoding: Mapping[Hashable, Mapping[str, Any]],
     existing_dims: Collection[Hashable] = (),
@@ -315,11 +316,11 @@ def regular(
             after = before.copy(deep=False, data=rechunk(x, chunks))
         return after if _fits(after) else without_file_chunks(after)
 
-    return with_host_memory(changed(given, given, change))
+    return with_host_memory(changed(data, data, change))
 
 
 def with_chunks_of_shards(
-    encoding: Mapping[Hashable, Mapping[str, Any]], given: Any, sizes: Mapping[Hashable, Any]
+    encoding: Mapping[Hashable, Mapping[str, Any]], data: Any, sizes: Mapping[Hashable, Any]
 ) -> dict[Hashable, Any]:
     """Return encodings with chunks for all shards: those of `sizes`, or whole shards.
 
@@ -327,8 +328,8 @@ def with_chunks_of_shards(
     """
     result = {**encoding}
     for name, of_file in encoding.items():
-        is_array = not hasattr(given, "data_vars") and name not in given.coords
-        dims = given.dims if is_array else given[name].dims
+        is_array = not hasattr(data, "data_vars") and name not in data.coords
+        dims = data.dims if is_array else data[name].dims
         shards = of_file.get("shards")
         if isinstance(shards, int):
             shards = (shards,) * len(dims)

@@ -64,25 +64,25 @@ def spectrum(
     shifted = every if real_dim is None else every[:-1]
     if shift and shifted:
         y = transforms.fftshift(y, shifted)
-    return _made(a, _scaled(y, axes), axes)
+    return _with_spectral_coords(a, _scaled(y, axes), axes)
 
 
 def undone(
     a: Any, dim: Any, real_dim: Any, true_phase: bool, true_amplitude: bool, prefix: str
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.ifft`."""
-    found = [name for name in a.dims if str(name).startswith(prefix)]
-    dims = _checked_dims(a, dim, real_dim, found)
+    spectral_dims = [name for name in a.dims if str(name).startswith(prefix)]
+    dims = _checked_dims(a, dim, real_dim, spectral_dims)
     axes, shifted, lengths = [], [], []
     for name in dims:
         number, is_real, size = a.get_axis_num(name), name == real_dim, a.sizes[name]
-        given, in_order = _frequencies(a, name, 0 if is_real else size // 2)
+        frequencies, in_order = _frequencies(a, name, 0 if is_real else size // 2)
         if in_order and not is_real:
             shifted.append(number)
         n = 2 * (size - 1) if is_real else size
-        step = 1 / (n * abs(given[1] - given[0]))
+        step = 1 / (n * abs(frequencies[1] - frequencies[0]))
         start = a[name].attrs.get("direct_lag", 0.0) - n // 2 * step
-        factor = np.exp(2j * np.pi * given * start) if true_phase else np.ones(1)
+        factor = np.exp(2j * np.pi * frequencies * start) if true_phase else np.ones(1)
         amplitude = 1 / step if true_amplitude else 1.0
         values = start + step * np.arange(n)
         title = str(name).removeprefix(prefix)
@@ -93,7 +93,7 @@ def undone(
         y = transforms.ifftshift(y, shifted)
     transform = transforms.ifftn if real_dim is None else transforms.irfftn
     y = transform(y, lengths, [axis.number for axis in axes])
-    return _made(a, y, axes)
+    return _with_spectral_coords(a, y, axes)
 
 
 def of_dataset(
@@ -104,10 +104,10 @@ def of_dataset(
     Without dimensions they are all arrays with a dimension that has the prefix. Raises `InputError`
     if no array, or an array of several dimensions only some, has the dimensions.
     """
-    wanted = {*_listed(dim or ()), *([] if real_dim is None else [real_dim])}
+    chosen_dims = {*_listed(dim or ()), *([] if real_dim is None else [real_dim])}
     arrays = {}
     for name, a in ds.data_vars.items():
-        of_array = wanted or {each for each in a.dims if str(each).startswith(prefix)}
+        of_array = chosen_dims or {name for name in a.dims if str(name).startswith(prefix)}
         if of_array.isdisjoint(a.dims):
             continue
         if not of_array <= {*a.dims}:
@@ -117,19 +117,19 @@ def of_dataset(
             )
         arrays[name] = transform(a)
     if not arrays:
-        check_dimensions(wanted, tuple(ds.sizes))
+        check_dimensions(chosen_dims, tuple(ds.sizes))
         raise InputError(
             f"expected dimensions of {tuple(ds.sizes)}, got dim={dim!r}, real_dim={real_dim!r}."
         )
     gone = {d for name, a in arrays.items() for d in ds[name].dims if d not in a.dims}
-    kept = {name: of for name, of in ds.coords.items() if not gone & {*of.dims}}
-    return xr.Dataset({name: arrays.get(name, ds[name]) for name in ds}, kept, ds.attrs)
+    coords = {name: x for name, x in ds.coords.items() if gone.isdisjoint(x.dims)}
+    return xr.Dataset({name: arrays.get(name, ds[name]) for name in ds}, coords, ds.attrs)
 
 
 def _checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
     """Return the dimensions to transform; the one of real numbers is last."""
-    given = every if dim is None else _listed(dim)
-    dims = [name for name in given if name != real_dim]
+    names = every if dim is None else _listed(dim)
+    dims = [name for name in names if name != real_dim]
     dims += [] if real_dim is None else [real_dim]
     check_dimensions(dims, a.dims)
     if not dims or len({*dims}) < len(dims):
@@ -166,15 +166,15 @@ def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
 
 def _even(values: Any, coordinate: Any) -> tuple[float, float]:
     """Return the first number of a coordinate, and its mean spacing."""
-    given, name = values_of(coordinate.variable), coordinate.name
+    labels, name = values_of(coordinate.variable), coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
     # Rounded numbers are not exactly evenly spaced.
-    rounding = np.spacing(abs(given).max()) if given.dtype.kind == "f" and given.size else 0
+    rounding = np.spacing(abs(labels).max()) if labels.dtype.kind == "f" and labels.size else 0
     steps = np.diff(values)
     if not step > 0 or not (steps > 0).all() or abs(steps - step).max() > _EVEN * step + rounding:
         raise InputError(
             f"expected a coordinate {name!r} of at least two values at even distances, got "
-            f"{given[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
+            f"{labels[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
         )
     return float(values[0]), float(step)
 
@@ -218,11 +218,11 @@ def _along(x: Any, axis: int, values: Any) -> Any:
     return factor.reshape(-1, *(1,) * (x.ndim - axis - 1))
 
 
-def _made(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
+def _with_spectral_coords(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
     """Return an array with the coordinates of `a`, replaced along `axes`."""
     names = {a.dims[axis.number]: axis.name for axis in axes}
-    kept = {name: of for name, of in a.coords.items() if not names.keys() & {*of.dims}}
+    coords = {name: x for name, x in a.coords.items() if names.keys().isdisjoint(x.dims)}
     new = {axis.name: (axis.name, axis.values, axis.attrs) for axis in axes}
     dims = [names.get(name, name) for name in a.dims]
-    made = xr.DataArray(y, {**kept, **new}, dims, attrs=a.attrs)
-    return made.rename(a.name)  # also of an array without a name
+    result = xr.DataArray(y, {**coords, **new}, dims, attrs=a.attrs)
+    return result.rename(a.name)  # also of an array without a name

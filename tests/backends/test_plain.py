@@ -21,8 +21,8 @@ class Quantity(np.ndarray):
 class Modular(np.ndarray):
     """An array with an operator of its own."""
 
-    def __add__(self, other):
-        return (np.asarray(self) + other) % 7
+    def __add__(self, addend):
+        return (np.asarray(self) + addend) % 7
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,11 @@ class FakeReading(Reading):
                 self.transport.log.append(opening)
                 if error is not None and request.key not in self.transport.late:
                     self.drop(part.request)
-                    yield part.failed(error)
+                    yield part.mark_failed(error)
                     continue
             future = self.request(request, part.box, error)
             bring = partial(_result, future)
-            yield part.on_its_way(bring, future.done)
+            yield part.mark_requested(bring, future.done)
             del bring
             del future
 

@@ -18,7 +18,7 @@ BOX = ((0, 2), (0, 4))
 
 class FakeReading(Reading):
     def __iter__(self):
-        return (part.on_its_way(lambda *_: np.ones((2, 4), "f4")) for part in self.parts())
+        return (part.mark_requested(lambda *_: np.ones((2, 4), "f4")) for part in self.parts())
 
     def close(self):
         self.is_closed = True

@@ -26,7 +26,7 @@ KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 @pytest.fixture
 def task():
-    return AssembleTask.of(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
+    return AssembleTask.create(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports.same_host import SameHostTransport
-from dask_p2p.transports.ucx import Outgoing
+from dask_p2p.transports.ucx import UcxSendBuffer
 from tests.support import BOUND_S, FORKED, prepare_to_fork
 from tests.transports.loopback import wait_until
 from tests.usage import usage_of_worker
@@ -254,7 +254,7 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
         return
     owner, name = {
         "publishing": (SameHostTransport, "publish_block"),
-        "sending": (Outgoing, "start"),
+        "sending": (UcxSendBuffer, "start"),
         "started": (DaskWorkerContext, "publish"),
         "placed": (Assembly, "_place_first"),
         "complete": (Assembly, "_finish"),

@@ -66,7 +66,7 @@ class HeldKernel:
         kernel = cupy.RawKernel(HOLD, "hold")
         kernel((1,), (1,), (*given, np.int64(BOUND_S * 10**9)), stream=stream)
 
-    def let_go(self):
+    def free_memory(self):
         self._go_on[0] = 1
 
     @property

@@ -286,7 +286,7 @@ def test_closing_a_mapping_does_not_stop_other_threads():
         closing = threading.Thread(target=close_ipc, args=(address,))
         closing.start()
         closing.join(1)  # it may wait by now
-        held.let_go()
+        held.free_memory()
         closing.join()
         stream.synchronize()
         assert held.was_let_go

@@ -137,7 +137,7 @@ class InPinnedMemory:
         yield self.array[slice(*part.reads[0])]
 
     def output_slices(self, part):
-        return (slice(*part.own),)
+        return (slice(*part.output_range),)
 
     def call(self, part, inputs):
         return self.func(inputs[0])

@@ -363,7 +363,7 @@ def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
         thread.start()
         assert captured.wait(30)
         assert not done.done
-        threading.Timer(0.2, held.let_go).start()
+        threading.Timer(0.2, held.free_memory).start()
         device.wait_for_all_streams()
         assert held.was_let_go
         assert done.done

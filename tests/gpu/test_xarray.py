@@ -18,7 +18,7 @@ from tests.xarray.programs import (  # noqa: E402
     SECTIONS,
     VALUES,
     as_dataset,
-    made,
+    build,
     variables,
 )
 
@@ -51,7 +51,8 @@ def arrays(client, library):
     def lazy(values):
         return library.from_array(values, chunks=(6, -1)[: values.ndim])
 
-    return made(lambda values: persisted(client, lazy(values).map_blocks(cupy.asarray))), made(lazy)
+    on_gpu = build(lambda values: persisted(client, lazy(values).map_blocks(cupy.asarray)))
+    return on_gpu, build(lazy)
 
 
 def check(found, wanted):
@@ -81,9 +82,9 @@ def test_values_are_those_of_numpy(name, client, arrays):
 def test_regions_move_between_gpus(client, arrays):
     with dask.config.set({"p2p.transports.order": ["ipc"]}):
         turned = arrays[0].p2p.transpose("x", "t").data
-    made = persisted(client, turned)
+    computed = persisted(client, turned)
     assert used(client, turned) == {"ipc"}
-    assert declared(made)
+    assert declared(computed)
 
 
 CHUNKS = {
@@ -104,7 +105,7 @@ def test_chunk_of_xarray(name, client, arrays):
 
 def test_arrays_in_memory(client):
     cupy = pytest.importorskip("cupy")
-    a, wanted = made(cupy.asarray), made(np.asarray)
+    a, wanted = build(cupy.asarray), build(np.asarray)
     check(a.p2p.fft("t").chunk(), wanted.p2p.fft("t").chunk())
     turned = a.p2p.transpose("x", "t")
     assert isinstance(turned.data, cupy.ndarray)
@@ -122,10 +123,10 @@ def test_to_zarr(client, arrays, tmp_path):
 
 def test_arrays_of_cupy_xarray(client):
     pytest.importorskip("cupy_xarray")
-    a = made(lambda values: da.from_array(values, chunks=(6, -1)[: values.ndim])).as_cupy()
+    a = build(lambda values: da.from_array(values, chunks=(6, -1)[: values.ndim])).as_cupy()
     assert a.cupy.is_cupy
     turned = a.p2p.transpose("x", "t").p2p.fft("t").persist()
     assert turned.cupy.is_cupy
     found = turned.cupy.as_numpy().compute()
-    wanted = made(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
+    wanted = build(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
     np.testing.assert_allclose(found.data, wanted.compute().data, rtol=1e-9, atol=1e-9)

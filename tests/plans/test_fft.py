@@ -39,14 +39,14 @@ def test_each_axis_is_transformed_once_where_it_is_whole(request):
     chunks, transform, final = request
     way = stages(chunks, transform, final)
     assert way[0].chunks == chunks
-    done, shape = [], list(map(sum, chunks))
+    transformed_axes, shape = [], list(map(sum, chunks))
     for stage in way:
         assert list(map(sum, stage.chunks)) == shape, "an exchange keeps the shape"
         for axis in stage.axes:
             assert len(stage.chunks[axis]) == 1
             shape[axis] = transform.lengths[axis]
-        done += stage.axes
-    assert sorted(done) == sorted(transform.lengths)
+        transformed_axes += stage.axes
+    assert sorted(transformed_axes) == sorted(transform.lengths)
     # Within a stage the first axis is transformed before the others, and the last after them.
     having = [stage.axes for stage in way if stage.axes]
     assert transform.first is None or transform.first in having[0]
@@ -63,35 +63,35 @@ def turned(chunks, lengths, is_inverse):
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (5, 4, 3)])
-@pytest.mark.parametrize("whole", [0, 1, 2])
-def test_pencils_take_two_exchanges_and_come_back(sizes, whole):
-    chunks = [sizes, (6, 6)] if whole else [(6, 6), sizes]
-    chunks.insert(whole, (12,))
-    there, exchanges = turned(tuple(chunks), (12, 12, 12), False)
+@pytest.mark.parametrize("undivided", [0, 1, 2])
+def test_pencils_take_two_exchanges_and_come_back(sizes, undivided):
+    chunks = [sizes, (6, 6)] if undivided else [(6, 6), sizes]
+    chunks.insert(undivided, (12,))
+    forward_chunks, exchanges = turned(tuple(chunks), (12, 12, 12), False)
     assert exchanges == 2
-    assert prod(map(len, there)) == 6
-    assert turned(there, (12, 12, 12), True) == (tuple(chunks), 2)
+    assert prod(map(len, forward_chunks)) == 6
+    assert turned(forward_chunks, (12, 12, 12), True) == (tuple(chunks), 2)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (4, 4, 2, 2), (3, 3, 3, 3), (1, 4, 7)])
 def test_slabs_come_back(axis, sizes):
     chunks = tuple(sizes if a == axis else (12,) for a in range(3))
-    there, _ = turned(chunks, (12, 12, 12), False)
-    assert turned(there, (12, 12, 12), True) == (chunks, 1)
+    forward_chunks, _ = turned(chunks, (12, 12, 12), False)
+    assert turned(forward_chunks, (12, 12, 12), True) == (chunks, 1)
 
 
-def fewest(chunks, remaining, left):
-    """Return the fewest exchanges, `left` at most, by trial of all moves of divided axes."""
+def fewest(chunks, remaining, exchanges_left):
+    """Return the fewest exchanges, `exchanges_left` at most, by trial of all moves."""
     remaining = {axis for axis in remaining if chunks[axis] > 1}
     if not remaining:
         return 0
-    if not left:
+    if not exchanges_left:
         return 99
-    whole = [axis for axis, n in enumerate(chunks) if n == 1]
+    undivided = [axis for axis, n in enumerate(chunks) if n == 1]
     best = 99
     # The target of each remaining divided axis: a whole axis of its own, or none.
-    for targets in product([None, *whole], repeat=len(remaining)):
+    for targets in product([None, *undivided], repeat=len(remaining)):
         used = [target for target in targets if target is not None]
         if not used or len(set(used)) < len(used):
             continue
@@ -100,7 +100,7 @@ def fewest(chunks, remaining, left):
             if target is not None:
                 new[axis], new[target] = 1, chunks[axis]
         still = {axis for axis in remaining if new[axis] > 1}
-        best = min(best, 1 + fewest(new, still, left - 1))
+        best = min(best, 1 + fewest(new, still, exchanges_left - 1))
     return best
 
 
@@ -159,8 +159,8 @@ def test_blocks_keep_their_indices_and_have_another_order_in_memory():
     assert plan.chunks == ((4,), (2, 4), (1, 4))
     sources, expected = blocks_of(x, before), blocks_of(x, plan.chunks)
     for index, block in block_plans(plan):
-        got = assembled(block, sources, x.dtype)
-        np.testing.assert_array_equal(got, expected[index].transpose(order))
+        result = assembled(block, sources, x.dtype)
+        np.testing.assert_array_equal(result, expected[index].transpose(order))
         assert plan.sources(index) == block.sources
         assert plan.source_elements(index) == elements_read(block)
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -44,14 +44,14 @@ def test_graphs_of_some_edges_have_groups_where_these_are_small(blocks, rows):
 
 
 @pytest.mark.parametrize(
-    ("threads", "rows", "wanted"),
+    ("threads", "rows", "number"),
     [(4, 2, 8), (100, 2, 200), (None, 2, 64), (4, 10, 12), (4, 100, 64)],
 )
-def test_large_ones_have_groups_for_all_threads(threads, rows, wanted):
+def test_large_ones_have_groups_for_all_threads(threads, rows, number):
     plan = slabs(1000, rows)
     large = grouped(plan, None, lambda: threads)
     groups = len(large.chunks[0])
-    assert groups <= wanted <= groups * 1.1
+    assert groups <= number <= groups * 1.1
     assert edges(large) == 1000 * groups
     assert large.src_chunks == plan.src_chunks
     bounds = set()

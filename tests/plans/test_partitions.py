@@ -31,9 +31,9 @@ def test_local_blocks_cover_the_array_once_and_divide_these_axes(gang):
         covered[box_slices(new.box(rank))] += 1
     assert (covered == 1).all()
     assert {*partition_of(new)} <= ({*partition} if partition else {0})
-    kept = [axis for axis in partition_of(new) if axis < len(ranks.grid)]
+    divided_axes = [axis for axis in partition_of(new) if axis < len(ranks.grid)]
     if partition and shape == tuple(map(sum, ranks.chunks)):
-        for axis in kept:
+        for axis in divided_axes:
             if new.grid[axis] == ranks.grid[axis]:
                 assert new.local_sizes[axis] == ranks.local_sizes[axis]
         assert partitioned(ranks, shape, partition_of(ranks)) is ranks

@@ -25,34 +25,34 @@ def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
     has_corners = data.draw(st.booleans())
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     halos = [halo_exchange(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
-    halo_arrays = [np.full(each.shape, -1) for each in halos]
-    for rank, (own, array) in enumerate(zip(halos, halo_arrays, strict=True)):
-        array[box_slices(own.inner)] = x[box_slices(ranks.box(rank))]
-    for own, array in zip(halos, halo_arrays, strict=True):
-        for src, dst in own.local:
+    halo_arrays = [np.full(halo.shape, -1) for halo in halos]
+    for rank, (halo, array) in enumerate(zip(halos, halo_arrays, strict=True)):
+        array[box_slices(halo.inner)] = x[box_slices(ranks.box(rank))]
+    for rank_halo, array in zip(halos, halo_arrays, strict=True):
+        for src, dst in rank_halo.local:
             array[box_slices(dst)] = array[box_slices(src)]
-        for fill in own.fills:
+        for fill in rank_halo.fills:
             array[box_slices(fill.dst)] = fill.value
-    for rank, (own, array) in enumerate(zip(halos, halo_arrays, strict=True)):
-        for peer, boxes in own.receives.items():
+    for rank, (rank_halo, array) in enumerate(zip(halos, halo_arrays, strict=True)):
+        for peer, boxes in rank_halo.receives.items():
             given_boxes = halos[peer].sends[rank]
             assert [*map(box_shape, given_boxes)] == [*map(box_shape, boxes)]
             for src, dst in zip(given_boxes, boxes, strict=True):
                 array[box_slices(dst)] = halo_arrays[peer][box_slices(src)]
-        assert all(rank in halos[peer].receives for peer in own.sends)
+        assert all(rank in halos[peer].receives for peer in rank_halo.sends)
     plan = halo_plan(ranks.local_sizes, depth, boundary, has_corners)
     for rank, array in enumerate(halo_arrays):
         block = plan.block(ranks.indices[rank])
-        wanted = np.zeros(block.shape, int)
+        expected = np.zeros(block.shape, int)
         for piece in block.pieces:
             source = x[box_slices(ranks.box(ranks.rank(block.sources[piece.source])))]
-            wanted[box_slices(piece.dst)] = source[box_slices(piece.src)]
+            expected[box_slices(piece.dst)] = source[box_slices(piece.src)]
         for fill in block.fills:
-            wanted[box_slices(fill.dst)] = fill.value
+            expected[box_slices(fill.dst)] = fill.value
         for box in halos[rank].unread:
             assert (array[box_slices(box)] == -1).all()
             array[box_slices(box)] = 0
-        assert np.array_equal(array, wanted)
+        assert np.array_equal(array, expected)
 
 
 def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
@@ -63,8 +63,8 @@ def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
             halo_exchange(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
             for has_corners in (False, True)
         )
-        for each in (full.receives, full.sends):
-            assert {rank: len(boxes) for rank, boxes in each.items()} == {0: 1, 2: 1}
+        for messages in (full.receives, full.sends):
+            assert {rank: len(boxes) for rank, boxes in messages.items()} == {0: 1, 2: 1}
         assert len(full.local) == len(lean.local)
         assert len(full.fills) == len(lean.fills)
         # Each message is one piece of memory: whole planes.
@@ -82,32 +82,32 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     for rank in range(ranks.size):
-        own = halo_exchange(ranks, rank, depth, boundary, has_corners)
-        interior, *boundary_parts = interior_and_boundary([own])
+        halo = halo_exchange(ranks, rank, depth, boundary, has_corners)
+        interior, *boundary_parts = interior_and_boundary([halo])
         covered = np.zeros(ranks.shape(rank), int)
         for box in (interior, *boundary_parts):
             covered[box_slices(box)] += 1
         assert (covered == 1).all()
         assert len(boundary_parts) <= max(1, 2 * sum(count > 1 for count in ranks.grid))
-        foreign = np.zeros(own.shape, bool)
-        for box in (box for boxes in own.receives.values() for box in boxes):
+        foreign = np.zeros(halo.shape, bool)
+        for box in (box for boxes in halo.receives.values() for box in boxes):
             foreign[box_slices(box)] = True
         reached = [range(-first, last + 1) for first, last in depth]
-        for at in product(*(range(*each) for each in interior)):
+        for at in product(*(range(*bounds) for bounds in interior)):
             for shift in product(*reached):
                 if has_corners or sum(map(bool, shift)) <= 1:
-                    seen = tuple(
+                    window = tuple(
                         start + i + by
-                        for (start, _), i, by in zip(own.inner, at, shift, strict=True)
+                        for (start, _), i, by in zip(halo.inner, at, shift, strict=True)
                     )
-                    if all(0 <= i < n for i, n in zip(seen, own.shape, strict=True)):
-                        assert not foreign[seen]
+                    if all(0 <= i < n for i, n in zip(window, halo.shape, strict=True)):
+                        assert not foreign[window]
 
 
 def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
-    own = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_boundary([own]) == [
+    halo = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
+    assert interior_and_boundary([halo]) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),

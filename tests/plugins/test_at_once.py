@@ -10,7 +10,7 @@ from distributed.batched import BatchedSend
 
 import dask_p2p
 from dask_p2p import fft
-from dask_p2p.plugins.dask_internals import AtOnce
+from dask_p2p.plugins.dask_internals import StreamFlusher
 from tests.clock import run_clocked
 
 
@@ -35,7 +35,7 @@ def test_what_is_sent_at_once():
         for stream, end in zip((first, second), ends, strict=True):
             stream.start(end)
             stream.send("begins")  # the pause begins with it
-        at_once = AtOnce()
+        flusher = StreamFlusher()
 
         async def got():
             await asyncio.sleep(1)
@@ -45,12 +45,12 @@ def test_what_is_sent_at_once():
         first.send("waits")
         second.send("waits")
         assert await got() == [["begins"], ["begins"]]
-        at_once.send(first, None)  # a worker that has gone has no stream
+        flusher.flush(first, None)  # a worker that has gone has no stream
         first.send("and what comes after")
         sent = ["begins", "waits", "and what comes after"]
         assert await got() == [sent, ["begins"]]
-        at_once.send(second)
-        at_once.send(second)
+        flusher.flush(second)
+        flusher.flush(second)
         assert await got() == [sent, ["begins", "waits"]]
         second.send("waits again")
         assert await got() == [sent, ["begins", "waits"]]

@@ -23,7 +23,7 @@ class Scheduler:
     def __init__(self, **answers):
         self.records = {}  # what a worker answers who is asked for them
         self.under_way = []  # records of running tasks on each worker
-        self.answers = {worker: list(those) for worker, those in answers.items()}
+        self.replies = {worker: list(those) for worker, those in answers.items()}
         self.workers, self.tasks = dict.fromkeys(answers), {}
         self.plugins, self.handlers, self.worker_plugins = {}, {}, {}
 
@@ -37,9 +37,9 @@ class Scheduler:
 
     def rpc(self, worker):
         async def run(**request):
-            if not self.answers[worker]:
+            if not self.replies[worker]:
                 await asyncio.Event().wait()
-            answer = self.answers[worker].pop(0)
+            answer = self.replies[worker].pop(0)
             if isinstance(answer, Exception):
                 raise answer
             return answer
@@ -145,7 +145,9 @@ def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
             await plugin.start(scheduler)
             scheduler.add_plugin(plugin, PLUGIN_NAME)
         overlay = scheduler.is_rootish
-        assert (await order(gang="x", rank=0, token="t", known="running"))["state"] == "stopped"
+        assert (await order(gang="x", rank=0, token="t", known_state="running"))[
+            "state"
+        ] == "stopped"
         assert scheduler.plugins == {PLUGIN_NAME: plugin}
         assert isinstance(scheduler.is_rootish, Overlay)
         is_same = scheduler.is_rootish is overlay

@@ -25,7 +25,7 @@ from tests.transports.loopback import true_later
 
 def rewritten(who_has, folder, task=None):
     """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
-    task = task or AssembleTask.of("y", None, (0, 0), None, Blocks(*who_has))
+    task = task or AssembleTask.create("y", None, (0, 0), None, Blocks(*who_has))
     sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
     got = []
 
@@ -76,7 +76,7 @@ def test_holders_that_a_message_names_are_in_the_cluster():
             worker.data[keys[0]] = np.ones((2, 4))
             here = worker.address
             worker.stream_handlers["compute-task"](
-                run_spec=AssembleTask.of("y", plan, (0, 0), output, Blocks(*keys)),
+                run_spec=AssembleTask.create("y", plan, (0, 0), output, Blocks(*keys)),
                 who_has={keys[0]: [here, "b"], keys[1]: ["b", "c"]},
                 nbytes=dict.fromkeys(keys, 64),
             )

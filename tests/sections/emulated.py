@@ -126,10 +126,10 @@ class Message:
     """A message of UCX. UCX may read or write its array until it is done."""
 
     def __init__(self, array):
-        self.array, self.done = array, False
+        self.array, self.is_complete = array, False
 
     def result(self, timeout_s):
-        assert self.done
+        assert self.is_complete
 
 
 class Messenger:
@@ -144,7 +144,7 @@ class Messenger:
     def closed(self, address):
         return 0
 
-    def renew(self, address, closed):
+    def reset_endpoint(self, address, closed):
         assert (address, closed) == (self.address, 0)
 
     def send(self, address, array, tag, other_host):
@@ -165,7 +165,7 @@ class Messenger:
                 return message
         to, of = ends(message, other)
         to.array.values[...] = of.array.values
-        to.done = of.done = True
+        to.is_complete = of.is_complete = True
         return message
 
 
@@ -240,7 +240,7 @@ def run_section(gpu, y, inputs, **kwargs):
         return wholes
 
     kwargs = {"device": Gpu, **kwargs}
-    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in body.outputs.each]
+    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in body.outputs.specs]
     for rank, local_blocks in enumerate(run_gang(ranks, function, **kwargs)):
         for output, local_block in zip(outputs, local_blocks, strict=True):
             output[box_slices(ranks.box(rank))] = local_block

@@ -25,7 +25,7 @@ class FailingReading(Reading):
         self.error, self.closed = error, False
 
     def __iter__(self):
-        yield Region(0, 0, ((0, 1),)).failed(self.error)
+        yield Region(0, 0, ((0, 1),)).mark_failed(self.error)
 
     def close(self):
         self.closed = True

@@ -85,9 +85,9 @@ def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
     assert told.getMessage() == (
         "me reads from a by another transport than ipc, which failed: no mapping. Do this."
     )
-    assert router.given_up("a", "comm", ("ipc", "comm")) == [("ipc", error.obstacle)]
-    assert router.given_up("a", "ipc", ("ipc", "comm")) == []
-    assert router.given_up("b", "comm", ("ipc", "comm")) == []
+    assert router.list_failed("a", "comm", ("ipc", "comm")) == [("ipc", error.obstacle)]
+    assert router.list_failed("a", "ipc", ("ipc", "comm")) == []
+    assert router.list_failed("b", "comm", ("ipc", "comm")) == []
 
 
 def test_a_way_is_proved_once_for_each_holder_and_kind(router, ipc):

@@ -57,8 +57,8 @@ def region_layout(
     """Return the copy of a region. None if it has too many axes, or no items."""
     if 0 in shape or not itemsize:
         return None
-    given = shape, itemsize, src_strides, dst_strides, alignment or MAX_WORD_BYTES
-    axes, word_bytes, src_offset_bytes, dst_offset_bytes = reduce_copy(*given)
+    arguments = shape, itemsize, src_strides, dst_strides, alignment or MAX_WORD_BYTES
+    axes, word_bytes, src_offset_bytes, dst_offset_bytes = reduce_copy(*arguments)
     words = prod(axis.extent for axis in axes)
     if len(axes) > MAX_AXES or words >= 2**31:
         return None
@@ -75,10 +75,10 @@ def packed_regions(regions: Sequence[bytes]) -> np.ndarray[Any, Any]:
 
 def moved(regions: np.ndarray[Any, Any], dst: int, src: int) -> np.ndarray[Any, Any]:
     """Return regions of arrays that begin at other addresses."""
-    found = regions.copy()
-    found[:, 0] += src
-    found[:, 1] += dst
-    return found
+    shifted = regions.copy()
+    shifted[:, 0] += src
+    shifted[:, 1] += dst
+    return shifted
 
 
 def packed_batch(regions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

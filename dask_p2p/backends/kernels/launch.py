@@ -362,14 +362,14 @@ def _cells_tiling(geometry: Geometry) -> Tiling | None:
     """
     axes, word = geometry.axes, geometry.word_bytes
     for count in (2, 3):
-        inner, rest = axes[-count:][::-1], axes[:-count][::-1]
+        inner, repeated = axes[-count:][::-1], axes[:-count][::-1]
         cell_bytes = prod(axis.extent for axis in inner) * word
-        if not rest or not _is_dense(inner, word) or rest[0][1:] != (cell_bytes, cell_bytes):
+        if not repeated or not _is_dense(inner, word) or repeated[0][1:] != (cell_bytes,) * 2:
             continue
         step = CELLS_BYTES // cell_bytes
-        if not step or any((axis[1] - axis[2]) % VECTOR_BYTES for axis in rest[1:]):
+        if not step or any((axis[1] - axis[2]) % VECTOR_BYTES for axis in repeated[1:]):
             return None
-        cells, *outer = rest
+        cells, *outer = repeated
         chunks = CopyAxis(-(-cells.extent // step), step * cell_bytes, step * cell_bytes)
         i, k, j = (*inner, NO_AXIS)[:3]
         return Tiling("cells", k, i, j, (k.extent, i.extent, step), (chunks, *outer), cells.extent)
@@ -378,10 +378,10 @@ def _cells_tiling(geometry: Geometry) -> Tiling | None:
 
 def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
     """Return true if the axes together are one run of words in both arrays."""
-    for which in (1, 2):
+    for field in (1, 2):
         stride = word
-        for axis in sorted(inner, key=lambda axis: axis[which]):
-            if axis[which] != stride:
+        for axis in sorted(inner, key=lambda axis: axis[field]):
+            if axis[field] != stride:
                 return False
             stride *= axis.extent
     return True
@@ -389,13 +389,13 @@ def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
 
 def _plane_tiling(geometry: Geometry) -> Tiling:
     """Choose the two axes of a tile."""
-    i, *others = reversed(geometry.axes)
+    i, *outer_axes = reversed(geometry.axes)
     # Where the source repeats items (stride 0), it has no direction.
-    moving = [axis for axis in (i, *others) if axis.src_stride_bytes] or [i]
+    moving = [axis for axis in (i, *outer_axes) if axis.src_stride_bytes] or [i]
     k = min(moving, key=lambda axis: abs(axis.src_stride_bytes))
     if k is i:  # rows keep their order
-        return _copy_tiling(i, others)
-    outer = [axis for axis in others if axis is not k]
+        return _copy_tiling(i, outer_axes)
+    outer = [axis for axis in outer_axes if axis is not k]
     if min(k.extent, i.extent) < MIN_TILE_EXTENT:
         return _copy_tiling(i, [k, *outer])
     word = geometry.word_bytes
@@ -416,15 +416,15 @@ def _takes_vectors(word: int, k: CopyAxis, i: CopyAxis, outer: Sequence[CopyAxis
     return contiguous and all(stride % VECTOR_BYTES == 0 for stride in strides)
 
 
-def _copy_tiling(i: CopyAxis, others: list[CopyAxis]) -> Tiling:
+def _copy_tiling(i: CopyAxis, outer_axes: list[CopyAxis]) -> Tiling:
     """Return a tiling by boxes of the row axis, the first other axis and the source's nearest one.
 
     With short rows, the box is therefore wide enough for both arrays. For an image with contiguous
     pixels of three bytes, it has some pixels of some lines.
     """
-    k, *rest = others or [NO_AXIS]
-    j = min(rest, key=lambda axis: abs(axis.src_stride_bytes), default=NO_AXIS)
-    rest = [axis for axis in rest if axis is not j]
+    k, *far_axes = outer_axes or [NO_AXIS]
+    j = min(far_axes, key=lambda axis: abs(axis.src_stride_bytes), default=NO_AXIS)
+    far_axes = [axis for axis in far_axes if axis is not j]
     step_i = min(i.extent, COPY_WORDS // min(k.extent * j.extent, MIN_TILE_EXTENT))
     rows = COPY_WORDS // step_i
     step_k = min(k.extent, max(isqrt(rows), rows // j.extent))
@@ -432,4 +432,4 @@ def _copy_tiling(i: CopyAxis, others: list[CopyAxis]) -> Tiling:
     steps_of_j = CopyAxis(
         -(-j.extent // step_j), step_j * j.src_stride_bytes, step_j * j.dst_stride_bytes
     )
-    return Tiling("copy", k, i, j, (step_k, step_i, step_j), (steps_of_j, *rest))
+    return Tiling("copy", k, i, j, (step_k, step_i, step_j), (steps_of_j, *far_axes))

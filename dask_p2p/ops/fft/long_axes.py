@@ -174,13 +174,13 @@ class Twiddled:
         first = sum(self.column_sizes[: index[self.axis + 1]])
         columns = first + library.arange(result.shape[self.axis + 1])
         real = np.result_type(result.real.dtype, np.float64)
-        turn = library.asarray((2 if name == "ifftn" else -2) * np.pi / n, real)
+        angle = library.asarray((2 if name == "ifftn" else -2) * np.pi / n, real)
         after = (1,) * (result.ndim - self.axis - 2)
 
         def factors(rows: Any) -> Any:
             # Integer products are exact; reduced modulo n, they give accurate angles.
-            made = library.exp(1j * (rows[:, None] * columns % n * turn)).astype(result.dtype)
-            return made.reshape(*made.shape, *after)
+            twiddles = library.exp(1j * (rows[:, None] * columns % n * angle)).astype(result.dtype)
+            return twiddles.reshape(*twiddles.shape, *after)
 
         # factors(a + b) = factors(a) * factors(b), so only the first rows of slabs are computed.
         step = max(1, min(isqrt(rows), _SLAB_ELEMENTS // max(1, columns.size)))

@@ -86,19 +86,21 @@ def transformed(
         longer = stages(before, transform, final)
         path = path if chunks is None and len(longer) > len(path) else longer
     on_device = backend_for(x._meta).on_device
-    done = [stage.axes for stage in path]
-    each = local_transforms(kind, special, lengths, norm, done, on_device)
-    for number, (stage, local) in enumerate(zip(path, each, strict=True)):
+    stage_axes = [stage.axes for stage in path]
+    local_steps = local_transforms(kind, special, lengths, norm, stage_axes, on_device)
+    for number, (stage, local) in enumerate(zip(path, local_steps, strict=True)):
         x = _staged(x, stage, transform, local, is_first=number == 0)
     return x
 
 
 def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
     """Return `x`, cropped to the input length of each axis."""
-    kept = {a: n // 2 + 1 if kind in TO_REAL and a == special else n for a, n in lengths.items()}
-    if all(n >= x.shape[axis] for axis, n in kept.items()):
+    cropped = dict(lengths)
+    if special is not None and kind in TO_REAL:
+        cropped[special] = lengths[special] // 2 + 1
+    if all(n >= x.shape[axis] for axis, n in cropped.items()):
         return x
-    return x[tuple(slice(kept.get(axis)) for axis in range(x.ndim))]
+    return x[tuple(slice(cropped.get(axis)) for axis in range(x.ndim))]
 
 
 def transform_of(
@@ -141,13 +143,13 @@ def _with_long_axis(
     norm: Norm,
 ) -> DaskArray:
     """Transform along the long axis by a matrix, and along the other axes by stages."""
-    others = tuple(axis for axis in along if axis != long.axis)
+    short_axes = tuple(axis for axis in along if axis != long.axis)
     is_special = along[-1] == long.axis
     plain = "ifft" if kind in INVERSE else "fft"
 
     def by_stages(x: DaskArray) -> DaskArray:
-        n = [lengths[axis] for axis in others]
-        return transformed(plain if is_special else kind, x, n, others, norm, None) if n else x
+        n = [lengths[axis] for axis in short_axes]
+        return transformed(plain if is_special else kind, x, n, short_axes, norm, None) if n else x
 
     def by_matrix(x: DaskArray) -> DaskArray:
         return along_long_axis(kind if is_special else plain, x, long, norm or "backward")
@@ -183,11 +185,11 @@ def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
     Raises `InputError` if `axes` is empty, has an axis twice, or has one that the array lacks.
     """
     try:
-        given = tuple(index(axis) for axis in axes)
+        numbers = tuple(index(axis) for axis in axes)
     except TypeError:
-        given = ()
-    along = tuple(axis % ndim for axis in given if -ndim <= axis < ndim)
-    if not along or len({*along}) < len(given):
+        numbers = ()
+    along = tuple(axis % ndim for axis in numbers if -ndim <= axis < ndim)
+    if not along or len({*along}) < len(numbers):
         raise InputError(
             f"expected axes of an array of {ndim} dimensions, each once, got axes={axes!r}. Number "
             f"axes from 0, or backwards from -1."
@@ -238,14 +240,14 @@ def local_transforms(
 ) -> list[LocalTransform | None]:
     """Return the transform of blocks at each stage; None for a stage without axes."""
     norm = norm or "backward"
-    whole = scale_of(kind, norm, prod(lengths.values()))
+    total_scale = scale_of(kind, norm, prod(lengths.values()))
     # Scale in the first stage: readers fetch finished blocks while later ones are scaled.
     first = min((number for number, axes in enumerate(stages) if axes), default=0)
     return [
         LocalTransform(
             _steps_along(kind, special, axes, lengths),
             norm,
-            scale=(whole if number == first else 1.0) if on_device else None,
+            scale=(total_scale if number == first else 1.0) if on_device else None,
         )
         if axes
         else None
@@ -257,11 +259,14 @@ def _steps_along(
     kind: str, special: int | None, axes: tuple[int, ...], lengths: dict[int, int]
 ) -> tuple[Step, ...]:
     """Return the steps of a transform along axes that are whole."""
-    others = tuple(axis for axis in axes if axis != special)
+    complex_axes = tuple(axis for axis in axes if axis != special)
     name = "ifftn" if kind in INVERSE else "fftn"
-    plain: list[Step] = [(name, others, tuple(lengths[a] for a in others))] if others else []
-    own: list[Step] = [] if special not in axes else [(kind, (special,), (lengths[special],))]
-    return tuple(own + plain if kind in TO_COMPLEX else plain + own)
+    steps: list[Step] = []
+    if complex_axes:
+        steps.append((name, complex_axes, tuple(lengths[axis] for axis in complex_axes)))
+    if special in axes:
+        steps.insert(0 if kind in TO_COMPLEX else 1, (kind, (special,), (lengths[special],)))
+    return tuple(steps)
 
 
 def order_in_memory(
@@ -286,17 +291,18 @@ def _staged(
     """Redistribute an array to a stage's grid, and transform its blocks."""
     if local is None:
         return x if is_first else redistributed(x, tuple(range(x.ndim)), stage.chunks)
-    done = frozenset(stage.axes)
+    transformed_axes = frozenset(stage.axes)
     dtype = complex_dtype(x.dtype)
-    if transform.last in done:
+    if transform.last in transformed_axes:
         dtype = np.empty((), dtype).real.dtype
-    meta = meta_from_array(x._meta.real if transform.last in done else x._meta, x.ndim, dtype)
-    after = transform.after(stage.chunks, done)
+    meta = x._meta.real if transform.last in transformed_axes else x._meta
+    meta = meta_from_array(meta, x.ndim, dtype)
+    after = transform.after(stage.chunks, transformed_axes)
     if is_first:
         map_blocks = functions_of(x).map_blocks
         fixed = with_fixed_blocks(x)
-        made: DaskArray = map_blocks(local, fixed, chunks=after, dtype=dtype, meta=meta)
-        return made
+        spectrum: DaskArray = map_blocks(local, fixed, chunks=after, dtype=dtype, meta=meta)
+        return spectrum
     order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
     return assembled(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))
 
@@ -384,8 +390,7 @@ def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
         return numbers
     # `arange(like=...)` of Dask gives blocks of all libraries the same keys.
     meta = meta_from_array(block, 1, dtype=numbers.dtype)
-    made: DaskArray = numbers.map_blocks(asarray_safe, like=meta, dtype=numbers.dtype, meta=meta)
-    return made
+    return numbers.map_blocks(asarray_safe, like=meta, dtype=numbers.dtype, meta=meta)
 
 
 def _checked_samples(n: int, d: Any) -> int:

@@ -27,9 +27,9 @@ from dask_p2p.sections.wire.frames import (
     CALL_TAGS,
     MOST_TAG,
     SentMessage,
-    offered_message,
-    sent_message,
+    offer_message,
     small_value,
+    value_message,
 )
 from dask_p2p.sections.wire.mailbox import Receive
 from dask_p2p.types import Array
@@ -234,13 +234,13 @@ class Messaging:
         own = encoded(value, self.device)
         arrays = own.on_device
         if arrays and (offer := connections.offer(dest, arrays)) is not None:
-            message = offered_message(tag, self.communicator, *own, arrays, offer)
+            message = offer_message(tag, self.communicator, *own, arrays, offer)
             connections.send_message(dest, message)
             return Sending(self, dest, message)
         description, parts = own.on_host(self.device) if arrays else own
         is_large = self.reads_memory and sum(map(len, parts)) >= tuning.current.read_bytes
         may_read = is_large and not connections.is_on_other_host(dest)
-        message = sent_message(tag, self.communicator, description, parts, may_read)
+        message = value_message(tag, self.communicator, description, parts, may_read)
         connections.send_message(dest, message)
         return Sending(self, dest, message)
 
@@ -260,7 +260,7 @@ class Messaging:
         value = decoded_small(description, data, out, self.device)
         if out is not None and value is out:
             self._last_out.set(out, tag, frame, len(frame) - len(data))
-        return value if out is None or value is out else copied_into(out, value)
+        return value if out is None or value is out else copy_into_state(out, value)
 
     def _received(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
@@ -356,7 +356,7 @@ class Receiving(Transfer):
             return self._out
         value = decoded(arrival.description, arrival.data, messages.device, arrival.lent)
         receive.arrival = None  # the value may be large
-        return value if self._out is None else copied_into(self._out, value)
+        return value if self._out is None else copy_into_state(self._out, value)
 
 
 class FromItself(Transfer):
@@ -378,10 +378,10 @@ class FromItself(Transfer):
         tag, value = self.message
         if tag != self._tag:
             raise wrong_message(self._tag, tag, rank, rank)
-        return value if self._out is None else copied_into(self._out, value)
+        return value if self._out is None else copy_into_state(self._out, value)
 
 
-def copied_into(out: Any, value: Any) -> Any:
+def copy_into_state(out: Any, value: Any) -> Any:
     """Copy a received value into `out`. Raises `InputError` for another shape or dtype."""
     if not hasattr(value, "dtype"):
         raise InputError(

@@ -94,11 +94,11 @@ class Places(Communicator):
             If the array has no such axes.
             Also if `shape` is no shape.
         """
-        whole = self.shape if shape is None else checked_shape(shape)
-        if partition is None and whole:
-            ranks = divided_alike(self._ranks, whole)
+        global_shape = self.shape if shape is None else checked_shape(shape)
+        if partition is None and global_shape:
+            ranks = divided_alike(self._ranks, global_shape)
         else:
-            ranks = self._partitions.ranks(partition, whole)
+            ranks = self._partitions.ranks(partition, global_shape)
         if ranks not in self._grids:
             self._grids[ranks] = Grid(self, ranks)
         return self._grids[ranks]
@@ -139,16 +139,16 @@ class Places(Communicator):
             If the arrays have no such axis.
         """
         ndim = len(self.grid)
-        given = as_integer(axis, ndim)
-        if given not in range(-ndim, ndim):
+        position = as_integer(axis, ndim)
+        if position not in range(-ndim, ndim):
             raise InputError(
                 f"axis: expected an axis of {ndim} dimensions, got {axis!r}. Give an integer, such "
                 f"as ctx.along(0)."
             )
-        axis = given % ndim
-        own = self._ranks.indices[self.rank]
-        line = [(*own[:axis], at, *own[axis + 1 :]) for at in range(self.grid[axis])]
-        number = "-".join(map(str, (*own[:axis], *own[axis + 1 :])))
+        axis = position % ndim
+        indices = self._ranks.indices[self.rank]
+        line = [(*indices[:axis], at, *indices[axis + 1 :]) for at in range(self.grid[axis])]
+        number = "-".join(map(str, (*indices[:axis], *indices[axis + 1 :])))
         return self._group([*map(self._ranks.rank, line)], f"along({axis}), line {number}")
 
     def box_of(
@@ -395,28 +395,28 @@ class Stepping(Places):
         del frame
         for step in self._counted(last):
             yield step
-            done = step + 1
+            step_count = step + 1
             if step == first and before:
                 carried = carried_names(state, sys._getframe(1), before)
                 if carried and self.rank == 0:
                     logger.warning(_CARRIED, ", ".join(carried), carried[0])
-            is_due = done != last and self.is_due(period, done)
-            stores = [store for store in reversed(self._stores) if store.is_due(done)]
-            if is_due or stores or done - first <= _CHECKED_STEPS:
+            is_due = step_count != last and self.is_due(period, step_count)
+            stores = [store for store in reversed(self._stores) if store.is_due(step_count)]
+            if is_due or stores or step_count - first <= _CHECKED_STEPS:
                 names = state.check()
             if not is_due and not stores:
                 continue
             unchanged = self._unchanged(state)
             if len(unchanged) == len(names) and stores and self.rank == 0 and not has_warned:
-                warn(_CONSTANT.format(done, ", ".join(unchanged)), P2PWarning)
+                warn(_CONSTANT.format(step_count, ", ".join(unchanged)), P2PWarning)
                 has_warned = True
             for store in stores:  # frames before checkpoints
-                store.write(done, self.flush_stores)
+                store.write(step_count, self.flush_stores)
             if is_due and unchanged and self.rank == 0:
-                logger.warning(_UNCHANGED, done, ", ".join(unchanged))
+                logger.warning(_UNCHANGED, step_count, ", ".join(unchanged))
             if is_due and not unchanged and not self.allreduce(bool(carried), "any"):
                 self.flush_stores()  # a run that resumes here must find all frames
-                self.save_state(done, state.arrays())
+                self.save_state(step_count, state.arrays())
         self.flush_stores()
 
     def _unchanged(self, state: State) -> list[str]:
@@ -450,7 +450,7 @@ class Stepping(Places):
 
     def restore_state(self, load: Callable[[memoryview], None]) -> int:
         """Call `load` with the newest checkpoint; return its step, or 0 without one."""
-        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.found()
+        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.read_state()
         if saved is not None:
             load(saved)
         self.progress.step = self.progress.first = step
@@ -492,6 +492,6 @@ def _checked_stores(save: Any, checkpoint: Any, state: State | None) -> list[Sta
     if stores and state is None:
         raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
     all_stores = [*stores] if checkpoint is None else [checkpoint, *stores]
-    if len({str(each.path) for each in all_stores}) < len(all_stores):
+    if len({str(store.path) for store in all_stores}) < len(all_stores):
         raise InputError("expected another path for each store, got one twice. Rename it.")
     return all_stores

@@ -13,7 +13,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, backend_named, checksum
 from dask_p2p.backends.base import is_plain
-from dask_p2p.backends.host import KeptResults
+from dask_p2p.backends.host import IdentityCache
 from dask_p2p.backends.host_memory import temporaries_kept
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import InputError
@@ -309,7 +309,7 @@ class HostLending(Lending):
         reads: Reads | None = None,  # of other ranks' memory; None: all arrays are sent
     ) -> None:
         self._connections, self._reads = connections, reads
-        self._fills = KeptResults[_Filled]()
+        self._fills = IdentityCache[_Filled]()
 
     def holds(self, value: Any) -> bool:
         return type(value) is np.ndarray and not value.dtype.hasobject
@@ -322,7 +322,7 @@ class HostLending(Lending):
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
         dtype = into.dtype
-        for index, item in self._fills.of(fills, dtype, lambda: _filled(fills, dtype)):
+        for index, item in self._fills.get(fills, dtype, lambda: _filled(fills, dtype)):
             into[index] = item
 
     def flush(self) -> None:

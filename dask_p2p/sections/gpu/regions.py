@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from dask_p2p import tuning
 from dask_p2p.backends import order_of
 from dask_p2p.backends.cupy import region_batch
-from dask_p2p.backends.host import KeptResults
+from dask_p2p.backends.host import IdentityCache
 from dask_p2p.geometry import (
     Box,
     ContiguousRuns,
@@ -361,7 +361,7 @@ class RegionWindows:
     def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         self._gpu, self._connections = gpu, connections
         self._batch = region_batch()
-        self._copies = KeptResults[_Copies](_MOST_CALLS)
+        self._copies = IdentityCache[_Copies](_MOST_CALLS)
         self._own: OwnWindow | None = None
         self._peers: dict[int, PeerWindow] = {}  # by rank
         self._slot_bytes = 0
@@ -389,7 +389,7 @@ class RegionWindows:
         slot, self._count = self._count % SLOTS, self._count + 1
         local_block, axes = self._in_one_piece(call, pieces), call.exchange.axes
         key = call.dtype.str, call.order, self._slot_bytes
-        sends, local, receives = self._copies.of(call.exchange, key, lambda: self._prepared(call))
+        sends, local, receives = self._copies.get(call.exchange, key, lambda: self._prepared(call))
         for _, region, its_pieces in sends[slot]:
             self._add(region, local_block, its_pieces, range(len(axes)))
         self._add(target, local_block, local, axes)

@@ -80,7 +80,7 @@ class OwnEvents:
         gpu.exported.append(self.events)
         handle_of = gpu.module.cuda.runtime.ipcGetEventHandle
         self._descriptor: dict[str, Any] = {
-            "peer": asdict(Peer.own(cuda_ipc.gpu_uuid())),
+            "peer": asdict(Peer.describe_self(cuda_ipc.gpu_uuid())),
             "events": [bytes(handle_of(event.ptr)).hex() for event in self.events],
         }
 
@@ -134,7 +134,7 @@ class PeerMemory:
     ) -> None:
         fields = json.loads(descriptor)
         peer = Peer(**fields["peer"])
-        own = Peer.own(cuda_ipc.gpu_uuid())
+        own = Peer.describe_self(cuda_ipc.gpu_uuid())
         obstacle = separation(own, peer) or cuda_ipc.memory_obstacle(own, peer)
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)

@@ -86,10 +86,10 @@ class FirstStep:
         fields: Sequence[HaloArray],
         values: Mapping[str, Any],
         parts: Mapping[str, HaloPart],
-        spare: Callable[[str], HaloArray],
+        next_level: Callable[[str], HaloArray],
     ) -> None:
         self._phase, self._device, self._fields = phase, device, fields
-        self._values, self._parts, self._spare = values, parts, spare
+        self._values, self._parts, self._next_level = values, parts, next_level
         self._arrays = [*arrays_in(values.values(), device.module.ndarray)]
         self._names: list[str] = []  # of the fields that the function changes
 
@@ -104,16 +104,16 @@ class FirstStep:
             If it writes into its fields, or reads corners that are not exchanged.
         """
         before = self._sums()
-        returned = self._filled() if self._phase.fills_out else self._made()
+        returned = self._filled() if self._phase.fills_out else self._fill_blocks()
         if self._sums() != before:
             raise written_fields()
         if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
         return self._names, returned._replace(blocks={})  # perhaps views of fields
 
-    def _made(self) -> Returned:
+    def _fill_blocks(self) -> Returned:
         """Call the function and keep the new blocks; return all that it returns."""
-        outs = self._outs if self._phase.fills_out else _Outs(self._spare)
+        outs = self._outs if self._phase.fills_out else _Outs(self._next_level)
         returned = self._phase.fill(self._device, self._values, outs, self._parts)
         self._names = [*outs]
         return returned
@@ -126,7 +126,7 @@ class FirstStep:
 
     @property
     def _outs(self) -> dict[str, Array]:
-        return {name: self._spare(name).inner for name in self._names}
+        return {name: self._next_level(name).inner for name in self._names}
 
     def _filled(self) -> Returned:
         """Call the function, and check that it fills all memory of its parameter `out`."""
@@ -134,13 +134,13 @@ class FirstStep:
         outs = self._outs
         marks = [marked(out, self._device, out_name(name)) for name, out in outs.items()]
         returned = self._recorded(outs)
-        left = [each for each in marks if each is not None and each.is_left()]
-        if left:
-            for each in left:
-                each.put_others()  # data may equal the first marks
+        unset_marks = [mark for mark in marks if mark is not None and mark.is_left()]
+        if unset_marks:
+            for mark in unset_marks:
+                mark.put_others()  # data may equal the first marks
             self._phase.call(self._values, outs)
-            for each in left:
-                each.check()
+            for mark in unset_marks:
+                mark.check()
         return self._phase.filled(returned, outs)
 
     # --- numbers of the fields' kind
@@ -188,17 +188,21 @@ class FirstStep:
 
     def _check_corners(self) -> None:
         """Refuse a function whose results change with corners that are not exchanged."""
-        made = self._results()
+        expected = self._results()
         of_dtypes = {field.layout.dtype: fillings(field.layout.dtype) for field in self._fields}
-        most = max(map(len, of_dtypes.values()))
+        test_count = max(map(len, of_dtypes.values()))
         tests = [
-            {t: found[n % len(found)] for t, found in of_dtypes.items() if found}
-            for n in range(most)
+            {
+                t: test_values[n % len(test_values)]
+                for t, test_values in of_dtypes.items()
+                if test_values
+            }
+            for n in range(test_count)
         ]
         with np.errstate(all="ignore"):
-            has_changed = any(self._results_with(test) != made for test in tests)
+            has_changed = any(self._results_with(test) != expected for test in tests)
         # Results that differ even for the same corners come from random numbers.
-        if has_changed and self._results_with({}) == made:
+        if has_changed and self._results_with({}) == expected:
             raise InputError(
                 "corners=False: expected a function that reads no corners of the halo, where two "
                 "axes' halos meet, got one whose results change with them. Leave corners=False out."
@@ -208,7 +212,7 @@ class FirstStep:
     def _results_with(self, values: Mapping[DType, Any]) -> list[int]:
         """Call the function with values in all corners, by dtype; return its results' checksums."""
         self._fill(values)
-        self._made()
+        self._fill_blocks()
         return self._results()
 
     def _fill(self, values: Mapping[DType, Any]) -> None:
@@ -217,7 +221,7 @@ class FirstStep:
             field.fill_unread(values.get(dtype, unread_value(dtype)))
 
     def _results(self) -> list[int]:
-        return [self._device.checksum(self._spare(name).data) for name in self._names]
+        return [self._device.checksum(self._next_level(name).data) for name in self._names]
 
 
 class StepComparisons:
@@ -284,7 +288,7 @@ class StepComparisons:
             return [*outs.values()]
 
         def blocks(_: Returned) -> list[Array]:
-            return [fields[name].spare.inner for name in call.changed]
+            return [fields[name].next_level.inner for name in call.changed]
 
         read = [field.newest.inner for field in fields.values()]
         returned = comparison(compute, apply, blocks, read) if comparison else apply()
@@ -301,12 +305,12 @@ def _name(function: Any) -> str:
 class _Outs(dict[str, Array]):
     """The memory of those fields that a function returns."""
 
-    def __init__(self, spare: Callable[[str], HaloArray]) -> None:
+    def __init__(self, next_level: Callable[[str], HaloArray]) -> None:
         super().__init__()
-        self._spare = spare
+        self._next_level = next_level
 
     def __missing__(self, name: str) -> Array:
-        self[name] = self._spare(name).inner
+        self[name] = self._next_level(name).inner
         return self[name]
 
 
@@ -384,22 +388,22 @@ class _Values:
 
     def __init__(self, out: Array, device: Host, name: str) -> None:
         self._out, self._device, self._name = out, device, name
-        self._mark, self._other = (
+        self._mark, self._second_mark = (
             np.frombuffer(byte * out.dtype.itemsize, out.dtype)[0] for byte in _MARKS
         )
-        self._left: Any = None  # elements that had the first mark
+        self._unset: Any = None  # elements that had the first mark
         out[...] = self._mark
 
     def is_left(self) -> bool:
         return self._count(self._out == self._mark) > 0
 
     def put_others(self) -> None:
-        self._left = self._out == self._mark
-        self._out[self._left] = self._other
+        self._unset = self._out == self._mark
+        self._out[self._unset] = self._second_mark
 
     def check(self) -> None:
-        if left := self._count(self._left & (self._out == self._other)):
-            raise _unfilled(self._name, self._out, left)
+        if unset_count := self._count(self._unset & (self._out == self._second_mark)):
+            raise _unfilled(self._name, self._out, unset_count)
 
     def _count(self, chosen: Array) -> int:
         return int(self._device.module.count_nonzero(chosen))
@@ -440,8 +444,9 @@ def marked(out: Array, device: Host, name: str = OUT) -> _Values | _Pattern | No
     return _Pattern(out, device, name) if is_enough else None
 
 
-def _unfilled(name: str, out: Array, left: int) -> BlockMismatchError:
+def _unfilled(name: str, out: Array, unset_count: int) -> BlockMismatchError:
     return BlockMismatchError(
         f"expected the function to fill its parameter {name}, of shape {out.shape}, but it left "
-        f"{left} of {out.size} elements as they were. Write to all of them, {name}[...] = ..."
+        f"{unset_count} of {out.size} elements as they were. Write to all of them, "
+        f"{name}[...] = ..."
     )

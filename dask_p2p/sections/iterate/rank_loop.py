@@ -13,7 +13,7 @@ from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.checkpoints import Period, copied_from
+from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
@@ -45,36 +45,49 @@ class RankLoop:
     call are found once for each position in the cycle.
     """
 
-    def __init__(self, of: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
-        self._of, self._ctx = of, ctx
-        ctx.replays_steps = of.capture is True
-        self._replays = Replays(of, ctx)
-        given = of.shape, local_blocks, of.fields, of.constants, of.exchange
-        self._series = Series(of.series, of.steps, ctx)
-        self._scalars = Scalars(of.scalars, ctx)
+    def __init__(self, iteration: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
+        self._iteration, self._ctx = iteration, ctx
+        ctx.replays_steps = iteration.capture is True
+        self._replays = Replays(iteration, ctx)
+        specs = (
+            iteration.shape,
+            local_blocks,
+            iteration.fields,
+            iteration.constants,
+            iteration.exchange,
+        )
+        self._series = Series(iteration.series, iteration.steps, ctx)
+        self._scalars = Scalars(iteration.scalars, ctx)
         self._numbers = NumberState(ctx.device, self._scalars, self._series)
-        self._local = LocalFields(ctx, *given, self._series.last, of.kwargs)
+        self._local = LocalFields(ctx, *specs, self._series.last, iteration.kwargs)
         self._fields = self._local.fields
-        self._whole = next(iter(self._fields.values())).layout.whole
+        self._block_box = next(iter(self._fields.values())).layout.whole
         self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
-        parts = Parts(of, ctx.device, self._fields, self._whole)
-        self._overlap = Overlap(of, parts)
-        self._comparisons = StepComparisons(of, ctx, self._local)
+        parts = Parts(iteration, ctx.device, self._fields, self._block_box)
+        self._overlap = Overlap(iteration, parts)
+        self._comparisons = StepComparisons(iteration, ctx, self._local)
         self._first = 0  # the first step of this attempt
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
         recorded = self._scalars, self._series
-        self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps, of.settings)
-        self._limit = Period(of.max_time)
+        self._stores = Stores(
+            iteration.stores, ctx, self._local, *recorded, iteration.steps, iteration.settings
+        )
+        self._limit = Period(iteration.max_time)
 
     def __call__(self) -> tuple[Any, ...]:
         """Make all steps; return the local blocks of all fields, and the series."""
-        of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
+        iteration, ctx, cycle, period = (
+            self._iteration,
+            self._ctx,
+            self._cycle,
+            Period(self._iteration.period),
+        )
         step = first = self._first = self._resumed()
         graph: Captured | None = None
-        while step < of.steps:
-            if step == first + cycle and step + 2 * cycle < of.steps:
+        while step < iteration.steps:
+            if step == first + cycle and step + 2 * cycle < iteration.steps:
                 graph = self._captured(step)
             if graph is not None and step == first + 2 * cycle:
                 graph = graph if self._replays.is_right(graph) else None
@@ -92,11 +105,11 @@ class RankLoop:
                     self._stores.write(step, self._current)
                     break
             ctx.device.keep_up(step)
-            is_over = of.max_time is not None and ctx.has_ended(self._limit, step)
+            is_over = iteration.max_time is not None and ctx.has_ended(self._limit, step)
             self._stores.write(step, self._current, is_last=is_over)
             if is_over:
                 break
-            is_due = step < of.steps and ctx.is_due(period, step)
+            is_due = step < iteration.steps and ctx.is_due(period, step)
             if is_due and not self._comparisons.keep_values():
                 self._stores.flush()  # a run that resumes here must find all frames
                 self._numbers.save()
@@ -106,12 +119,12 @@ class RankLoop:
     def _resumed(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
         ctx = self._ctx
-        first = ctx.restore_state(lambda saved: copied_from(saved, self._state, ctx.device))
+        first = ctx.restore_state(lambda saved: copy_from_state(saved, self._state, ctx.device))
         self._numbers.load(first)
         first = self._stores.resumed(first)
         ctx.progress.step = ctx.progress.first = first
-        ctx.progress.steps = self._of.steps
-        for halo_arrays in self._local.lasting():
+        ctx.progress.steps = self._iteration.steps
+        for halo_arrays in self._local.unchanging_halos():
             self._updated(halo_arrays)
         self._stores.open(first, self._current)
         return first
@@ -121,7 +134,7 @@ class RankLoop:
         self._stores.flush()
         self._scalars.check()
         series = self._series.results()
-        numbers = (*series, step) if self._of.returns_steps else ()
+        numbers = (*series, step) if self._iteration.returns_steps else ()
         return (*self._local.state, *self._scalars.values.values(), *numbers)
 
     def close(self) -> None:
@@ -142,11 +155,11 @@ class RankLoop:
     def _first_step(self) -> Sequence[Any]:
         """Make the first step, and check the functions; return the numbers of the last one."""
         numbers: Sequence[Any] = ()
-        for phase in self._of.phases:
+        for phase in self._iteration.phases:
             self._updated(self._stale_of(phase.binding.names))
             names, returned = self._checked(phase)
             self._changed.append(names)
-            self._turn(names)
+            self._rotate(names)
             self._scalars.update(returned.scalars)
             numbers = returned.numbers
         self._scalars.check()
@@ -154,20 +167,20 @@ class RankLoop:
 
     def _checked(self, phase: Phase) -> tuple[list[str], Returned]:
         """Fill the whole next local blocks and check the function; return names and values."""
-        at = self._local.at(self._whole, self._ctx.step_for)
-        values = self._values(phase.binding, self._whole, at)
+        at = self._local.at(self._block_box, self._ctx.step_for)
+        values = self._values(phase.binding, self._block_box, at)
         read = [
             level
             for name, field in self._fields.items()
             for level in field.levels
             if name in phase.binding.names
         ]
-        parts = {name: self._fields[name].parts(self._whole)[0] for name in phase.fields}
+        parts = {name: self._fields[name].parts(self._block_box)[0] for name in phase.fields}
 
-        def spare(name: str) -> HaloArray:
-            return self._fields[name].spare
+        def next_level(name: str) -> HaloArray:
+            return self._fields[name].next_level
 
-        step = FirstStep(phase, self._ctx.device, read, values, parts, spare)
+        step = FirstStep(phase, self._ctx.device, read, values, parts, next_level)
         return step()
 
     # --- later steps
@@ -176,12 +189,12 @@ class RankLoop:
         """Make a step; return the numbers of its last function."""
         returned = NOTHING
         # Numbers for `until` are those of a whole local block.
-        may_overlap = not self._of.is_staggered and not self._is_asked(step + 1)
+        may_overlap = not self._iteration.is_staggered and not self._is_asked(step + 1)
         for call in self._calls_of(step):
             is_wanted = may_overlap and self._overlap.is_wanted(call)
             is_overlapped = is_wanted and self._overlap.is_checked(call)
             for box in self._boxes(call, is_overlapped):
-                if self._comparisons.are_due and box == self._whole:
+                if self._comparisons.are_due and box == self._block_box:
                     returned = self._comparisons.step(
                         call, self._at_step, partial(self._apply, call, box)
                     )
@@ -192,7 +205,7 @@ class RankLoop:
             )
             if is_due or (is_wanted and not is_overlapped):
                 self._overlap.check(call, self._apply)
-            self._turn(call.changed)
+            self._rotate(call.changed)
             if returned.scalars:
                 self._scalars.update(returned.scalars)
         return returned.numbers
@@ -205,12 +218,12 @@ class RankLoop:
             exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
         self._stale -= call.reads
         if exchange is None:
-            yield self._whole
+            yield self._block_box
             return
         pending = exchange.begin(halo_arrays, is_overlapped)
         if not is_overlapped:
             pending.wait()
-            yield self._whole
+            yield self._block_box
             return
         interior, *boundary_parts = exchange.boxes
         if box_size(interior):
@@ -221,7 +234,7 @@ class RankLoop:
     def _calls_of(self, step: int) -> Iterator[Call]:
         """Yield the calls of a step; each turns its fields before the next one."""
         position = (step - self._first) % self._cycle
-        for number, phase in enumerate(self._of.phases):
+        for number, phase in enumerate(self._iteration.phases):
             key = position, number
             if key not in self._calls:
                 reads = frozenset(self._stale_before(number) & phase.binding.names)
@@ -234,16 +247,16 @@ class RankLoop:
 
     def _stale_before(self, number: int) -> set[str]:
         """Return the names of fields whose halos are out of date before a phase of a later step."""
-        phases, found = self._of.phases, set()
+        phases, stale = self._iteration.phases, set()
         for name in (name for name, field in self._fields.items() if field.has_halo):
-            for back in range(1, len(phases) + 1):
-                earlier = (number - back) % len(phases)
+            for distance in range(1, len(phases) + 1):
+                earlier = (number - distance) % len(phases)
                 if name in self._changed[earlier]:
-                    found.add(name)
+                    stale.add(name)
                     break
                 if name in phases[earlier].binding.names:
                     break
-        return found
+        return stale
 
     def _apply(self, call: Call, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the values of the function."""
@@ -265,10 +278,10 @@ class RankLoop:
         self._stale.difference_update(stale)
         return [self._fields[name].newest for name in stale]
 
-    def _turn(self, changed: Sequence[str]) -> None:
+    def _rotate(self, changed: Sequence[str]) -> None:
         for name in changed:
             field = self._fields[name]
-            field.turn()
+            field.rotate()
             if field.has_halo:
                 self._stale.add(name)
 
@@ -276,16 +289,20 @@ class RankLoop:
 
     def _is_asked(self, step: int) -> bool:
         """Return whether `until` is called after a step, with numbers of the function."""
-        of = self._of
-        return of.until is not None and not of.series and step % of.check_every == 0
+        iteration = self._iteration
+        return (
+            iteration.until is not None
+            and not iteration.series
+            and step % iteration.check_every == 0
+        )
 
     def _is_done(self, step: int, numbers: Sequence[Any]) -> bool:
         """Record numbers after a step; return whether `until` ends the loop."""
-        until = self._of.until
+        until = self._iteration.until
         if self._series.is_due(step):
             current = self._current(self._series.names)
-            self._series.record(step, lambda binding: current(binding, self._whole))
-            if until is not None or self._of.reads_at:  # perhaps at.last
+            self._series.record(step, lambda binding: current(binding, self._block_box))
+            if until is not None or self._iteration.reads_at:  # perhaps at.last
                 self._series.combine()
             if until is not None:
                 return bool(until(dict(self._series.last)))
@@ -301,7 +318,7 @@ class RankLoop:
     def _current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update the halos of some fields after a step; return a function of all their values."""
         # One message updates halos for the next step, too.
-        self._updated(self._stale_of(self._of.phases[0].binding.names.union(names)))
+        self._updated(self._stale_of(self._iteration.phases[0].binding.names.union(names)))
 
         def step(name: str) -> int:
             return max(0, self._ctx.step_for(name) - 1)
@@ -312,15 +329,15 @@ class RankLoop:
 
     def _captured(self, step: int) -> Captured | None:
         """Return a graph that replays a cycle of steps; None if the steps go on one by one."""
-        later = range(step + self._cycle, self._of.steps, self._cycle)
+        later = range(step + self._cycle, self._iteration.steps, self._cycle)
         if not self._replays.is_worthwhile(step) or not any(map(self._is_free, later[:_CYCLES])):
             return None
 
         def steps() -> None:
             for number in range(step, step + self._cycle):
                 for call in self._calls_of(number):
-                    self._overlap.put(call, self._apply)
-                    self._turn(call.changed)
+                    self._overlap.enqueue(call, self._apply)
+                    self._rotate(call.changed)
 
         def restore() -> None:
             restore_order()
@@ -331,10 +348,13 @@ class RankLoop:
 
     def _is_free(self, step: int) -> bool:
         """Return whether a cycle without work for the host can begin after a step."""
-        of, last = self._of, step + self._cycle
-        if (step - self._first) % self._cycle or last >= of.steps:
+        iteration, last = self._iteration, step + self._cycle
+        if (step - self._first) % self._cycle or last >= iteration.steps:
             return False
-        if isinstance(of.period, int) and (last - 1) // of.period > step // of.period:
+        if (
+            isinstance(iteration.period, int)
+            and (last - 1) // iteration.period > step // iteration.period
+        ):
             return False  # a checkpoint is due before its last step
         if any(map(self._stores.is_due, range(step + 1, last))) or self._stores.computes(last):
             return False

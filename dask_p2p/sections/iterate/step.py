@@ -103,10 +103,10 @@ class Phase:
             return Returned({self.fields[0]: value})
         names = (*self.fields, *self.scalars)
         if not isinstance(value, Mapping) or not value or not {*value} <= {*names}:
-            found = list(value) if isinstance(value, Mapping) else type(value).__name__
+            received = list(value) if isinstance(value, Mapping) else type(value).__name__
             raise BlockMismatchError(
                 f"expected a mapping of new blocks from the function, with some of the fields "
-                f"{list(names)}, got {found}. Return {{{names[0]!r}: ...}}."
+                f"{list(names)}, got {received}. Return {{{names[0]!r}: ...}}."
             )
         blocks = {name: value[name] for name in value if name in self.fields}
         return Returned(blocks, (), {name: value[name] for name in value if name in self.scalars})
@@ -127,12 +127,12 @@ class Phase:
         if isinstance(value, Mapping) and {*value} <= {*self.scalars}:
             return Returned({}, (), dict(value))
         if values not in ((None,), ()) and not isinstance(values[0], SimpleNamespace):
-            found = list(value) if isinstance(value, Mapping) else type(values[0]).__name__
+            received = list(value) if isinstance(value, Mapping) else type(values[0]).__name__
             name = (*self.fields, *self.scalars)[0]
             raise BlockMismatchError(
                 f"expected a function that fills its parameter out, out.{name}[...] = "
                 f"..., and returns None or fields that are numbers, {list(self.scalars)}, got "
-                f"{found}. Return nothing else, or leave out the parameter out."
+                f"{received}. Return nothing else, or leave out the parameter out."
             )
         return NOTHING
 
@@ -142,9 +142,11 @@ def _is_same_memory(value: Any, out: Array) -> bool:
         return True
     names = ("__cuda_array_interface__", "__array_interface__")
     for name in names:
-        own, other = getattr(out, name, None), getattr(value, name, None)
-        if own is not None and other is not None:
-            return bool(own["data"] == other["data"] and value.shape == out.shape)
+        out_interface, value_interface = getattr(out, name, None), getattr(value, name, None)
+        if out_interface is not None and value_interface is not None:
+            return bool(
+                out_interface["data"] == value_interface["data"] and value.shape == out.shape
+            )
     return False
 
 
@@ -188,12 +190,12 @@ def replace_block(
     part: HaloPart,  # part of the newest field that was passed to the function
 ) -> None:
     """Copy a returned array, with or without halo, into `out`."""
-    shape, seen = shape_of("the value of the function", new, type(out)), part.data
-    if shape == seen.shape:
+    shape, part_shape = shape_of("the value of the function", new, type(out)), part.data
+    if shape == part_shape.shape:
         new = new[part.inner]
     elif shape != out.shape:
         raise BlockMismatchError(
-            f"expected an array of shape {out.shape}, or {seen.shape} with halo, from the "
+            f"expected an array of shape {out.shape}, or {part_shape.shape} with halo, from the "
             f"function, got {shape}. Return such an array, or fill a parameter named out."
         )
     check_kept(new, out.dtype, "return")
@@ -226,8 +228,8 @@ def is_kept(value: Any, dtype: DType) -> bool:
     is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
     if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
         with np.errstate(all="ignore"):
-            given = np.asarray(value) if is_plain else value
-            return bool((given.astype(dtype) == given).all())
+            number = np.asarray(value) if is_plain else value
+            return bool((number.astype(dtype) == number).all())
     return False
 
 
@@ -337,7 +339,7 @@ class Call:
     ) -> CallArrays:
         """Return the arrays for a box of the local block."""
         parts = {name: fields[name].parts(box)[0] for name in self.changed}
-        outs = {name: fields[name].spare.inner[part.where] for name, part in parts.items()}
+        outs = {name: fields[name].next_level.inner[part.where] for name, part in parts.items()}
         reads_scalars = not self.phase.binding.names.isdisjoint(scalars)
         return CallArrays(values, self.phase.bound(values, outs), outs, parts, reads_scalars)
 

@@ -113,8 +113,8 @@ print(json.dumps([found]))
 def temporaries(*args):
     env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", TEMPORARIES, *args]
-    done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
-    return json.loads(done.stdout)
+    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
+    return json.loads(process.stdout)
 
 
 def test_temporaries_of_a_rank_reuse_their_pages():
@@ -157,8 +157,8 @@ thread.join()
 def test_the_end_of_a_heap_returns_to_the_system():
     env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", OUTPUTS, allocator.__file__]
-    done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
-    assert int(done.stdout) < 8 * 2**20
+    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
+    assert int(process.stdout) < 8 * 2**20
 
 
 def test_other_temporaries_get_new_pages():

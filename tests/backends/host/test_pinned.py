@@ -53,7 +53,7 @@ def test_memory_is_registered_where_it_is(driver):
 
 
 def test_one_warning_of_a_kind(driver):
-    said = []
-    for where, what in 2 * [("a", "x"), ("a", "y"), ("b", "x")]:
-        warn_once(said.append, where, what, "cause", "Remedy.")
-    assert said == [f"dask_p2p: {each} (cause). Remedy." for each in ("a: x", "a: y", "b: x")]
+    warnings = []
+    for where, problem in 2 * [("a", "x"), ("a", "y"), ("b", "x")]:
+        warn_once(warnings.append, where, problem, "cause", "Remedy.")
+    assert warnings == [f"dask_p2p: {text} (cause). Remedy." for text in ("a: x", "a: y", "b: x")]

@@ -105,14 +105,14 @@ def test_regions_of_any_strides(library, data):
         src = source[(*at, ...)][(*cut, ...)].transpose(axes)
         target = np.zeros([n + 2 for n in src.shape], dtype)
         inside = (*(slice(1, 1 + n) for n in src.shape), ...)
-        wanted = target.copy()
-        wanted[inside] = src
+        result = target.copy()
+        result[inside] = src
         regions.append((target[inside], src))
         wholes.append(target)
-        expected.append(wanted)
+        expected.append(result)
     copy(library, regions)
-    for target, wanted in zip(wholes, expected, strict=True):
-        assert target.tobytes() == wanted.tobytes()
+    for target, result in zip(wholes, expected, strict=True):
+        assert target.tobytes() == result.tobytes()
 
 
 @needs_compiler
@@ -121,9 +121,9 @@ def test_one_item_everywhere(library):
     for item in (np.float32("nan"), np.complex128(2 + 3j), np.int8(7)):
         target = np.zeros((5, 6), item.dtype)
         copy(library, [(target[1:4, 2:5], np.broadcast_to(item, (3, 3)))])
-        wanted = np.zeros((5, 6), item.dtype)
-        wanted[1:4, 2:5] = item
-        assert target.tobytes() == wanted.tobytes()
+        expected = np.zeros((5, 6), item.dtype)
+        expected[1:4, 2:5] = item
+        assert target.tobytes() == expected.tobytes()
 
 
 def test_regions_that_do_not_fit():
@@ -144,6 +144,6 @@ def test_whole_pieces_are_one_object():
 def test_the_kernel_compiles(tmp_path, arch):
     command = ["nvcc", "-std=c++17", "-Werror", "all-warnings", "-cubin", f"-arch=sm_{arch}"]
     command += ["-Xptxas", "-v", str(SOURCE), "-o", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "0 bytes stack frame, 0 bytes spill stores" in done.stderr
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    assert "0 bytes stack frame, 0 bytes spill stores" in process.stderr

@@ -98,16 +98,16 @@ def test_not_on_gpus(monkeypatch):
 
 
 def test_which_axes_are_too_long():
-    def found(n, parts, chunk_bytes=LIMIT_BYTES):
+    def find_long_axis(n, parts, chunk_bytes=LIMIT_BYTES):
         with dask.config.set({"array.chunk-size": chunk_bytes}):
             chunks = ((n // parts,) * parts,)
             return long_axis(stages(chunks, Transform({0: n})), {0: n}, 16)
 
-    assert found(4096, 8) == Long(0, 64, 64, 8)
-    assert found(4096, 8, "64 kiB") is None, "it fits"
-    assert found(4096, 2) is None, "it is twice a block of the input"
-    assert found(2 * 4099, 2, "1 kB") is None
-    assert found(3 * 2 * 2003, 6) == Long(0, 6, 2003, 6)
+    assert find_long_axis(4096, 8) == Long(0, 64, 64, 8)
+    assert find_long_axis(4096, 8, "64 kiB") is None, "it fits"
+    assert find_long_axis(4096, 2) is None, "it is twice a block of the input"
+    assert find_long_axis(2 * 4099, 2, "1 kB") is None
+    assert find_long_axis(3 * 2 * 2003, 6) == Long(0, 6, 2003, 6)
     prime = stages(((1400, 1400, 1203),), Transform({0: 4003}))
     assert long_axis(prime, {0: 4003}, 16) is None
 

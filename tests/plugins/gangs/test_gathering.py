@@ -31,13 +31,13 @@ class Looks:
     def __init__(self, scheduler):
         self.now_s, self.scheduler, self.coordinator = 1000.0, scheduler, Coordinator(8)
         self.gathering = Gathering(scheduler, self.coordinator, 10.0, lambda: self.now_s)
-        self.gathering._look_later = lambda: None
+        self.gathering._schedule_check = lambda: None
         self.gathering.add(scheduler.tasks)
 
     def after(self, seconds):
         """Look twice a second for some seconds; return the errors that have come."""
         for _ in range(int(2 * seconds) + 1):
-            self.gathering.look()
+            self.gathering.check_gangs()
             self.now_s += 0.5
         self.now_s -= 0.5
         return [*self.scheduler.ended.values()]

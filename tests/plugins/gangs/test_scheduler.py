@@ -80,7 +80,7 @@ def test_ranks_start_together_and_commit_together():
         orders = await whole(gangs)
         assert {order["state"] for order in orders} == {"running"}
         assert orders[0]["peers"] == (("a", "t0", "of a"), ("b", "t1", "of b"))
-        waiting = asyncio.ensure_future(gangs.order(**GOOD, known="running"))
+        waiting = asyncio.ensure_future(gangs.order(**GOOD, known_state="running"))
         await gangs.leave(**GOOD)
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -200,7 +200,7 @@ def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
     async def main(scheduler, gangs):
         await whole(gangs)
         await gangs.saves(**GOOD, worker="a")
-        waiting = asyncio.ensure_future(gangs.order(**GOOD, known="running"))
+        waiting = asyncio.ensure_future(gangs.order(**GOOD, known_state="running"))
         await asyncio.sleep(0)
         own = scheduler.plugins[PLUGIN_NAME]
         scheduler.plugins[PLUGIN_NAME] = other = object()

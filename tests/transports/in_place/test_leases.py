@@ -207,7 +207,7 @@ def test_a_block_released_while_it_is_being_published_is_not_published(directory
     with pytest.raises(KeyError):
         directory.publish("key", find, describe)
     assert take(directory.folder, "key") is None
-    assert directory.coming == {}
+    assert directory.publications == {}
     publish(directory, "key", block, b"text")
     assert len(directory) == 1
 
@@ -633,7 +633,7 @@ class Protocol(RuleBasedStateMachine):
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data())
-    def let_go(self, data):
+    def free_memory(self, data):
         _, lease = self.leases.pop(data.draw(st.integers(0, len(self.leases) - 1)))
         lease.close()
 

@@ -11,7 +11,7 @@ import pytest
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import options
-from dask_p2p.transports.packed import Asked, PackedTransport, Target
+from dask_p2p.transports.packed import PackedTransport, ReadRequest, SendBuffer
 from tests.transports.loopback import LoopbackHost
 
 BOXES = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
@@ -39,7 +39,7 @@ class LateQueue(HostQueue):
         self._happened.append("packed")
 
 
-class Memory(Target):
+class Memory(SendBuffer):
     """One array for each region."""
 
     def __init__(self, happened):
@@ -60,12 +60,12 @@ class Memory(Target):
 
 class ToMemory(PackedTransport):
     name = "memory"
-    footprint = landing = obstacle = None
+    footprint = recv_buffer = obstacle = None
 
     def own_bytes(self, asked):
         return [48 for _ in asked.parts]
 
-    async def target(self, asked, where):
+    async def make_send_buffer(self, asked, where):
         where.append(Memory(where))
         return where[-1]
 
@@ -85,7 +85,7 @@ def holder(loop, tmp_path, monkeypatch):
 def serve(holder, loop, parts=PARTS, wait_s=60.0):
     """Return the answers, and the regions that were packed."""
     blocks = [(number, (4, 3)) for number in range(3)]
-    asked = Asked(blocks, parts, "float64 <f8", 8, time.monotonic() + wait_s)
+    asked = ReadRequest(blocks, parts, "float64 <f8", 8, time.monotonic() + wait_s)
     target = Memory(holder.happened)
 
     async def packed():

@@ -83,6 +83,8 @@ def shared_files():
 
 
 class Pinned(PackedConformance):
+    test_a_holder_that_is_closing_refuses = None
+
     def open(self, setup, key, array, *boxes, part_bytes=2**25, **changes):
         of = setup.holder, key, array.shape, array.dtype, setup.kind
         chosen = replace(self.options, part_bytes=part_bytes, **changes)

@@ -20,7 +20,7 @@ from dask_p2p.errors import TransferError
 from dask_p2p.transports import streamed as stream
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.buffers import ByteBudget
-from dask_p2p.transports.streamed import Outgoing
+from dask_p2p.transports.streamed import UcxSendBuffer
 from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
 from tests.support import BOUND_S
@@ -34,7 +34,9 @@ TRANSPORT = UcxTransport
 def resting(loop):
     """Tasks of an event loop that have UCX rest now and then."""
     tasks = asyncio.all_tasks(loop.loop)
-    return [task for task in tasks if task.get_coro().__qualname__ == "UcxTransport._rest"]
+    return [
+        task for task in tasks if task.get_coro().__qualname__ == "UcxTransport._stop_when_idle"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(monkeypatch, there, mo
     pools = {
         name: SimpleNamespace(take=lambda *args, name=name: name) for name in ("numpy", "cupy")
     }
-    message = Outgoing(SimpleNamespace(buffers=pools), None, None, b"")
+    message = UcxSendBuffer(SimpleNamespace(buffers=pools), None, None, b"")
     message.size_bytes = 8
     if there is not None:
         assert message.memory(backend_named(there)) == there
@@ -66,7 +68,7 @@ class TestUcx(PackedConformance):
             self.read(setup, key, array, ((0, 1), (0, 1)))
             for transport in (setup.reader, setup.serving):
                 messenger = transport.messenger()
-                wait_until(lambda messenger=messenger: messenger.rest(3600))
+                wait_until(lambda messenger=messenger: messenger.stop_when_idle(3600))
 
     def test_closing_takes_back_what_was_asked(self, setup, block):
         asked, ended = threading.Event(), threading.Event()
@@ -216,10 +218,12 @@ class TestUcx(PackedConformance):
     def test_blocks_that_do_not_go_into_one_message_come_in_several(
         self, setup, blocks, monkeypatch
     ):
-        packed, pack = set(), Outgoing.pack
-        monkeypatch.setattr(Outgoing, "takes", lambda message, block: message not in packed)
+        packed, pack = set(), UcxSendBuffer.pack
+        monkeypatch.setattr(UcxSendBuffer, "takes", lambda message, block: message not in packed)
         monkeypatch.setattr(
-            Outgoing, "pack", lambda message, *args: packed.add(message) or pack(message, *args)
+            UcxSendBuffer,
+            "pack",
+            lambda message, *args: packed.add(message) or pack(message, *args),
         )
         came = self.read_blocks(setup, blocks)
         for key, array in blocks.items():
@@ -268,14 +272,14 @@ class TestUcx(PackedConformance):
         """Its reader is told that it comes."""
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
-        begin, count = Outgoing.pack, itertools.count()
+        begin, count = UcxSendBuffer.pack, itertools.count()
 
         def pack(target, *args):
             if next(count) == 2:
                 raise TransferError("no more")
             begin(target, *args)
 
-        monkeypatch.setattr(Outgoing, "pack", pack)
+        monkeypatch.setattr(UcxSendBuffer, "pack", pack)
         remote = self.rows(setup, "block", array, part_bytes=2**17)
         requests = [remote.request() for _ in range(4)]
         for i, request in enumerate(requests[:2]):
@@ -288,7 +292,7 @@ class TestUcx(PackedConformance):
     def test_memory_is_given_back_when_nothing_is_copied_there_any_more(self, setup, monkeypatch):
         array = np.arange(2 * 2**14).reshape(2, 2**14)
         setup.put("block", array)
-        make_room, pack, waited = Outgoing.begin, Outgoing.pack, []
+        make_room, pack, waited = UcxSendBuffer.begin, UcxSendBuffer.pack, []
 
         def packed(target, *args):
             pack(target, *args)
@@ -302,8 +306,8 @@ class TestUcx(PackedConformance):
             make_room(target, asked, reserved)
 
         waiting = []
-        monkeypatch.setattr(Outgoing, "pack", packed)
-        monkeypatch.setattr(Outgoing, "begin", begin)
+        monkeypatch.setattr(UcxSendBuffer, "pack", packed)
+        monkeypatch.setattr(UcxSendBuffer, "begin", begin)
         remote = self.rows(setup, "block", array, part_bytes=2**17)
         with pytest.raises(TransferError, match="no more"):
             remote.request().result(BOUND_S)
@@ -314,7 +318,7 @@ class TestUcx(PackedConformance):
         """As the pool of Dask closes those of calls that are cancelled."""
         array = np.arange(3 * 2**14).reshape(3, 2**14)
         setup.put("block", array)
-        worker, ended, packed_for = setup.reader.worker, [], setup.serving.packed_for
+        worker, ended, pack_request = setup.reader.worker, [], setup.serving.pack_request
         calling, may_answer = worker.call, asyncio.Event()
 
         async def call(*args, **kwargs):
@@ -324,11 +328,11 @@ class TestUcx(PackedConformance):
                 ended.append(sys.exc_info()[0])
 
         async def late(*args):
-            answers = await packed_for(*args)
+            answers = await pack_request(*args)
             await may_answer.wait()
             return answers
 
-        worker.call, setup.serving.packed_for = call, late
+        worker.call, setup.serving.pack_request = call, late
         for count in (3, 2):
             remote = self.rows(setup, "block", array, part_bytes=2**17)
             for request in [remote.request() for _ in range(count)]:

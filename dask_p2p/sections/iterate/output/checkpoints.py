@@ -113,7 +113,10 @@ class CheckpointFolder(ABC):
                 self._initial = record["initial"]
                 together(self.ctx, self._folder, partial(self._make_room, step))
                 return step
-            damage = damage or f"expected the values that were written to {self._of(step)}, {cause}"
+            damage = (
+                damage
+                or f"expected the values that were written to {self._step_folder(step)}, {cause}"
+            )
         if damage:
             raise FileError(
                 f"{damage}. There is no other checkpoint to resume from. Copy it here again, or "
@@ -124,7 +127,7 @@ class CheckpointFolder(ABC):
 
     def write(self, step: int, flush: Callable[[], None]) -> None:
         """Write a checkpoint; `flush` completes all frames before it is complete."""
-        ctx, folder = self.ctx, self._of(step)
+        ctx, folder = self.ctx, self._step_folder(step)
 
         def create() -> None:
             with self._explained(folder):
@@ -214,7 +217,7 @@ class CheckpointFolder(ABC):
             if f"step-{step:012}" not in names:
                 self._marker(step, _INCOMPLETE).remove()
             elif self._has_mark(step):  # the other run may still write to it: the file stays
-                self._of(step).remove()
+                self._step_folder(step).remove()
         return sorted(complete, reverse=True)
 
     def _loaded(self, step: int) -> tuple[Any, str]:
@@ -229,7 +232,7 @@ class CheckpointFolder(ABC):
             record = self._record(step)
             self._check_program(record)
             self._check(record)
-            part = self._load(zarr.open_group(self._of(step).store, mode="r"), record)
+            part = self._load(zarr.open_group(self._step_folder(step).store, mode="r"), record)
         except (InputError, MemoryError):
             raise
         except Exception as exc:
@@ -283,7 +286,7 @@ class CheckpointFolder(ABC):
             **self._details(),
         }
         text = json.dumps(record).encode()
-        with self._explained(self._of(step)):
+        with self._explained(self._step_folder(step)):
             self._check_run()
             self._marker(step, _COMPLETE).write(_digest(text) + b"\n" + text)
             self._marker(step, _INCOMPLETE).remove()
@@ -298,10 +301,10 @@ class CheckpointFolder(ABC):
 
     def _clear(self, step: int) -> None:
         """Make a place for a checkpoint. Raises `FileError` if a user's folder is there."""
-        if self._of(step).exists() and not self._has_mark(step):
+        if self._step_folder(step).exists() and not self._has_mark(step):
             raise FileError(
-                f"expected no folder at {self._of(step)}, got one that dask_p2p has not written. "
-                f"Move it, or give another path."
+                f"expected no folder at {self._step_folder(step)}, got one that dask_p2p has not "
+                f"written. Move it, or give another path."
             )
         self._remove(step, last=False)
 
@@ -311,8 +314,8 @@ class CheckpointFolder(ABC):
         with suppress(OSError):  # on a full disk
             incomplete.touch()
         self._marker(step, _COMPLETE).remove()
-        self._of(step).remove()
-        if last and not self._of(step).exists():
+        self._step_folder(step).remove()
+        if last and not self._step_folder(step).exists():
             incomplete.remove()
 
     def _check_run(self) -> None:
@@ -339,7 +342,7 @@ class CheckpointFolder(ABC):
 
     # --- names
 
-    def _of(self, step: int) -> Folder:
+    def _step_folder(self, step: int) -> Folder:
         """Return the folder of one checkpoint."""
         return self._folder.child(f"step-{step:012}")
 
@@ -357,7 +360,7 @@ class CheckpointFolder(ABC):
         if any(self._marker(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
             return True
         mark = ATTRIBUTES["format"].rpartition(" ")[0].encode()
-        files = [self._of(step).child(name) for name in _METADATA]
+        files = [self._step_folder(step).child(name) for name in _METADATA]
         return any(file.exists() and mark in file.read() for file in files)
 
 
@@ -400,9 +403,9 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
     starts = [start for start, _ in box]
     for copied in split_box(box, _COPIED_ELEMENTS):
         host = device.to_host(block[box_slices(_relative(copied, starts))])
-        own = [start for start, _ in copied]
+        copied_starts = [start for start, _ in copied]
         for piece in split_box(copied, _PIECE_ELEMENTS):
-            total += _of_piece(host[box_slices(_relative(piece, own))], piece)
+            total += _of_piece(host[box_slices(_relative(piece, copied_starts))], piece)
     return np.uint64(total)
 
 
@@ -463,14 +466,14 @@ def _of_piece(block: Any, box: Box) -> np.uint64:
 
 def _weights(axis: int, start: int, stop: int) -> Any:
     """Return odd numbers for the indices of an axis."""
-    found = np.arange(start, stop, dtype=np.uint64)
-    found += np.uint64((axis + 1) << 56)  # other numbers for each axis
-    found *= _INCREMENT
+    weights = np.arange(start, stop, dtype=np.uint64)
+    weights += np.uint64((axis + 1) << 56)  # other numbers for each axis
+    weights *= _INCREMENT
     for shift, factor in _MIXING:
-        found ^= found >> np.uint64(shift)
-        found *= np.uint64(factor)
-    found ^= found >> np.uint64(_LAST_SHIFT)
-    return found | np.uint64(1)
+        weights ^= weights >> np.uint64(shift)
+        weights *= np.uint64(factor)
+    weights ^= weights >> np.uint64(_LAST_SHIFT)
+    return weights | np.uint64(1)
 
 
 def _relative(box: Box, origin: list[int]) -> Box:

@@ -54,7 +54,7 @@ class CheckpointFiles(CheckpointFolder):
         settings: Callable[[], Mapping[str, str]],  # of the run, by name
     ) -> None:
         self._chunks, self._local, self._scalars, self._series = chunks, local, scalars, series
-        initial = {n: fingerprint(ctx.device, part, of.box) for n, part, of in self._levels()}
+        initial = {n: fingerprint(ctx.device, part, field.box) for n, part, field in self._levels()}
         for name, value in scalars.values.items():
             initial[name] = fingerprint_of_same(ctx.device, np.asarray(value), ctx.rank)
         for name, block, box, counts in local.constant_arrays():
@@ -69,8 +69,8 @@ class CheckpointFiles(CheckpointFolder):
 
     def _shapes(self) -> dict[str, Any]:
         """Return the shape and dtype of each array."""
-        found = {name: (field.shape, field.spec.dtype) for name, _, field in self._levels()}
-        return found | {name: ((), of.dtype) for name, of in self._scalars.values.items()}
+        shapes = {name: (field.shape, field.spec.dtype) for name, _, field in self._levels()}
+        return shapes | {name: ((), number.dtype) for name, number in self._scalars.values.items()}
 
     def _program(self) -> dict[str, Any]:
         return {"format": ATTRIBUTES["format"], "arrays": plain(self._shapes())}
@@ -154,11 +154,11 @@ class StateValues:
         self._ctx, self._state, self.grid = ctx, state, ctx.grid_of().ranks
         leaves = state.leaves()
         self.names = _array_names([*leaves])
-        divided = np.array([self._is_divided(each) for each in leaves.values()], bool)
+        divided = np.array([self._is_divided(leaf) for leaf in leaves.values()], bool)
         on_all = ctx.allreduce(divided, "all") if divided.size else divided
         self.kinds = [
-            DIVIDED if is_divided else NUMBER if each.kind in ("number", "python") else OWN
-            for each, is_divided in zip(leaves.values(), on_all, strict=True)
+            DIVIDED if is_divided else NUMBER if leaf.kind in ("number", "python") else OWN
+            for leaf, is_divided in zip(leaves.values(), on_all, strict=True)
         ]
 
     def _is_divided(self, leaf: Leaf) -> bool:
@@ -178,21 +178,21 @@ class StateValues:
 
     def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return copies of the current values in host memory, by name."""
-        found = {}
+        copies = {}
         for name, leaf in self.leaves().items():
-            found[name] = np.empty(leaf.array.shape, leaf.array.dtype)
-            self._ctx.device.copy_to_host(found[name], leaf.array)
-        return found
+            copies[name] = np.empty(leaf.array.shape, leaf.array.dtype)
+            self._ctx.device.copy_to_host(copies[name], leaf.array)
+        return copies
 
     def fingerprints(self) -> dict[str, np.uint64]:
         """Return fingerprints of this rank's parts, by name; none of values of each rank."""
-        found, ctx = {}, self._ctx
+        fingerprints, ctx = {}, self._ctx
         for (name, leaf), kind in zip(self.leaves().items(), self.kinds, strict=True):
             if kind == DIVIDED:
-                found[name] = fingerprint(ctx.device, leaf.array, ctx.box)
+                fingerprints[name] = fingerprint(ctx.device, leaf.array, ctx.box)
             elif kind == NUMBER:
-                found[name] = fingerprint_of_same(ctx.device, leaf.array, ctx.rank)
-        return found
+                fingerprints[name] = fingerprint_of_same(ctx.device, leaf.array, ctx.rank)
+        return fingerprints
 
 
 class StateFiles(CheckpointFolder):
@@ -208,15 +208,19 @@ class StateFiles(CheckpointFolder):
 
     def _shapes(self) -> dict[str, Any]:
         """Return the shape in the store, and the dtype, of each value."""
-        whole, kinds = tuple(map(sum, self._values.grid.chunks)), self._kinds
+        global_shape, kinds = tuple(map(sum, self._values.grid.chunks)), self._kinds
         return {
-            name: (whole if kinds[name] == DIVIDED else (), leaf.array.dtype)
+            name: (global_shape if kinds[name] == DIVIDED else (), leaf.array.dtype)
             for name, leaf in self._values.leaves().items()
         }
 
     def _program(self) -> dict[str, Any]:
         shapes, kinds = self._shapes(), self._kinds
-        divided = {name: each for name, each in shapes.items() if kinds[name] == DIVIDED}
+        divided = {
+            name: shape_and_dtype
+            for name, shape_and_dtype in shapes.items()
+            if kinds[name] == DIVIDED
+        }
         return {"format": ATTRIBUTES["format"], "values": kinds, "arrays": plain(divided)}
 
     def _details(self) -> dict[str, Any]:
@@ -235,7 +239,7 @@ class StateFiles(CheckpointFolder):
             if kind == DIVIDED:
                 values.append(parts.read(group, name, self.ctx.box))
             elif name in record["own"]:
-                values.append(parts.read(group, self._own(name)))
+                values.append(parts.read(group, self._rank_name(name)))
             else:
                 values.append(parts.read(group, name, counts=self.ctx.rank == 0))
         self._state.fill(values)
@@ -249,7 +253,7 @@ class StateFiles(CheckpointFolder):
             if self._kinds[name] != NUMBER:
                 continue
             every = self.ctx.allgather(np.frombuffer(number.tobytes(), np.uint8), ragged=True)
-            if any(own.tobytes() != every[0].tobytes() for own in every):
+            if any(rank_number.tobytes() != every[0].tobytes() for rank_number in every):
                 raise InputError(
                     f"state: expected numbers that are the same on all ranks, as checkpoint= "
                     f"requires, got {name}, which differs. Give an array of one element, "
@@ -265,14 +269,18 @@ class StateFiles(CheckpointFolder):
             blake2b(f"{a.dtype.str}{a.shape}".encode() + a.tobytes(), digest_size=16).digest()
             for a in values.values()
         ]
-        own = np.frombuffer(b"".join(digests), np.uint8).reshape(len(values), -1)
-        every = self.ctx.allgather(own)
+        digest_rows = np.frombuffer(b"".join(digests), np.uint8).reshape(len(values), -1)
+        every = self.ctx.allgather(digest_rows)
         is_same = (every == every[0]).all(axis=(0, 2)).tolist()
         return {name for name, same in zip(values, is_same, strict=True) if not same}
 
     def _create(self, folder: Folder) -> None:
         shapes = self._shapes()
-        divided = {name: of for name, of in shapes.items() if self._kinds[name] == DIVIDED}
+        divided = {
+            name: shape_and_dtype
+            for name, shape_and_dtype in shapes.items()
+            if self._kinds[name] == DIVIDED
+        }
         create_arrays(created(folder, shapes, ATTRIBUTES), divided, self._chunks)
 
     def _fill(self, group: Any) -> np.uint64:
@@ -281,13 +289,13 @@ class StateFiles(CheckpointFolder):
             if self._kinds[name] == DIVIDED:
                 parts.write(group, name, array, self.ctx.box)
             elif name in self._differing:
-                parts.create(group, self._own(name), array)
+                parts.create(group, self._rank_name(name), array)
             elif self.ctx.rank == 0:
                 parts.create(group, name, array)
         self._arrays = {}
         return parts.fingerprint
 
-    def _own(self, name: str) -> str:
+    def _rank_name(self, name: str) -> str:
         return f"{name}.rank-{self.ctx.rank}"
 
 
@@ -297,9 +305,9 @@ def _array_names(texts: list[str]) -> list[str]:
     >>> _array_names(["u", "v[0]", "fields['h']"])
     ['u', 'v.0', 'fields.h']
     """
-    found = [re.sub(r"\W+", ".", text).strip(".") for text in texts]
-    is_unique = len({*found}) == len(found) and all(found)
-    return found if is_unique else [f"value-{number}" for number, _ in enumerate(texts)]
+    names = [re.sub(r"\W+", ".", text).strip(".") for text in texts]
+    is_unique = len({*names}) == len(names) and all(names)
+    return names if is_unique else [f"value-{number}" for number, _ in enumerate(texts)]
 
 
 # The settings of a run, as texts that a later run compares: functions and their arguments.

@@ -72,10 +72,14 @@ class Frames:
         times = [name for name in TIMES if name in scalars.values and name not in spec.fields]
         self._names = (*spec.fields, *times)  # of fields and numbers
         self._fields = {name: local.fields[name] for name in spec.fields if name in local.fields}
-        self._fields |= {each.name: self._first for each in spec.computed}
+        self._fields |= {computed.name: self._first for computed in spec.computed}
         #: By computed field.
-        self._readers = {each.name: Reader(ctx.device, each.function) for each in spec.computed}
-        self._comparisons = {each.name: self._comparison(each, local) for each in spec.computed}
+        self._readers = {
+            computed.name: Reader(ctx.device, computed.function) for computed in spec.computed
+        }
+        self._comparisons = {
+            computed.name: self._comparison(computed, local) for computed in spec.computed
+        }
         self._arrays: dict[str, Any] = {}  # of the store
         self._parts: dict[str, tuple[Slices, Slices]] = {}  # in the whole array; in the local block
         self._copies: dict[str, Array] = {}  # of the frame to write
@@ -94,7 +98,7 @@ class Frames:
             self._arrays[name] = stored(self._group, name)
             if name in self._fields:
                 self._parts[name] = parts = self._part(self._fields[name])
-                shape = tuple(of.stop - of.start for of in parts[0])
+                shape = tuple(rows.stop - rows.start for rows in parts[0])
                 self._copies[name] = np.empty(shape, dtype)
         self.in_turn = bool(self._ctx.allreduce(int(self._shares_chunks()), "max"))
 
@@ -107,18 +111,20 @@ class Frames:
             else:
                 field = self._fields[name]
                 yield name, (self._shape(field), field.spec.dtype)
-        for each in self.spec.computed:
-            dtype = self._computed(each, values).dtype
-            yield each.name, (self._shape(self._first), dtype)
+        for computed in self.spec.computed:
+            dtype = self._computed(computed, values).dtype
+            yield computed.name, (self._shape(self._first), dtype)
 
     def _shape(self, field: LocalField) -> tuple[int, ...]:
         slices = self.spec.slices(len(field.shape))
-        return tuple(len(range(n)[of]) for n, of in zip(field.shape, slices, strict=True))
+        return tuple(
+            len(range(n)[selection]) for n, selection in zip(field.shape, slices, strict=True)
+        )
 
     def _part(self, field: LocalField) -> tuple[Slices, Slices]:
         along = zip(self.spec.slices(len(field.shape)), field.shape, field.box, strict=True)
-        pairs = [part_of_slice(of, length, *box) for of, length, box in along]
-        return tuple(whole for whole, _ in pairs), tuple(local for _, local in pairs)
+        pairs = [part_of_slice(selection, length, *box) for selection, length, box in along]
+        return tuple(global_rows for global_rows, _ in pairs), tuple(local for _, local in pairs)
 
     def _open(self, shapes: Mapping[str, Any], first: int) -> None:
         """Create the group and its arrays, or compare them. On rank 0."""
@@ -126,7 +132,7 @@ class Frames:
         program = {"format": "dask_p2p frames 1", "every": every, "arrays": plain(shapes)}
         if self.spec.region:
             rows = zip(self._first.shape, self.spec.region, strict=True)
-            program["region"] = [list(of.indices(length)) for length, of in rows]
+            program["region"] = [list(selection.indices(length)) for length, selection in rows]
         # A killed process leaves partial files.
         names = [name for name in folder.names() if not name.endswith(".partial")]
         group = opened(folder) if names else None
@@ -145,7 +151,9 @@ class Frames:
                 f"{first}, got {count}. Give the folder of the earlier run, or another checkpoint."
             )
         group.attrs.update({"frames": count, "steps": count * every, "run": self._run})
-        missing = {name: each for name, each in shapes.items() if name not in group}
+        missing = {
+            name: shape_and_dtype for name, shape_and_dtype in shapes.items() if name not in group
+        }
         dims = {name: (FRAME, *self._dims(name, shape)) for name, (shape, _) in shapes.items()}
         create_arrays(group, missing, self.spec.chunks, self._count, dims)
         for name in shapes.keys() - missing.keys():
@@ -171,7 +179,10 @@ class Frames:
     def _dims(self, name: str, shape: Sequence[int]) -> list[str]:
         """Return the names of a field's axes; a field on faces has another length along some."""
         usual = zip(self.spec.dims, self._shape(self._first), shape, strict=False)
-        return [dim if wanted == length else f"{dim}_{name}" for dim, wanted, length in usual]
+        return [
+            dim if first_length == length else f"{dim}_{name}"
+            for dim, first_length, length in usual
+        ]
 
     def _write_coordinate(self, group: Any, name: str, coordinate: Coordinate) -> None:
         slices = dict(zip(self.spec.dims, self.spec.slices(len(self.spec.dims)), strict=True))
@@ -190,11 +201,14 @@ class Frames:
     def _shares_chunks(self) -> bool:
         """Return whether this rank has a part of a chunk whose rest another rank has."""
         return any(
-            own.start < own.stop
-            and (own.start % chunk or (own.stop % chunk and own.stop != length))
-            for name, (whole, _) in self._parts.items()
-            for own, length, chunk in zip(
-                whole, self._arrays[name].shape[1:], self._arrays[name].chunks[1:], strict=True
+            rows.start < rows.stop
+            and (rows.start % chunk or (rows.stop % chunk and rows.stop != length))
+            for name, (global_slices, _) in self._parts.items()
+            for rows, length, chunk in zip(
+                global_slices,
+                self._arrays[name].shape[1:],
+                self._arrays[name].chunks[1:],
+                strict=True,
             )
         )
 
@@ -212,18 +226,18 @@ class Frames:
             if name in numbers:
                 self._copies[name] = np.asarray(numbers[name])
             else:
-                self._put(name, self._fields[name].newest.inner)
-        for each in self.spec.computed:
-            call = partial(self._computed, each, values)
-            if comparison := self._comparisons[each.name]:
-                self._put(
-                    each.name,
-                    comparison(partial(self._by, each, values), call, lambda block: [block]),
+                self._copy_block(name, self._fields[name].newest.inner)
+        for computed in self.spec.computed:
+            call = partial(self._computed, computed, values)
+            if comparison := self._comparisons[computed.name]:
+                self._copy_block(
+                    computed.name,
+                    comparison(partial(self._by, computed, values), call, lambda block: [block]),
                 )
             else:
-                self._put(each.name, call())
+                self._copy_block(computed.name, call())
 
-    def _put(self, name: str, block: Array) -> None:
+    def _copy_block(self, name: str, block: Array) -> None:
         copy, device = self._copies[name], self._ctx.device
         if not np.can_cast(block.dtype, copy.dtype, "same_kind"):
             raise BlockMismatchError(
@@ -252,18 +266,18 @@ class Frames:
         arguments = {**values(field.binding, box), **keywords}
         bound = field.binding.bound(function, watched(arguments, watch))
         value: Any = self._readers[field.name](bound)
-        part, own = self._first.parts(box)[0], box_shape(box)
+        part, box_lengths = self._first.parts(box)[0], box_shape(box)
         shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))
-        if shape not in (own, part.data.shape):
+        if shape not in (box_lengths, part.data.shape):
             raise BlockMismatchError(
-                f"expected an array of shape {own}, or {part.data.shape} with halo, from the "
-                f"function of the computed field {field.name!r}, got {shape}. Return such an "
+                f"expected an array of shape {box_lengths}, or {part.data.shape} with halo, from "
+                f"the function of the computed field {field.name!r}, got {shape}. Return such an "
                 f"array, or record a number, record={{...}}."
             )
-        return [value if shape == own else value[part.inner]]
+        return [value if shape == box_lengths else value[part.inner]]
 
     def _comparison(self, field: ComputedField, local: LocalFields) -> Comparison:
-        is_staggered = any(any(each.spec.extra) for each in local.fields.values())
+        is_staggered = any(any(local_field.spec.extra) for local_field in local.fields.values())
         return Comparison(
             f"compute[{field.name!r}]",
             "a local block",
@@ -324,7 +338,7 @@ class BackgroundFrames:
         # Frames that are written, or in the thread: each function records one in its store.
         self._unrecorded: list[Callable[[], None]] = []
 
-    def due(self, step: int) -> list[Frames]:
+    def frames_due(self, step: int) -> list[Frames]:
         """Return those with a frame after a step."""
         return [frames for frames in self._frames if frames.is_due(step)]
 
@@ -335,17 +349,17 @@ class BackgroundFrames:
 
     def write(self, step: int, values: Callable[[Sequence[Frames]], Values]) -> None:
         """Begin to write the frames that are due; `values` returns the values for them."""
-        due = self.due(step)
-        if not due:
+        frames_to_write = self.frames_due(step)
+        if not frames_to_write:
             return
         written = self._awaited()
-        of_step = values(due)
-        for frames in due:
+        of_step = values(frames_to_write)
+        for frames in frames_to_write:
             frames.copy(step, of_step)
-        alone = [frames.write for frames in due if not frames.in_turn]
+        alone = [frames.write for frames in frames_to_write if not frames.in_turn]
         self._writing = self._thread.submit(_call, [*written, *alone])
-        self._unrecorded = [partial(frames.record, step) for frames in due]
-        for frames in due:
+        self._unrecorded = [partial(frames.record, step) for frames in frames_to_write]
+        for frames in frames_to_write:
             for rank in range(self._ctx.size if frames.in_turn else 0):
                 if rank == self._ctx.rank:
                     frames.write()
@@ -481,7 +495,7 @@ class StateFrames:
 
     def write(self, step: int, flush: Callable[[], None]) -> None:
         """Begin to write a frame."""
-        self._written.write(step, lambda due: None)
+        self._written.write(step, lambda _: None)
 
     def flush(self) -> None:
         """Wait until all ranks have written all frames; rank 0 records them."""

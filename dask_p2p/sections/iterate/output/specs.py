@@ -75,17 +75,17 @@ class FramesSpec:
     def size_bytes(self, box: Box, shape: Sequence[int], item_bytes: Mapping[str, int]) -> int:
         """Return the size of a frame's part in a box of the first field, which is named first."""
         along = zip(self.slices(len(shape)), shape, box, strict=True)
-        rows = [part_of_slice(of, length, *own)[0] for of, length, own in along]
+        rows = [part_of_slice(selection, length, *bounds)[0] for selection, length, bounds in along]
         first = next(iter(item_bytes.values()))
-        each = [item_bytes.get(name, 0) for name in self.fields] + [first] * len(self.computed)
-        count: int = prod(own.stop - own.start for own in rows)
-        return count * sum(each)
+        sizes = [item_bytes.get(name, 0) for name in self.fields] + [first] * len(self.computed)
+        count: int = prod(selected.stop - selected.start for selected in rows)
+        return count * sum(sizes)
 
     def in_library(self, library: str) -> FramesSpec:
         """Return the same frames, computed by functions of arrays of another library."""
         computed = tuple(
-            replace(each, function=LibraryFunction(each.function, library))
-            for each in self.computed
+            replace(field, function=LibraryFunction(field.function, library))
+            for field in self.computed
         )
         return replace(self, computed=computed)
 
@@ -108,19 +108,19 @@ class StoreSpecs:
     @property
     def names(self) -> set[str]:
         """Names of all values that the functions read."""
-        computed = [each for frames in self.frames for each in frames.computed]
-        return set().union(*(each.binding.names for each in computed))
+        computed = [field for frames in self.frames for field in frames.computed]
+        return set().union(*(field.binding.names for field in computed))
 
     def in_library(self, library: str) -> StoreSpecs:
         """Return the same stores, with functions of arrays of another library."""
-        return replace(self, frames=tuple(each.in_library(library) for each in self.frames))
+        return replace(self, frames=tuple(frames.in_library(library) for frames in self.frames))
 
 
 NO_STORES = StoreSpecs()
 
 
 def checked_frames(
-    save: SaveArguments, names: Sequence[str], known: Collection[str], chunks: Chunks
+    save: SaveArguments, names: Sequence[str], value_names: Collection[str], chunks: Chunks
 ) -> FramesSpec:
     """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
     is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))
@@ -129,80 +129,80 @@ def checked_frames(
             f"save: expected a list of names of fields, {[*names]}, got "
             f"fields={save.fields!r:.80}. Give fields=[{names[0]!r}]."
         )
-    own = tuple(names if save.fields is None else save.fields)
-    computed = _checked_computed(save.compute, names, known)
-    if not (own or computed) or not {*own} <= {*names}:
+    fields = tuple(names if save.fields is None else save.fields)
+    computed = _checked_computed(save.compute, names, value_names)
+    if not (fields or computed) or not {*fields} <= {*names}:
         raise InputError(
-            f"save: expected names of fields, {[*names]}, got {list(own)}. Rename them."
+            f"save: expected names of fields, {[*names]}, got {list(fields)}. Rename them."
         )
     every = checked_count("steps between frames", every=save.every)
     region = _checked_region(save.region, [sum(along) for along in chunks])
     sizes = _region_chunks(chunks, region) if region else store_chunks(chunks)
     dims = checked_dims(save.dims, len(chunks))
     along_axes = dict(zip(dims, [sum(along) for along in chunks], strict=True))
-    coords = checked_coords(save.coords, along_axes, {*own, *(each.name for each in computed)})
-    return FramesSpec(absolute(save.path), every, own, computed, region, sizes, dims, coords)
+    coords = checked_coords(save.coords, along_axes, {*fields, *(field.name for field in computed)})
+    return FramesSpec(absolute(save.path), every, fields, computed, region, sizes, dims, coords)
 
 
 def _checked_computed(
-    given: Any, names: Collection[str], known: Collection[str]
+    functions: Any, names: Collection[str], value_names: Collection[str]
 ) -> tuple[ComputedField, ...]:
-    if not isinstance(given, Mapping):
+    if not isinstance(functions, Mapping):
         raise InputError(
-            f"compute: expected a mapping of functions by name, got {type(given).__name__}. Give "
-            f"{{'speed': lambda u, v: (u**2 + v**2) ** 0.5}}."
+            f"compute: expected a mapping of functions by name, got {type(functions).__name__}. "
+            f"Give {{'speed': lambda u, v: (u**2 + v**2) ** 0.5}}."
         )
-    found = []
-    for name, function in given.items():
+    computed = []
+    for name, function in functions.items():
         check_name(name, "a computed field")
         check_function(function, "fields", "compute={'square': lambda u: u**2}")
-        binding = bound_by_name(function, known)
+        binding = bound_by_name(function, value_names)
         if name in names or binding.fills_out:
             raise InputError(
                 f"compute: expected a name that no field has, and a function that returns a local "
                 f"block, without a parameter {OUT}, got {name!r}. Change it."
             )
-        found.append(ComputedField(name, function, binding))
-    return tuple(found)
+        computed.append(ComputedField(name, function, binding))
+    return tuple(computed)
 
 
 # --- regions and chunks
 
 
-def _checked_region(given: Any, shape: Sequence[int]) -> tuple[slice, ...]:
+def _checked_region(region: Any, shape: Sequence[int]) -> tuple[slice, ...]:
     """Return a slice for each axis, or none for the whole array."""
-    slices = (given,) if isinstance(given, slice) else given
+    slices = (region,) if isinstance(region, slice) else region
     is_valid = isinstance(slices, tuple) and len(slices) <= len(shape)
     if not is_valid or not all(map(_is_slice, slices)):
         raise InputError(
             f"region: expected a tuple of slices with positive steps, at most {len(shape)}, got "
-            f"{given!r}. Give numpy.s_[::4, :100], and a range for one index, 5:6."
+            f"{region!r}. Give numpy.s_[::4, :100], and a range for one index, 5:6."
         )
-    if not all(range(n)[of] for n, of in zip(shape, slices, strict=False)):
+    if not all(range(n)[selection] for n, selection in zip(shape, slices, strict=False)):
         raise InputError(
             f"region: expected slices that select elements of an array of shape {tuple(shape)}, "
-            f"got {given!r}. Give other ones."
+            f"got {region!r}. Give other ones."
         )
     return (*slices, *(slice(None) for _ in shape[len(slices) :])) if slices else ()
 
 
-def _is_slice(given: Any) -> bool:
-    if not isinstance(given, slice):
+def _is_slice(value: Any) -> bool:
+    if not isinstance(value, slice):
         return False
     try:
-        numbers = [as_int(n) for n in (given.start, given.stop) if n is not None]
-        return len(numbers) <= 2 and (given.step is None or as_int(given.step) > 0)
+        numbers = [as_int(n) for n in (value.start, value.stop) if n is not None]
+        return len(numbers) <= 2 and (value.step is None or as_int(value.step) > 0)
     except TypeError:
         return False
 
 
-def part_of_slice(of: slice, length: int, start: int, stop: int) -> tuple[slice, slice]:
+def part_of_slice(selection: slice, length: int, start: int, stop: int) -> tuple[slice, slice]:
     """Return the selected elements of a range: their positions among all, and in the range.
 
     >>> part_of_slice(slice(1, 9, 3), 10, 4, 10)  # of 1, 4, 7
     (slice(1, 3, None), slice(0, 6, 3))
     """
-    rows = range(length)[of]
+    rows = range(length)[selection]
     first, last = (min(max(0, -(-(n - rows.start) // rows.step)), len(rows)) for n in (start, stop))
     low = rows.start + first * rows.step - start
     return slice(first, last), slice(low, low + (last - first) * rows.step, rows.step)
@@ -211,10 +211,16 @@ def part_of_slice(of: slice, length: int, start: int, stop: int) -> tuple[slice,
 def _region_chunks(chunks: Chunks, region: Sequence[slice]) -> tuple[int, ...]:
     """Return the chunks of a store for a region: such that ranks share none, if possible."""
     parts = []
-    for of, along in zip(region, chunks, strict=True):
+    for selection, along in zip(region, chunks, strict=True):
         bounds = block_bounds(along)
-        rows = [part_of_slice(of, bounds[-1], *pair)[0] for pair in pairwise(bounds)]
-        parts.append(tuple(own.stop - own.start for own in rows if own.stop > own.start))
+        rows = [part_of_slice(selection, bounds[-1], *pair)[0] for pair in pairwise(bounds)]
+        parts.append(
+            tuple(
+                selected.stop - selected.start
+                for selected in rows
+                if selected.stop > selected.start
+            )
+        )
     try:
         return store_chunks(tuple(parts))
     except InputError:
@@ -225,11 +231,11 @@ def store_chunks(chunks: Chunks) -> tuple[int, ...]:
     """Return chunks of a store: of one size along each axis, and whole ones in each block."""
     sizes = []
     for along in chunks:
-        own = max(1, along[0])
-        if any(size != own for size in along[:-1]) or along[-1] > own:
-            own = gcd(*block_bounds(along)[1:-1]) or 1
-        sizes.append(own)
-    count = prod(-(-sum(along) // own) for along, own in zip(chunks, sizes, strict=True))
+        size = max(1, along[0])
+        if any(length != size for length in along[:-1]) or along[-1] > size:
+            size = gcd(*block_bounds(along)[1:-1]) or 1
+        sizes.append(size)
+    count = prod(-(-sum(along) // size) for along, size in zip(chunks, sizes, strict=True))
     if count > _MOST_PARTS * prod(map(len, chunks)):
         raise InputError(
             f"expected fields with chunks that divide into chunks of one size, which Zarr needs, "

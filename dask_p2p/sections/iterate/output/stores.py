@@ -121,7 +121,7 @@ def checked_stores(
     save: Any,
     checkpoint: Any,
     names: Sequence[str],  # of the fields
-    known: Collection[str],  # names of all values that functions can read
+    value_names: Collection[str],  # names of all values that functions can read
     chunks: Chunks,  # of the first field
 ) -> StoreSpecs:
     """Return the stores of a run with absolute paths.
@@ -134,32 +134,32 @@ def checked_stores(
         return NO_STORES
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
-    for each in saves:
-        if not isinstance(each, Save):
+    for store in saves:
+        if not isinstance(store, Save):
             raise InputError(
-                f"save: expected Save objects, got {type(each).__name__}. Give "
+                f"save: expected Save objects, got {type(store).__name__}. Give "
                 f"[dask_p2p.Save('frames.zarr', every=100)]."
             )
-    found = tuple(checked_frames(each, names, known, chunks) for each in saves)
+    frames = tuple(checked_frames(store, names, value_names, chunks) for store in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
-    paths = [each.path for each in (*found, *([checkpoint] if checkpoint else ()))]
+    paths = [store.path for store in (*frames, *([checkpoint] if checkpoint else ()))]
     if len({*paths}) < len(paths):
         raise InputError("expected another path for each store, got one twice. Rename it.")
-    return StoreSpecs(found, checkpoint, store_chunks(chunks) if checkpoint else ())
+    return StoreSpecs(frames, checkpoint, store_chunks(chunks) if checkpoint else ())
 
 
-def _checked_checkpoint(given: Any) -> Checkpoint:
-    if not isinstance(given, Checkpoint):
+def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
+    if not isinstance(checkpoint, Checkpoint):
         raise InputError(
-            f"checkpoint: expected a Checkpoint object, got {type(given).__name__}. Give "
+            f"checkpoint: expected a Checkpoint object, got {type(checkpoint).__name__}. Give "
             f"dask_p2p.Checkpoint('states')."
         )
     return Checkpoint(
-        absolute(given.path),
-        checked_period(given.every) or "10 minutes",
-        checked_count("checkpoints", keep=given.keep),
-        checked_flag("resume", given.resume),
+        absolute(checkpoint.path),
+        checked_period(checkpoint.every) or "10 minutes",
+        checked_count("checkpoints", keep=checkpoint.keep),
+        checked_flag("resume", checkpoint.resume),
     )
 
 
@@ -200,7 +200,7 @@ class Stores:
         settings: Callable[[], Mapping[str, str]],  # which checkpoints in files record
     ) -> None:
         self._steps, self._names = steps, specs.names
-        self._frames = [Frames(each, ctx, local, scalars, steps) for each in specs.frames]
+        self._frames = [Frames(spec, ctx, local, scalars, steps) for spec in specs.frames]
         self._written = BackgroundFrames(ctx, self._frames)
         self._files: CheckpointFiles | None = None
         if specs.checkpoint is not None:
@@ -221,15 +221,15 @@ class Stores:
         """Return whether frames, or checkpoints of a number of steps, are due after a step."""
         every = self._files.every if self._files is not None else None
         is_state = isinstance(every, int) and step % every == 0
-        return is_state or bool(self._written.due(step))
+        return is_state or bool(self._written.frames_due(step))
 
     def computes(self, step: int) -> bool:
         """Return whether fields are computed for the frames after a step."""
-        return self._computes(self._written.due(step))
+        return self._computes(self._written.frames_due(step))
 
     @staticmethod
     def _computes(frames: Sequence[Frames]) -> bool:
-        return any(each.spec.computed for each in frames)
+        return any(frames_of_store.spec.computed for frames_of_store in frames)
 
     def write(self, step: int, current: Current, is_last: bool = False) -> None:
         """Write the frames and the checkpoint that are due after a step.
@@ -237,7 +237,9 @@ class Stores:
         The run ends by `max_time` if it `is_last`: then a checkpoint is due.
         """
         self._written.check()
-        self._written.write(step, lambda due: current(self._names) if self._computes(due) else None)
+        self._written.write(
+            step, lambda frames: current(self._names) if self._computes(frames) else None
+        )
         if self._files is not None and (self._files.is_due(step) or is_last):
             self._files.write(step, self.flush)
 

@@ -164,7 +164,7 @@ def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
         def __init__(self, *args):
             pass
 
-        def found(self):
+        def read_state(self):
             return 0, None
 
         def save(self, step, arrays):
