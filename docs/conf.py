@@ -69,7 +69,6 @@ html_sidebars = {
         "benchmarks",
         "coming-from",
         "gallery/index",
-        "project",
         "security",
         "when",
     )
