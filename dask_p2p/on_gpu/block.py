@@ -28,11 +28,11 @@ from dask_p2p.backends import (
 from dask_p2p.backends.base import check_plain
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
-from dask_p2p.backends.dlpack import LibraryFunction, is_block, own_function
+from dask_p2p.backends.dlpack import LibraryFunction, copy_for_thread, is_block
 from dask_p2p.backends.host import HostQueue, register_from_bytes
 from dask_p2p.backends.host_memory import warn_once
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines import Copied, OnIssued, PartStreams
+from dask_p2p.backends.pipelines import GpuTraffic, OnIssued, PartStreams
 from dask_p2p.config import Options, options
 from dask_p2p.engine.context import (
     MemoryNeed,
@@ -45,8 +45,8 @@ from dask_p2p.engine.task import (
     FUSABLE,
     current_worker,
     drops_frames,
-    go_elsewhere,
     is_fusable,
+    reschedule_elsewhere,
     run_name,
 )
 from dask_p2p.errors import BlockMismatchError, ConfigError, DeviceLostError
@@ -76,7 +76,7 @@ class GpuMapFunction:
             run: Callable[[], Any] = partial(block.run, context)
         elif (obstacle := gpu_obstacle()) is None:
             block = block_of(CUPY.name)
-            on_issued = _on_issued(worker, context, block)
+            on_issued = _waiting_context(worker, context, block)
             run = partial(block.through_gpu, context, where_is(context), on_issued)
         elif self.mapped.fallback is not None:
             block = block_of(kind)
@@ -89,10 +89,10 @@ class GpuMapFunction:
                 f"function on NumPy arrays."
             )
         try:
-            with _recorded(worker, context, block), device_work(), device_of(*arrays):
+            with _record_work(worker, context, block), device_work(), device_of(*arrays):
                 return run()
         except DeviceLostError as exc:
-            go_elsewhere(context, exc)
+            reschedule_elsewhere(context, exc)
 
     def _checked(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
         """Return the input blocks as arrays, and their kind."""
@@ -110,7 +110,7 @@ class GpuMapFunction:
         return arrays, kinds.pop()
 
 
-def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
+def _waiting_context(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
     """Return a context for the task's last copies: the worker may start its next task during it.
 
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
@@ -123,7 +123,7 @@ def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssue
 
 
 @contextmanager
-def _recorded(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
+def _record_work(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
     """Return a context that records the work done in it with the worker."""
     if worker is None:
         yield
@@ -152,11 +152,12 @@ class GpuMapBlock:
         part_bytes: int | None = None,
     ) -> None:
         self.gpu_map, self.arrays, self.index, self.keywords = gpu_map, arrays, index, keywords
-        self.function, self.reduce = own_function(gpu_map.function), own_function(gpu_map.reduce)
+        self.function = copy_for_thread(gpu_map.function)
+        self.reduce = copy_for_thread(gpu_map.reduce)
         self.kind = kind  # kind of the function's arguments and result
         self.is_reduced = gpu_map.reduce is not None
         self.plan = gpu_map.plan(index, part_bytes)
-        self.copied = Copied()
+        self.copied = GpuTraffic()
 
     def run(self, context: TaskContext) -> Any:
         """Return the output block, computed in the memory that holds the inputs."""

@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from operator import index
 from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.config import duration_s
+from dask_p2p.config import parse_duration
 from dask_p2p.errors import InputError, TransferError
 from dask_p2p.geometry import Layout
 from dask_p2p.sections.exchange.device import HOST, Host
@@ -222,11 +222,10 @@ class Period:
 
     def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
         period = checked_period(every)
-        self._every = duration_s(period) if isinstance(period, str) else period
+        self._every = parse_duration(period) if isinstance(period, str) else period
         self._began_s = self._last_s = time.monotonic()
-        self._steps_done = self._next_comparison = (
-            0  # steps so far, and at the next comparison of times
-        )
+        self._first_step = -1  # number of steps before the first call; -1: there was none
+        self._next_comparison = 0  # number of steps at the next comparison of times
 
     def is_due(
         self,
@@ -234,24 +233,32 @@ class Period:
         greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
     ) -> bool:
         """Return whether a checkpoint is due after a step."""
-        self._steps_done += 1
         if self._every is None:
             return False
         if isinstance(self._every, int):
             return step % self._every == 0
-        if self._steps_done < self._next_comparison:
+        if self._first_step < 0:
+            self._first_step = step - 1
+        if step < self._next_comparison:
             return False
-        now_s = time.monotonic()
-        times_s = [now_s - self._last_s, (now_s - self._began_s) / self._steps_done]
+        now_s, step_count = time.monotonic(), step - self._first_step
+        times_s = [now_s - self._last_s, (now_s - self._began_s) / step_count]
         since_s, step_s = greatest(np.array(times_s))
         is_due = since_s >= self._every
         left_s = self._every if is_due else self._every - since_s
-        self._next_comparison = self._steps_done + max(
-            1, min(self._steps_done, int(left_s / max(step_s, 1e-9)))
-        )
+        self._next_comparison = step + max(1, min(step_count, int(left_s / max(step_s, 1e-9))))
         if is_due:
             self._last_s = now_s
         return bool(is_due)
+
+    def next_step(self, step: int) -> float:
+        """Return the first step after another one at which `is_due` is to be called."""
+        known = self.next_known_step(step)
+        return max(step + 1, self._next_comparison) if isinstance(self._every, float) else known
+
+    def next_known_step(self, step: int) -> float:
+        """Return the next step that is known to be due; a time is not known."""
+        return (step // self._every + 1) * self._every if isinstance(self._every, int) else inf
 
 
 def checked_period(every: Any) -> int | str | None:
@@ -263,7 +270,7 @@ def checked_period(every: Any) -> int | str | None:
         return None
     with suppress(ValueError, TypeError):
         if isinstance(every, str):
-            duration_s(every)
+            parse_duration(every)
             return every
         if not isinstance(every, bool) and (steps := index(every)) > 0:
             return steps

@@ -28,7 +28,7 @@ class Comm:
         return 1
 
 
-def test_what_is_sent_at_once():
+def test_flush_sends_batched_messages():
     async def main():
         first, second = (BatchedSend(interval=3600) for _ in range(2))
         ends = [Comm(), Comm()]
@@ -37,23 +37,23 @@ def test_what_is_sent_at_once():
             stream.send("begins")  # the pause begins with it
         flusher = StreamFlusher()
 
-        async def got():
+        async def flushed():
             await asyncio.sleep(1)
             return [end.got for end in ends]
 
-        assert await got() == [["begins"], ["begins"]]
+        assert await flushed() == [["begins"], ["begins"]]
         first.send("waits")
         second.send("waits")
-        assert await got() == [["begins"], ["begins"]]
+        assert await flushed() == [["begins"], ["begins"]]
         flusher.flush(first, None)  # a worker that has gone has no stream
         first.send("and what comes after")
         sent = ["begins", "waits", "and what comes after"]
-        assert await got() == [sent, ["begins"]]
+        assert await flushed() == [sent, ["begins"]]
         flusher.flush(second)
         flusher.flush(second)
-        assert await got() == [sent, ["begins", "waits"]]
+        assert await flushed() == [sent, ["begins", "waits"]]
         second.send("waits again")
-        assert await got() == [sent, ["begins", "waits"]]
+        assert await flushed() == [sent, ["begins", "waits"]]
 
     run_clocked(main())
 
