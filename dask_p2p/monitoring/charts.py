@@ -257,9 +257,7 @@ def _short_names(workers: Iterable[str]) -> dict[str, str]:
     return {worker: short if is_one else worker for worker, (*_, short) in parted.items()}
 
 
-# The data of the page about a section: its speed over time, and the waits of each rank.
-#
-# This module does not need bokeh.
+# --- the speed of a section over time, and the waits of its ranks
 
 _RECENT = 10  # points that the time left is computed from
 

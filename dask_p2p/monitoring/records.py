@@ -298,9 +298,9 @@ class RunLog:
 
     def assigned(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
         """Return the records, each with the number of its array's run."""
-        return [record._replace(run=self._run_number(record)) for record in records]
-
-    def _run_number(self, record: TaskRecord) -> int:
-        starts = self._starts.get(record.name, ())
-        position = bisect(starts, record.run)
-        return starts[position - 1] if position else 0
+        assigned = []
+        for record in records:
+            starts = self._starts.get(record.name, ())
+            position = bisect(starts, record.run)
+            assigned.append(record._replace(run=starts[position - 1] if position else 0))
+        return assigned

@@ -215,18 +215,16 @@ def _share_unit(rows: range | int, other_rows: range | int, size: int) -> bool:
 
 
 LOCK = RLock()
-#: Active installations that are referenced: each counts calls in its `counts`.
-COUNTING: WeakSet[Any] = WeakSet()
+#: Installations that have not ended: each counts calls in its `counts`.
+ACTIVE: set[Any] = set()
 #: Connections to clusters that lack the package.
 LACKING: WeakSet[Any] = WeakSet()
-
-#: Active installations that take all rechunks that move bytes.
-TAKING_ALL: set[Any] = set()
 
 
 def is_taken_in_any_case(before: Any, after: Any) -> bool:
     """Return whether an installation takes a rechunk, even if Dask would choose tasks."""
-    if not TAKING_ALL or config.get("array.rechunk.method", None) is not None:
+    takes_all = any(installation.takes_all for installation in [*ACTIVE])
+    if not takes_all or config.get("array.rechunk.method", None) is not None:
         return False
     connection = connection_of(current_client())
     if connection is None or connection in LACKING:
@@ -257,7 +255,7 @@ def try_replace(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: An
         return None
     if result is not None:
         with LOCK:
-            for installation in COUNTING:
+            for installation in ACTIVE:
                 installation.counts[verb] += 1
     return result
 

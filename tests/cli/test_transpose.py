@@ -191,61 +191,48 @@ def test_the_program_starts_a_cluster_of_its_own(image):
     np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
 
 
+@contextlib.contextmanager
+def writing(*command):
+    """Run a command in a session of its own, and give it once it writes its output."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or "partial" in "".join(os.listdir()))
+            time.sleep(0.3)
+            assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.usefixtures("image")
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "a terminal that closes", "SIGHUP"])
 def test_the_program_leaves_nothing_when_it_is_stopped(how):
     # With 4,096 blocks it is far from its end, however late the signal comes on a busy machine.
-    started = subprocess.Popen(
-        [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "8"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with started, contextlib.ExitStack() as stack:
-        stack.callback(started.kill)
-        wait_for_partial(started)
+    command = [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "8"]
+    with writing(*command) as process:
         if how == "Ctrl-C":  # a terminal sends it to all processes
-            os.killpg(started.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
         elif how == "a terminal that closes":  # its shell sends it to all processes, then it itself
-            os.killpg(started.pid, signal.SIGHUP)
-            os.killpg(started.pid, signal.SIGHUP)
+            os.killpg(process.pid, signal.SIGHUP)
+            os.killpg(process.pid, signal.SIGHUP)
         else:
-            started.send_signal(getattr(signal, how))
-        out, err = started.communicate(timeout=120)
-    assert (started.returncode, err.strip()) == (1, "Aborted!")
+            process.send_signal(getattr(signal, how))
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err.strip()) == (1, "Aborted!")
     assert out == ""
     assert os.listdir() == ["in.npy"]
 
 
 @pytest.mark.usefixtures("image")
 def test_the_program_goes_on_under_nohup():
-    started = subprocess.Popen(
-        ["nohup", *PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with started, contextlib.ExitStack() as stack:
-        stack.callback(started.kill)
-        wait_for_partial(started)
-        os.killpg(started.pid, signal.SIGHUP)
-        out, err = started.communicate(timeout=120)
-    assert (started.returncode, err) == (0, "")
+    command = ["nohup", *PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"]
+    with writing(*command) as process:
+        os.killpg(process.pid, signal.SIGHUP)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
     assert "GB/s" in out
     assert sorted(os.listdir()) == ["in.npy", "out.zarr"]
-
-
-def wait_for_partial(started):
-
-    def is_writing():
-        assert started.poll() is None
-        return any("partial" in name for name in os.listdir())
-
-    wait_until(is_writing)
-    time.sleep(0.3)
 
 
 def test_the_program_tells_a_workers_trouble_in_one_line(image):

@@ -68,20 +68,11 @@ def documented(node):
 
 def parameters_of(node):
     if isinstance(node, ast.ClassDef):
-        inits = (
-            statement for statement in node.body if getattr(statement, "name", "") == "__init__"
-        )
-        fields = {
-            statement.target.id for statement in node.body if isinstance(statement, ast.AnnAssign)
-        }
+        inits = (n for n in node.body if getattr(n, "name", "") == "__init__")
+        fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
         bases = [CLASSES[base.id] for base in node.bases if getattr(base, "id", "") in CLASSES]
         return fields.union(*map(parameters_of, [*inits, *bases]))
-    arguments = node.args
-    several = [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
-    return {
-        argument.arg
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *several)
-    }
+    return {n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg)}
 
 
 def test_docstrings_name_parameters_that_there_are():
@@ -153,16 +144,15 @@ def test_the_tables_of_versions_are_whole():
         (row,) = [row for row in rows if row[0] == f"| {requirement.name}"]
         assert all(number in row[1] for number in numbers(requirement)), row
     for column, extra in enumerate(table_module["GPUS"], start=2):
-        for each in map(Requirement, extras[extra]):
-            (row,) = [
-                row for row in rows if row[0][2:] in (each.name, table_module["_shared"](each.name))
-            ]
-            assert all(number in row[column] for number in numbers(each)), row
+        for package in map(Requirement, extras[extra]):
+            names = package.name, table_module["_shared"](package.name)
+            (row,) = [row for row in rows if row[0][2:] in names]
+            assert all(number in row[column] for number in numbers(package)), row
     for extra in table_module["EXTRAS"]:
         ((*_, listed),) = [row for row in rows if row[0] == f"| `{extra}`"]
-        for each in map(Requirement, extras[extra]):
-            (cell,) = [one for one in listed.split(", ") if one.startswith(f"{each.name} ")]
-            assert all(number in cell for number in numbers(each)), cell
+        for package in map(Requirement, extras[extra]):
+            (cell,) = [cell for cell in listed.split(", ") if cell.startswith(f"{package.name} ")]
+            assert all(number in cell for number in numbers(package)), cell
     assert dask_p2p.__version__ in table_module["setups"]()["CPUs"]["dask-p2p"]
     assert ["| 3.11", "oldest |"] in rows
 
@@ -215,8 +205,8 @@ def test_one_way_to_install():
     for path in [README, *OTHERS, *PAGES, *(ROOT / "deploy").rglob("*.yml")]:
         text = path.read_text("utf-8")
         for line in re.findall(r"pip install.*dask.p2p\[.*", text):
-            (given,) = re.findall(r"'(dask-p2p\[.*?)'", line) or [line]
-            requirement = Requirement(given)
+            (argument,) = re.findall(r"'(dask-p2p\[.*?)'", line) or [line]
+            requirement = Requirement(argument)
             assert requirement.url == f"git+{REPOSITORY}", (path.name, line)
             assert requirement.extras <= set(extras), (path.name, line)
             commands.add(path.name)

@@ -9,10 +9,12 @@ import numpy as np
 from distributed import Client
 
 import dask_p2p
+from dask_p2p.cli.cluster import count_wrong
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.dask_internals import warn_client
 from tests.faults.support import BOUND_S
+from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
 POOL = {"rmm_pool_size": 8 * 2**30}
@@ -36,6 +38,20 @@ def on_gpu(x, chunks):
 def on_host(y):
     """The values of CuPy blocks: only those have get()."""
     return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
+
+
+def check_transpose(client, x, transport=None):
+    """Transpose an `indexed_array` of CuPy blocks; check each element, and the transport."""
+    y = persisted(client, dask_p2p.transpose(x))
+    assert int(count_wrong(y, x.shape, (1, 0), kind="cupy").compute()) == 0
+    if transport is not None:
+        assert used(client, y) == {transport}
+
+
+def free_all_blocks():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
 
 
 def ipc_counts(client):

@@ -15,7 +15,7 @@ from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
 from tests.faults.support import addresses, one_block_each, set_trap
-from tests.gpu.support import forgotten, gpu_client, ipc_counts
+from tests.gpu.support import check_transpose, forgotten, free_all_blocks, gpu_client, ipc_counts
 from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -28,11 +28,9 @@ def test_cupys_own_pool():
     with gpu_client(rmm_pool_size=None, rmm_allocator_external_lib_list=None) as client:
         for _ in range(3):
             a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
-            y = persisted(client, dask_p2p.transpose(a))
-            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-            assert used(client, y) == {"ipc"}
-            del a, y
-            client.run(give_memory_back)
+            check_transpose(client, a, "ipc")
+            del a
+            client.run(free_all_blocks)
 
 
 def count_restored(dask_worker):
@@ -75,20 +73,13 @@ def test_spilled_blocks_are_read_out_of_host_memory(transport):
 SMALL_POOL = {"rmm_pool_size": 4 * 2**30, "rmm_maximum_pool_size": 4 * 2**30}
 
 
-def give_memory_back():
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-
-
 def test_spilled_inputs():
     shape = (8000, 8000)  # 256 MB: more than the limit on device memory allows on two GPUs
     with gpu_client(device_memory_limit="80 MB") as client:
         a = persisted(client, indexed_array(shape, (1000, 8000), "f4", kind="cupy"))
         spilled = client.run(lambda dask_worker: len(dask_worker.data.host))
         assert any(spilled.values())
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        check_transpose(client, a)
 
 
 def on_host(dask_worker):
@@ -163,7 +154,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
 
     def give_all_back():
         drop_queue_slots()  # which are kept for a second
-        give_memory_back()
+        free_all_blocks()
 
     def reserved_bytes():
         import cupy
@@ -307,8 +298,7 @@ def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
         assert "chunks=" in str(caught.value)
         client.run(empty_pool, workers=[reader])
         forgotten(client, y)
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        check_transpose(client, a)
 
 
 @pytest.mark.parametrize("transport", ["ucx", "comm"])
@@ -329,8 +319,7 @@ def test_a_holder_without_memory_to_pack_in(transport):
             y.result(timeout=200)
         client.run(empty_pool, workers=[holder])
         forgotten(client, y)
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        check_transpose(client, a)
 
 
 def test_what_no_gpu_has_is_refused_at_once():
@@ -359,9 +348,7 @@ def test_an_array_that_is_larger_than_the_hosts_memory_of_its_workers():
     shape = (131072, 131072)
     with gpu_client(memory_limit="16 GiB", rmm_pool_size=100 * 2**30) as client:
         a = persisted(client, indexed_array(shape, (16384, 131072), "f4", kind="cupy"))
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {"ipc"}
+        check_transpose(client, a, "ipc")
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
@@ -374,6 +361,4 @@ def test_a_small_staging_limit(client, transport):
         memory = dask_p2p.estimate(a)
         assert memory.workers == 2
         assert memory.staging_bytes <= 2 * 8 * 2**20
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {transport}
+        check_transpose(client, a, transport)

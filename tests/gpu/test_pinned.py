@@ -14,7 +14,7 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses
-from tests.gpu.support import gpu_client
+from tests.gpu.support import check_transpose, gpu_client
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 from tests.transports.packed.test_pinned_cluster import mapped_segments, own_segments
@@ -39,10 +39,7 @@ def test_on_and_on_in_small_parts(client):
     a = persisted(client, indexed_array(SHAPE, (300, 2000), "f4", kind="cupy"))
     with dask.config.set({"p2p.transports.part-bytes": "256 kiB"}):
         for _ in range(20):
-            y = persisted(client, dask_p2p.transpose(a))
-            assert_right(client, y)
-            assert used(client, y) == {"pinned"}
-            del y
+            check_transpose(client, a, "pinned")
 
 
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
@@ -51,10 +48,7 @@ def test_an_allocator_that_ipc_cannot_share(setting):
     with dask_p2p.local_cluster(2, gpus=True, **options) as cluster, Client(cluster) as client:
         a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))
         for _ in range(3):
-            y = persisted(client, dask_p2p.transpose(a))
-            assert_right(client, y)
-            assert used(client, y) == {"pinned"}
-            del y
+            check_transpose(client, a, "pinned")
 
 
 def test_numpy_blocks_of_gpu_workers(client):

@@ -17,7 +17,7 @@ from distributed import Client, get_worker, wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from tests.gpu.support import POOL, gpu_client, on_gpu, on_host
+from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
@@ -144,12 +144,6 @@ def test_heat(client, way, char, boundary, overlap):
     y = iterate(heat, x, 1, 200, boundary=boundary, overlap=overlap)
     check(y, reference(heat, [X], 1, 200, boundary)[0], char)
     nothing_is_left(client)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_corners(client, way, ranks):
-    y = iterate(nine, on_gpu(X, UNEVEN), 1, 50, corners=True, ranks=ranks)
-    check(y, reference(nine, [X], 1, 50, "periodic")[0])
 
 
 @pytest.mark.parametrize("capture", [False, True])
@@ -407,12 +401,6 @@ def test_transforms_by_ucx(client, far, char, piece_bytes):
     forward_error, inverse_error, changed = by_transforms(char, (0, 1, 2), False, piece_bytes)
     assert changed == 0
     assert max(forward_error, inverse_error) < (1e-6 if char in "fF" else 1e-14)
-
-
-def free_all_blocks():
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
 
 
 @pytest.mark.parametrize(

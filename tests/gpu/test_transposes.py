@@ -9,7 +9,7 @@ import pytest
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import BlockMismatchError
-from tests.gpu.support import gpu_client, ipc_counts, on_gpu, on_host
+from tests.gpu.support import check_transpose, gpu_client, ipc_counts, on_gpu, on_host
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
@@ -64,10 +64,7 @@ def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
     ):
         a = persisted(client, indexed_array(shape, (700, 5000), "f4", kind="cupy"))
         for _ in range(5):
-            y = persisted(client, dask_p2p.transpose(a))
-            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-            assert used(client, y) == {"ucx"}
-            del y
+            check_transpose(client, a, "ucx")
 
 
 def test_comm_over_ucx():
@@ -77,9 +74,7 @@ def test_comm_over_ucx():
         dask.config.set({"p2p.transports.order": ["comm"]}),
     ):
         a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {"comm"}
+        check_transpose(client, a, "comm")
 
 
 def test_blocks_of_any_memory_layout(client):

@@ -171,6 +171,7 @@ def test_tables():
         assert text in oldest
     assert " - " in newest
     assert len({len(line) for line in repr(runs).splitlines()}) == 1
+    assert "<td>" in runs[0]._repr_html_()
     html = runs._repr_html_()
     assert html.count("<tr>") == 3
     assert "&lt;f4&gt;" in html

@@ -224,14 +224,6 @@ def cannot_write(path, *words, **options):
         pytest.fail("this is known before")
 
 
-def test_names_that_cannot_be_written(tmp_path):
-    refused(lambda: cannot_write(tmp_path / "out.tif"), "unknown file type", ".npy or .zarr")
-    refused(lambda: cannot_write(tmp_path / "no" / "out.npy"), "cannot write", "No such file")
-    (tmp_path / "out.npy").write_text("mine")
-    refused(lambda: cannot_write(tmp_path / "out.npy"), "already there; --overwrite replaces it")
-    assert (tmp_path / "out.npy").read_text() == "mine"
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_overwrite(client, tmp_path, kind):
     image = data.coins()
