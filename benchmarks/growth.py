@@ -45,11 +45,11 @@ def cost(way: str, tasks: int, edges: int, moved: float, stages: int) -> Cost:
 
 def simulated(blocks: int, workers: int) -> list[Cost]:
     """Return the cost of a transpose of `blocks` slabs by each way."""
-    from dask_p2p.plans import grouped, redistribution
+    from dask_p2p.plans import group_blocks, redistribution
 
     sizes = (1,) * blocks
     plan = redistribution((sizes, (blocks,)), (1, 0), (sizes, (blocks,)))
-    groups = len(grouped(plan, None, lambda: workers).chunks[0])
+    groups = len(group_blocks(plan, None, lambda: workers).chunks[0])
     elsewhere = 1 - 1 / workers
     costs = [
         cost("one pass", blocks, blocks**2, elsewhere, workers),

@@ -43,7 +43,7 @@ from benchmarks.tables import (
 from benchmarks.transforms import DASK, Spectrum, transforms
 from dask_p2p.cli import COUNT, check_fits, one_line_errors
 from dask_p2p.geometry import split_evenly
-from dask_p2p.plans import Plan, halo_plan
+from dask_p2p.plans import Plan, plan_halo
 
 _CPU_MEGABYTES = (50, 800)
 _GPU_MEGABYTES = (17180,)  # 16 GiB
@@ -114,7 +114,7 @@ class Stencil(Case):
         """Return the plan of a star's halo, which has no corners."""
         ndim = len(self.shape)
         depth = ((self.depth, self.depth),) * ndim
-        return halo_plan(self.chunks, depth, ("periodic",) * ndim, has_corners=False)
+        return plan_halo(self.chunks, depth, ("periodic",) * ndim, has_corners=False)
 
     def count_wrong(self, y: Any) -> int:
         """Count the elements that differ from Dask's."""

@@ -386,7 +386,7 @@ class _WorkerPair:
         order = self.options.order(self.kind)
         try:
             # Probe the routes before any timing.
-            context.router.routes([holder], self.kind, PROBE_DTYPE, order)
+            context.router.find_routes([holder], self.kind, PROBE_DTYPE, order)
             latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(tuning.current.check_repeats)
             time_s, transport = self._time(tuning.current.check_repeats)
             quicker = self._faster_transport(time_s, transport)

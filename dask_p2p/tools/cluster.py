@@ -22,7 +22,7 @@ from dask_p2p.errors import (
     install_command,
     needs,
 )
-from dask_p2p.inputs import checked_count, nearest
+from dask_p2p.inputs import checked_count, nearest_name
 from dask_p2p.plugins.registration import register_cluster
 from dask_p2p.types import Kind, LocalCluster
 
@@ -243,7 +243,7 @@ def _check_keywords(classes: Sequence[tuple[type, type]], keywords: set[str]) ->
     has_gpus = classes[0][0] is not classes[0][1]
     for name in sorted(keywords - accepted):
         of_gpus = name.startswith(_OF_GPUS) and not has_gpus
-        instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest(name, accepted)
+        instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest_name(name, accepted)
         remedy = "Add gpus=True, for workers with GPUs." if of_gpus else "Correct its name."
         raise InputError(
             f"expected a keyword of {', '.join(cls.__name__ for cls, _ in classes)}, got {name}; "

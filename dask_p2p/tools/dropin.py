@@ -27,9 +27,9 @@ import numpy as np
 from dask_p2p import fft
 from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.loading import when_imported
+from dask_p2p.loading import call_when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
-from dask_p2p.ops.overlap import mapped
+from dask_p2p.ops.overlap import map_with_halos
 from dask_p2p.ops.rechunk import rechunk as own_rechunk
 from dask_p2p.tools import zarr_stores
 from dask_p2p.tools.zarr_stores import (
@@ -200,8 +200,8 @@ def _replace_all() -> None:
             _replace(import_module("dask.array.fft"), name, transform)
     if not is_expression:  # there Dask has no function of these
         _replace_stores(da, import_module("dask.array.core"))
-        _watched.append(when_imported("xarray", _replace_writers))
-    _watched.append(when_imported("dask_array", _replace_package_stores))
+        _watched.append(call_when_imported("xarray", _replace_writers))
+    _watched.append(call_when_imported("dask_array", _replace_package_stores))
     if is_expression:
         from dask.array._array_expr._expr import ArrayExpr  # private
 
@@ -314,7 +314,7 @@ def overlapped(
     All other keywords are for the function, or for `dask.array.map_blocks`. If blocks are smaller
     than their halo, arrays are rechunked as Dask does it.
     """
-    return mapped(
+    return map_with_halos(
         func,
         args,
         kwargs,

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dask.utils import format_bytes
 from distributed import Future, futures_of, wait
 
-from dask_p2p.config import duration_s
+from dask_p2p.config import parse_duration
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_client
@@ -240,7 +240,7 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
     if client.asynchronous:
         raise InputError("client: expected a synchronous client, got an asynchronous one.")
     try:
-        least_s = duration_s(after)
+        least_s = parse_duration(after)
     except (TypeError, ValueError):
         raise InputError(f"after: expected a time like '10 s', got {after!r}.") from None
     replies = client.run(_rank_reports, on_error="ignore")

@@ -16,13 +16,13 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends import pipelines as part_streams
-from dask_p2p.backends.device_queue import KeptSlots
+from dask_p2p.backends.device_queue import SlotCache
 from dask_p2p.backends.host_memory import is_pinned
 from dask_p2p.backends.pipelines import HostStreams, PartStreams
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
-from dask_p2p.plans.base import Input, Step, plan_parts, steps
+from dask_p2p.plans.base import Input, Step, plan_parts, schedule_steps
 from tests.gpu.test_streams import spin
 from tests.support import output_of, persisted, tune_here
 
@@ -137,7 +137,7 @@ class InPinnedMemory:
         yield self.array[slice(*part.reads[0])]
 
     def output_slices(self, part):
-        return (slice(*part.own),)
+        return (slice(*part.output_range),)
 
     def call(self, part, inputs):
         return self.func(inputs[0])
@@ -150,7 +150,7 @@ def pinned_array(*shape):
 
 def doubled(monkeypatch, func, left_out=None):
     def fewer(*args):
-        for step in steps(*args):
+        for step in schedule_steps(*args):
             after = tuple(
                 dependency for dependency in step.after if (dependency[0], step.action) != left_out
             )
@@ -164,8 +164,8 @@ def doubled(monkeypatch, func, left_out=None):
 
     if func is at_once:
         monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)
-    monkeypatch.setattr(part_streams, "steps", fewer)
-    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(part_streams, "schedule_steps", fewer)
+    monkeypatch.setattr(HostStreams, "_kept_slots", SlotCache())
     work = InPinnedMemory(func)
     PartStreams(2**60, pytest.fail).run(work, work.out)
     return work.out, 2 * work.array
@@ -280,7 +280,7 @@ def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
     assert dask_p2p.estimate(y).total_bytes + 2**18 <= limit_bytes  # `a * 2` is there too
     pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
     pool.set_limit(size=limit_bytes)
-    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(HostStreams, "_kept_slots", SlotCache())
     cupy.cuda.set_allocator(pool.malloc)
     try:
         with warnings.catch_warnings():
@@ -300,7 +300,7 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
 
     monkeypatch.setattr(pinned, "register", refused)
     monkeypatch.setattr(pinned, "_warned", set())
-    monkeypatch.setattr(HostStreams, "_kept_host_slots", KeptSlots())
+    monkeypatch.setattr(HostStreams, "_kept_host_slots", SlotCache())
     array = values("f4")
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES)

@@ -18,7 +18,7 @@ from tests.xarray.programs import (  # noqa: E402
     SECTIONS,
     VALUES,
     as_dataset,
-    made,
+    build,
     variables,
 )
 
@@ -51,7 +51,8 @@ def arrays(client, library):
     def lazy(values):
         return library.from_array(values, chunks=(6, -1)[: values.ndim])
 
-    return made(lambda values: persisted(client, lazy(values).map_blocks(cupy.asarray))), made(lazy)
+    on_gpu = build(lambda values: persisted(client, lazy(values).map_blocks(cupy.asarray)))
+    return on_gpu, build(lazy)
 
 
 def check(actual, reference):
@@ -106,7 +107,7 @@ def test_chunk_of_xarray(name, client, arrays):
 
 def test_arrays_in_memory(client):
     cupy = pytest.importorskip("cupy")
-    a, expected = made(cupy.asarray), made(np.asarray)
+    a, expected = build(cupy.asarray), build(np.asarray)
     check(a.p2p.fft("t").chunk(), expected.p2p.fft("t").chunk())
     turned = a.p2p.transpose("x", "t")
     assert isinstance(turned.data, cupy.ndarray)
@@ -124,10 +125,10 @@ def test_to_zarr(client, arrays, tmp_path):
 
 def test_arrays_of_cupy_xarray(client):
     pytest.importorskip("cupy_xarray")
-    a = made(lambda values: da.from_array(values, chunks=(6, -1)[: values.ndim])).as_cupy()
+    a = build(lambda values: da.from_array(values, chunks=(6, -1)[: values.ndim])).as_cupy()
     assert a.cupy.is_cupy
     turned = a.p2p.transpose("x", "t").p2p.fft("t").persist()
     assert turned.cupy.is_cupy
     actual = turned.cupy.as_numpy().compute()
-    expected = made(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
+    expected = build(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
     np.testing.assert_allclose(actual.data, expected.compute().data, rtol=1e-9, atol=1e-9)

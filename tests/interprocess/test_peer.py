@@ -29,7 +29,7 @@ def test_what_keeps_processes_from_reading_each_other(changes, code):
 
 
 def test_a_process_describes_itself():
-    own = Peer.own("aa", "/tmp/a")
+    own = Peer.describe_self("aa", "/tmp/a")
     assert own.pid == os.getpid()
-    assert own == Peer.own("aa", "/tmp/a")
+    assert own == Peer.describe_self("aa", "/tmp/a")
     assert separation(own, own).code == "same-process"

@@ -87,9 +87,9 @@ def test_items_without_bytes():
 
 CHILD = """
 import numpy, sys
-from dask_p2p.transports.process_memory import allow_readers
+from dask_p2p.transports.process_memory import own_token
 from tests.support import tune
-allow_readers()
+own_token()
 array = numpy.arange(1000.0)
 print(array.ctypes.data, flush=True)
 sys.stdin.read()

@@ -166,7 +166,7 @@ def test_a_task_that_never_ends_well_is_there_too(client, x):
 
 
 def fall_back(holder, dask_worker):
-    from dask_p2p.transports import Route
+    from dask_p2p.transports.router import Route
 
     router = dask_worker.plugins[PLUGIN_NAME].context.router
     error = TransferError(f"cma: {holder} on purpose", reason="on purpose")

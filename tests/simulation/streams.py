@@ -27,7 +27,7 @@ import dask_p2p.backends
 from dask_p2p.backends import device
 from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends import pipelines as part_streams
-from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
+from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.gpu import OneDevice
 
@@ -767,27 +767,27 @@ def emulated(monkeypatch):
 
     threads = recorder.cupy.cuda.Stream()
 
-    def begin_copy(to, source):
+    def start_copy(to, source):
         recorder.do(threads.name, "a thread", reads=[source], writes=[to])
         to[...] = source
         return threads.record().synchronize
 
     def copy_on_host(to, source):
-        begin_copy(to, source)()
+        start_copy(to, source)()
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
     monkeypatch.setattr(dask_p2p.backends.kernels, "cuda", kernels(recorder), raising=False)
     for where, name, value in (
         (DeviceQueue, "_per_thread", threading.local()),
-        (DeviceQueue, "_kept_slots", KeptSlots()),
+        (DeviceQueue, "_kept_slots", SlotCache()),
         (HostStreams, "_streams", {}),
-        (HostStreams, "_kept_slots", KeptSlots()),
-        (HostStreams, "_kept_host_slots", KeptSlots()),
+        (HostStreams, "_kept_slots", SlotCache()),
+        (HostStreams, "_kept_host_slots", SlotCache()),
         (device, "_private", {}),
         (pinned, "_start", lambda: None),
         (pinned, "_leaving", SimpleNamespace(put=lambda item: item[0]())),  # at once
         (pinned, "_warned", set()),
-        (part_streams, "begin_copy", begin_copy),
+        (part_streams, "start_copy", start_copy),
         (part_streams, "copy_on_host", copy_on_host),
     ):
         monkeypatch.setattr(where, name, value)

@@ -55,9 +55,9 @@ def _halting(regions):
 
     def __iter__(self):  # noqa: N807
         for region in regions(self):
-            bring, event, error = region.bring, region.done, region.error
+            bring, event, error = region.bring, region.has_arrived, region.error
             region.error = None  # which is raised by whoever waits
-            yield region.on_its_way(partial(_bring, bring, event, error), event)
+            yield region.mark_requested(partial(_bring, bring, event, error), event)
 
     return __iter__
 
@@ -132,7 +132,7 @@ class Lease:
 
     @property
     def is_open(self):
-        return self.leases.fd != leases.CLOSED and self.leases.held[self.entry] > 0
+        return self.leases.fd != leases.CLOSED and self.leases.counts[self.entry] > 0
 
 
 # --- workers, and what is between them ---

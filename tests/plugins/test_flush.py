@@ -10,7 +10,7 @@ from distributed.batched import BatchedSend
 
 import dask_p2p
 from dask_p2p import fft
-from dask_p2p.plugins.dask_internals import AtOnce
+from dask_p2p.plugins.dask_internals import StreamFlusher
 from tests.clock import run_clocked
 
 
@@ -28,32 +28,32 @@ class Comm:
         return 1
 
 
-def test_what_is_sent_at_once():
+def test_flush_sends_batched_messages():
     async def main():
         first, second = (BatchedSend(interval=3600) for _ in range(2))
         ends = [Comm(), Comm()]
         for stream, end in zip((first, second), ends, strict=True):
             stream.start(end)
             stream.send("begins")  # the pause begins with it
-        at_once = AtOnce()
+        flusher = StreamFlusher()
 
-        async def got():
+        async def flushed():
             await asyncio.sleep(1)
             return [end.got for end in ends]
 
-        assert await got() == [["begins"], ["begins"]]
+        assert await flushed() == [["begins"], ["begins"]]
         first.send("waits")
         second.send("waits")
-        assert await got() == [["begins"], ["begins"]]
-        at_once.send(first, None)  # a worker that has gone has no stream
+        assert await flushed() == [["begins"], ["begins"]]
+        flusher.flush(first, None)  # a worker that has gone has no stream
         first.send("and what comes after")
         sent = ["begins", "waits", "and what comes after"]
-        assert await got() == [sent, ["begins"]]
-        at_once.send(second)
-        at_once.send(second)
-        assert await got() == [sent, ["begins", "waits"]]
+        assert await flushed() == [sent, ["begins"]]
+        flusher.flush(second)
+        flusher.flush(second)
+        assert await flushed() == [sent, ["begins", "waits"]]
         second.send("waits again")
-        assert await got() == [sent, ["begins", "waits"]]
+        assert await flushed() == [sent, ["begins", "waits"]]
 
     run_clocked(main())
 
