@@ -12,7 +12,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
-from tests.faults.support import BOUND_S, addresses, held, one_block_each, set_trap
+from tests.faults.support import BOUND_S, addresses, count_resources, one_block_each, set_trap
 from tests.gpu.support import gpu_client
 from tests.transports.loopback import wait_until
 
@@ -71,7 +71,7 @@ def assert_flat(client):
     wait_until(
         lambda: all(
             counts.pop("ipc.mapped") <= mapped and not any(counts.values())
-            for counts in held(client).values()
+            for counts in count_resources(client).values()
         ),
         BOUND_S,
     )
