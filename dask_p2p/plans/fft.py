@@ -167,7 +167,7 @@ class RolledAxis(SplitAxis):
 
     Examples
     --------
-    >>> [(part.block, part.src, part.dst) for part in Rolled((3, 2), (3, 2), 1).segments(0)]
+    >>> [(part.block, part.src, part.dst) for part in RolledAxis((3, 2), (3, 2), 1).segments(0)]
     [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
     """
 

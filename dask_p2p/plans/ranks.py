@@ -54,10 +54,10 @@ class RankGrid:
         """
         return cls(((1,) * size,), (size,))
 
-    def extended(self, extra: Sequence[int]) -> RankGrid:
+    def extend(self, extra: Sequence[int]) -> RankGrid:
         """Return the ranks of an array that is longer at its end, by `extra` along each axis.
 
-        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extended((0, 1)).local_sizes
+        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extend((0, 1)).local_sizes
         ((6,), (4, 5))
         """
         if not any(extra):
@@ -215,7 +215,7 @@ def distribute_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     Examples
     --------
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
-    >>> divided_alike(slabs, (7, 2, 2)).local_sizes
+    >>> distribute_alike(slabs, (7, 2, 2)).local_sizes
     ((4, 3), (2,), (2,))
     """
     axes = [axis for axis in partition_of(ranks) if axis < len(shape)]

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dask_p2p
 
@@ -19,6 +20,7 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if not path.relative_to(DOCS).parts[0].startswith("_")  # built, not written
 )
+GALLERY = sorted((DOCS / "gallery").glob("*.py"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
 OTHERS = [
@@ -61,6 +63,13 @@ def blocks_of(page: Path) -> list[Block]:
         before = line
     assert inside is None, f"{page}: a block is not closed"
     return blocks
+
+
+def run_program(path: Path) -> Any:
+    """Run a program of the gallery in the present cluster; return its result."""
+    names = {"__name__": path.stem}
+    exec(compile(path.read_text("utf-8"), str(path), "exec"), names)
+    return names["main"]()
 
 
 def cells_of(notebook: Path) -> list[Block]:

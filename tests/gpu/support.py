@@ -86,7 +86,7 @@ class HeldKernel:
         kernel = cupy.RawKernel(HOLD, "hold")
         kernel((1,), (1,), (*pointers, np.int64(BOUND_S * 10**9)), stream=stream)
 
-    def let_go(self):
+    def release(self):
         self._go_on[0] = 1
 
     @property

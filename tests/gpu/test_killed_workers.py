@@ -283,7 +283,7 @@ def test_closing_a_mapping_does_not_stop_other_threads():
         closing = threading.Thread(target=close_ipc, args=(address,))
         closing.start()
         closing.join(1)  # it may wait by now
-        kernel.let_go()
+        kernel.release()
         closing.join()
         stream.synchronize()
         assert kernel.was_let_go

@@ -363,7 +363,7 @@ def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
         thread.start()
         assert captured.wait(30)
         assert not busy_event.done
-        threading.Timer(0.2, kernel.let_go).start()
+        threading.Timer(0.2, kernel.release).start()
         device.wait_for_all_streams()
         assert kernel.was_let_go
         assert busy_event.done

@@ -66,7 +66,7 @@ def emulated_gpu(monkeypatch):
         (halo_windows, "begin_in_order", noted),
         *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
         (dask_p2p.backends.kernels, "cuda", kernels(recorder)),
-        (cupy_backend, "_kernels", lambda: kernels(recorder)),
+        (cupy_backend, "_import_kernels", lambda: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),

@@ -153,7 +153,7 @@ class _FieldBytes(NamedTuple):
 
 
 def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
-    ranks = ranks.extended(spec.extra)
+    ranks = ranks.extend(spec.extra)
     exchange = plan_halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels
