@@ -9,7 +9,7 @@
 The wave is a 25-point stencil in float32 on one cube a GPU, with a periodic boundary. The halo lies
 along the first axis; along the others the kernel wraps around. The time of a step of `iterate` is
 the difference between a long run and a run of 10 steps, divided by the number of steps between
-them: both contain the start of the section, and the checks of its first steps. The kernel alone
+them. Both contain the start of the section, and the checks of its first steps. The kernel alone
 runs in a worker, on memory of the same layout, without an exchange. Values are first compared with
 NumPy's.
 

@@ -27,7 +27,7 @@ _TOLERANCE = 1e-4  # of the largest value
 def seconds(shape: tuple[int, ...], is_real: bool, gpus: int, times_s: list[float]) -> float:
     """Return the seconds of one transform: the next in `times_s`, which a process fills if empty.
 
-    The process allocates memory as it needs it, because workers may hold most of it.
+    The process allocates memory when it needs some, because workers may hold most of the GPU.
     """
     if not times_s:
         arguments = "--gpus", gpus, "--shape", *shape, *["--real"] * is_real

@@ -25,14 +25,16 @@ class Workers:
 
     def __init__(self, *names):
         self.store = RecordStore()
-        self.asked = dict.fromkeys(names, 0)
+        self.request_counts = dict.fromkeys(names, 0)
         self.tasks = Tasks()
         self.under_way = []
-        self.feed = Feed(self.store, lambda: [*self.asked], self.ask, lambda _: self.tasks, now_s)
+        self.feed = Feed(
+            self.store, lambda: [*self.request_counts], self.ask, lambda _: self.tasks, now_s
+        )
 
     async def ask(self, worker):
-        number = self.asked[worker]
-        self.asked[worker] += 1
+        number = self.request_counts[worker]
+        self.request_counts[worker] += 1
         if worker == "still":
             await asyncio.Event().wait()
         if worker == "broken":
@@ -64,10 +66,10 @@ def test_workers_are_asked_only_while_a_page_is_open():
         workers = Workers("a")
         workers.feed.picture()
         await asyncio.sleep(5 * INTERVAL_S)
-        assert workers.asked == {"a": 0}
+        assert workers.request_counts == {"a": 0}
         await workers.poll(1)
         await asyncio.sleep(5 * INTERVAL_S)
-        assert workers.asked == {"a": 1}
+        assert workers.request_counts == {"a": 1}
 
     run(main)
 
@@ -75,14 +77,14 @@ def test_workers_are_asked_only_while_a_page_is_open():
 def test_pages_share_the_answers_of_workers():
     async def main():
         workers = Workers("a")
-        while workers.asked["a"] < 5:
+        while workers.request_counts["a"] < 5:
             await workers.poll(1)
         first = workers.feed.refresh()
         assert first is workers.feed.refresh(), "nothing was new"
         assert first.runs["blocks"] == ["3 of 2 x 1"]
-        request_count = workers.asked["a"]
+        request_count = workers.request_counts["a"]
         await workers.poll(3)
-        assert workers.asked["a"] == request_count, "another page has asked just now"
+        assert workers.request_counts["a"] == request_count, "another page has asked just now"
         workers.feed.close()
 
     run(main)
@@ -93,7 +95,7 @@ def test_large_clusters_are_asked_less_often(monkeypatch):
         monkeypatch.setattr("dask_p2p.monitoring.feed.INTERVAL_S_PER_WORKER", 1.0)
         workers = Workers(*map(str, range(100)))
         await workers.poll(20)
-        assert set(workers.asked.values()) == {1}
+        assert set(workers.request_counts.values()) == {1}
         workers.feed.close()
 
     run(main)
@@ -102,13 +104,13 @@ def test_large_clusters_are_asked_less_often(monkeypatch):
 def test_one_that_stands_still_does_not_keep_the_others():
     async def main():
         workers = Workers("a", "still", "broken")
-        while workers.asked["a"] < 5:
+        while workers.request_counts["a"] < 5:
             await workers.poll(1)
-        assert workers.asked["still"] == 1, "it owes an answer"
-        assert workers.asked["broken"] >= 4
+        assert workers.request_counts["still"] == 1, "it owes an answer"
+        assert workers.request_counts["broken"] >= 4
         assert workers.feed.picture().runs["blocks"] == ["3 of 2 x 1"]
         workers.feed.forget("still")
-        del workers.asked["still"]
+        del workers.request_counts["still"]
         workers.feed.close()
 
     run(main)
@@ -117,7 +119,7 @@ def test_one_that_stands_still_does_not_keep_the_others():
 def test_tasks_under_way_are_shown_until_they_have_ended():
     async def main():
         workers = Workers("a")
-        workers.asked["a"] = 3  # no records of its own
+        workers.request_counts["a"] = 3  # no records of its own
 
         async def running(times=20):
             await workers.poll(times)
@@ -133,7 +135,7 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
         assert await running() == frozenset()
         workers.under_way = [record(1, wanted_bytes=10)]
         assert await running() == {NAME}
-        del workers.asked["a"]
+        del workers.request_counts["a"]
         workers.feed.forget("a")
         assert workers.feed.picture().running == frozenset(), "its worker has left"
 
@@ -143,7 +145,7 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
 def test_tasks_under_way_are_dropped_while_no_page_is_open():
     async def main():
         workers = Workers("a")
-        workers.asked["a"] = 3
+        workers.request_counts["a"] = 3
         workers.under_way = [record(0, wanted_bytes=10)]
         await workers.poll(2)
         assert workers.feed.picture().running == {NAME}
