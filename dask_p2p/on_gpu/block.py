@@ -45,8 +45,8 @@ from dask_p2p.engine.task import (
     FUSABLE,
     current_worker,
     drops_frames,
-    go_elsewhere,
     is_fusable,
+    reschedule_elsewhere,
     run_name,
 )
 from dask_p2p.errors import BlockMismatchError, ConfigError, DeviceLostError
@@ -92,7 +92,7 @@ class GpuMapFunction:
             with _record_work(worker, context, block), device_work(), device_of(*arrays):
                 return run()
         except DeviceLostError as exc:
-            go_elsewhere(context, exc)
+            reschedule_elsewhere(context, exc)
 
     def _check_blocks(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
         """Return the input blocks as arrays, and their kind."""

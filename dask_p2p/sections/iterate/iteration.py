@@ -20,7 +20,7 @@ from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpe
 from dask_p2p.sections.iterate.functions import AT, VALUES, is_constant
 from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
-from dask_p2p.sections.iterate.output.specs import StoreSpecs
+from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.step import Phase
 
 
