@@ -176,7 +176,7 @@ def test_unknown_and_missing_libraries(call, monkeypatch):
     with pytest.raises(InputError, match="as_library: expected one of torch, jax"):
         call(as_library="tensorflow")
     monkeypatch.setitem(sys.modules, "torch", None)
-    import_module("dask_p2p.backends.dlpack")._loaded.cache_clear()
+    import_module("dask_p2p.backends.dlpack")._load_library.cache_clear()
     with pytest.raises(MissingPackageError, match="pip install torch"):
         call(as_library="torch").compute(scheduler="sync")
 
