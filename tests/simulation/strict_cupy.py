@@ -73,7 +73,7 @@ class StrictArray(NDArrayOperatorsMixin):
         return array
 
     def __reduce__(self):
-        return StrictArray.of, (self.values,)
+        return StrictArray.wrap, (self.values,)
 
     def __array__(self, *args, **kwargs):
         raise TypeError(
