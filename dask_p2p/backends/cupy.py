@@ -137,7 +137,7 @@ class CupyBackend(Backend):
         # On the null stream it would wait for tasks' work.
         with array.device, private_stream("checksums"):
             data = _import_cupy().ascontiguousarray(array).reshape(-1).view(np.uint8)
-            total: int = _import_kernels().mixed_sum(data)
+            total: int = _import_kernels().checksum_bytes(data)
             return total
 
 
