@@ -102,8 +102,6 @@ CALLS = {
     "root of gather": lambda ctx, wrong: ctx.gather(1, wrong),
     "root of reduce": lambda ctx, wrong: ctx.reduce(1, root=wrong),
     "op": lambda ctx, wrong: ctx.allreduce(1, wrong),
-    "color": lambda ctx, wrong: ctx.split(wrong),
-    "key": lambda ctx, wrong: ctx.split(0, wrong),
     "axis": lambda ctx, wrong: ctx.along(wrong),
     "corners": lambda ctx, wrong: ctx.with_halo(X, corners=wrong),
     "dtype": lambda ctx, wrong: ctx.with_halo(X, dtype=wrong),
@@ -133,40 +131,27 @@ def test_arguments_of_other_types_are_refused(alone, name):
 GRID = RankGrid(((1, 1), (1, 1, 1)), (2, 3))
 
 
-def test_ranks_of_a_color_have_a_communicator():
-    def split(ctx):
-        comm = ctx.split(ctx.rank % 2, key=-ctx.rank)
-        wanted = [rank for rank in range(5, -1, -1) if rank % 2 == ctx.rank % 2]
-        assert comm.size == 3
-        assert comm.allgather(ctx.rank).tolist() == wanted
-        assert wanted[comm.rank] == ctx.rank
-        left, right = (comm.rank - 1) % 3, (comm.rank + 1) % 3
-        assert comm.sendrecv(ctx.rank, right, left) == wanted[left]
-        assert comm.alltoall([ctx.rank] * 3) == wanted
-        assert comm.allreduce(np.ones(1 << 18)).sum() == 3 << 18
-        comm.barrier()
-        inner = comm.split(comm.rank // 2)
-        assert inner.allreduce(1) == (1 if comm.rank == 2 else 2)
-        return ctx.allreduce(1)
-
-    assert run_gang(GRID, split) == [6] * 6
-
-
 def test_lines_of_the_grid():
     def along(ctx):
         row, column = ctx.along(1), ctx.along(-2)
         assert (row.size, column.size) == (3, 2)
         assert row.allgather(ctx.rank).tolist() == [ctx.rank // 3 * 3 + n for n in range(3)]
         assert column.allgather(ctx.rank).tolist() == [ctx.rank % 3, ctx.rank % 3 + 3]
-        return row.rank, column.rank
+        row_ranks = [ctx.rank // 3 * 3 + n for n in range(3)]
+        before, after = (row.rank - 1) % 3, (row.rank + 1) % 3
+        assert row.sendrecv(ctx.rank, after, before) == row_ranks[before]
+        assert row.alltoall([ctx.rank] * 3) == row_ranks
+        assert row.allreduce(np.ones(1 << 18)).sum() == 3 << 18
+        row.barrier()
+        return row.rank, column.rank, ctx.allreduce(1)
 
-    assert run_gang(GRID, along) == [(n % 3, n // 3) for n in range(6)]
+    assert run_gang(GRID, along) == [(n % 3, n // 3, 6) for n in range(6)]
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda ctx, comm: (comm if ctx.rank else ctx).allreduce(1), "of split 1, color 0"),
+        (lambda ctx, comm: (comm if ctx.rank else ctx).allreduce(1), r"of along\(0\), line"),
         (
             lambda ctx, comm: (
                 ctx.send(1, 1) if ctx.rank == 0 else comm.recv(0) if ctx.rank == 1 else 0
@@ -177,12 +162,11 @@ def test_lines_of_the_grid():
 )
 def test_calls_of_different_communicators_are_an_error(call, error):
     with pytest.raises(SectionError, match=error):
-        run_gang(RankGrid(((1, 1),), (2,)), lambda ctx: call(ctx, ctx.split(0)))
+        run_gang(RankGrid(((1, 1),), (2,)), lambda ctx: call(ctx, ctx.along(0)))
 
 
 def nccl_ids(ctx):
-    whole, half = ctx.nccl_id(), ctx.split(ctx.rank % 2).nccl_id()
-    return whole, half
+    return ctx.nccl_id(), ctx.along(1).nccl_id()
 
 
 @pytest.mark.parametrize("kind", [tuple, bytes])  # of CuPy 13, and of CuPy 14
@@ -197,11 +181,11 @@ def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch, kind):
     nccl = SimpleNamespace(available=True, get_unique_id=new_id)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
-    found = run_gang(RankGrid(((1,) * 4,), (4,)), nccl_ids)
-    assert {whole for whole, _ in found} == {made[0]}
-    halves = [half for _, half in found]
-    assert halves[:2] == halves[2:]
-    assert {*halves} == {*made[1:]}
+    identifiers = run_gang(RankGrid(((1, 1), (1, 1)), (2, 2)), nccl_ids)
+    assert {section_id for section_id, _ in identifiers} == {made[0]}
+    row_ids = [row_id for _, row_id in identifiers]
+    assert (row_ids[0], row_ids[2]) == (row_ids[1], row_ids[3])
+    assert {*row_ids} == {*made[1:]}
 
 
 @pytest.mark.parametrize("cuda", [None, SimpleNamespace(nccl=SimpleNamespace(available=False))])
@@ -209,4 +193,4 @@ def test_an_identifier_of_nccl_needs_cupy(monkeypatch, cuda):
     monkeypatch.setitem(sys.modules, "cupy", None if cuda is None else SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     with pytest.raises(MissingPackageError, match="CuPy with NCCL on the worker of rank 0"):
-        run_gang(RankGrid(((1, 1),), (2,)), nccl_ids)
+        run_gang(GRID, nccl_ids)

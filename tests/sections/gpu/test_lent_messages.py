@@ -253,20 +253,16 @@ def test_a_receiver_that_has_returned_opens_nothing(gpu, monkeypatch):
 
 def test_messages_of_communicators_and_collective_calls(gpu, downloads):
     def program(ctx):
-        other = ctx.split(ctx.rank % 2, key=-ctx.rank)
+        line = ctx.along(0)
         to_all = ctx.bcast(gpu.written(values_of(1)) if ctx.rank == 1 else None, root=1)
         parts = ctx.alltoall([gpu.written(values_of(ctx.rank, to)) for to in range(3)])
-        swapped = None
-        if other.size == 2:
-            swapped = other.sendrecv(
-                gpu.written(values_of(ctx.rank)), 1 - other.rank, 1 - other.rank
-            )
+        before, after = (line.rank - 1) % 3, (line.rank + 1) % 3
+        received = line.sendrecv(gpu.written(values_of(ctx.rank)), after, before)
         ctx.device.wait()
         np.testing.assert_array_equal(gpu.read(to_all), values_of(1))
         for rank, part in enumerate(parts):
             np.testing.assert_array_equal(gpu.read(part), values_of(rank, ctx.rank))
-        if swapped is not None:
-            np.testing.assert_array_equal(gpu.read(swapped), values_of(2 - ctx.rank))
+        np.testing.assert_array_equal(gpu.read(received), values_of(before))
 
     run(gpu, program)
     assert not downloads
