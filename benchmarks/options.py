@@ -21,16 +21,16 @@ _WORKERS_WAIT_S = 10
 
 
 def reader(
-    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
+    read: Callable[[str], Any], description: str, right: Callable[[Any], bool] = lambda value: True
 ) -> Any:
-    """Return a click type that reads a valid value, or names `what` it expects."""
+    """Return a click type that reads a valid value, or names `description` it expects."""
 
     def convert(value: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             result = read(value)
             if right(result):
                 return result
-        raise click.BadParameter(f"{value!r}: give {what}")
+        raise click.BadParameter(f"{value!r}: give {description}")
 
     return convert
 

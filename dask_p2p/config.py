@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from difflib import SequenceMatcher
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
+from dask_p2p.inputs import nearest_name
 from dask_p2p.shared import shared
 from dask_p2p.types import Kind
 
@@ -253,13 +253,8 @@ def _checked_options(_user_values: str, _transports: tuple[Any, ...]) -> Options
 
 def _nearest(name: str, option_names: Iterable[str]) -> str:
     """Return the first option of a section of this name, or else the most similar name."""
-
-    def likeness(candidate: str) -> float:
-        pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
-        return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    of_section = [option_name for option_name in option_names if option_name.startswith(f"{name}.")]
-    return of_section[0] if of_section else max(option_names, key=likeness)
+    options_of_section = (option for option in option_names if option.startswith(f"{name}."))
+    return next(options_of_section, None) or nearest_name(name, option_names)
 
 
 def options() -> Options:

@@ -246,13 +246,6 @@ def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(strides)), key=lambda axis: -abs(strides[axis])))
 
 
-def to_memory_order(array: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a view with its axes in memory order, and the function that reverses this."""
-    order = memory_order(array.strides)
-    inverse_order = tuple(map(order.index, range(array.ndim)))
-    return array.transpose(order), lambda lies: lies.transpose(inverse_order)
-
-
 @lru_cache(maxsize=64)  # one object for each dtype: NaN equals only itself
 def unread_value(dtype: DType) -> Any:
     """Return the value of corners that no exchange fills: NaN or NaT if the dtype has it, else 0.

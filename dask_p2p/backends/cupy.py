@@ -154,7 +154,6 @@ def _import_cupy() -> Any:
 
 @cache
 def _import_kernels() -> Any:
-    """Return the module of kernels, which imports CuPy."""
     _import_cupy()
     return import_module("dask_p2p.backends.kernels.cuda")
 

@@ -94,7 +94,6 @@ def copy_for_thread(function: Any) -> Any:
 
 
 def _convert_arrays(value: Any, convert: Callable[[Array], Any]) -> Any:
-    """Return a value with its arrays converted."""
     if is_block(value):
         return convert(value)
     if type(value) is tuple:

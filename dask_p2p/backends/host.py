@@ -96,18 +96,16 @@ def block_shape(
     column_axis = min(moving, key=lambda a: abs(src_strides[a]))
     # Number of cache lines that are used before the first one is used again.
     lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
-    sizes, cached_rows = tuning.current, _cached_rows(src_strides[row_axis])
+    sizes = tuning.current
+    # Rows at this distance that fit into the first-level cache.
+    rows_per_way = _CACHE_WAY_BYTES // competing_bytes(src_strides[row_axis])
+    cached_rows = sizes.cache_ways * rows_per_way
     most_rows = sizes.most_block_rows
     if lines <= (sizes.unblocked_rows if cached_rows >= most_rows else cached_rows):
         return None
     columns = min(shape[column_axis], sizes.block_columns)
     rows = max(min(cached_rows, most_rows), sizes.least_block_rows, sizes.block_items // columns)
     return _grow(shape, by_dst, {column_axis: columns, row_axis: rows})
-
-
-def _cached_rows(stride_bytes: int) -> int:
-    """Return the number of rows at this distance that fit into the first-level cache."""
-    return tuning.current.cache_ways * (_CACHE_WAY_BYTES // competing_bytes(stride_bytes))
 
 
 def competing_bytes(stride_bytes: int) -> int:

@@ -87,7 +87,7 @@ class Ring:
         return array
 
     @contextmanager
-    def queued(
+    def queue_action(
         self, action: str, part: int, after: Iterable[tuple[str, int]] = ()
     ) -> Iterator[Any]:
         """Return a context that queues an action of a part, after these actions of parts.
@@ -255,7 +255,7 @@ class GpuMapWork(Protocol):
     def call(self, part: Part, inputs: Sequence[Array]) -> Array:
         """Return the function's result for a part in device memory, on the current stream."""
 
-    def combined(self, part: Part, combined: Array | None, result: Array) -> Array:
+    def combine(self, part: Part, combined: Array | None, result: Array) -> Array:
         """Return the combination of the previous parts' results with this part's result."""
 
 
@@ -321,7 +321,7 @@ class PartStreams(HostStreams):
         finally:
             block.close()
 
-    def registered(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
+    def pin(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
         """Pin a large array in place; return the function that unpins it, or None."""
         return pin_in_place(array) if array.nbytes >= self._register_from_bytes else None
 
@@ -341,7 +341,7 @@ class _BlockInTransit:
         self._reaches_out = is_pinned(out)
 
     def _registers(self, array: np.ndarray[Any, Any]) -> bool:
-        if (unregister := self._streams.registered(array)) is not None:
+        if (unregister := self._streams.pin(array)) is not None:
             self._unregister.append(unregister)
         return unregister is not None
 
@@ -371,7 +371,7 @@ class _BlockInTransit:
             self._wait_until_filled(step.part)
         timer = getattr(self._streams.copied, step.action)
         with (
-            self.ring.queued(step.action, step.part, step.after) as stream,
+            self.ring.queue_action(step.action, step.part, step.after) as stream,
             self._streams.timings.group(timer),
         ):
             self._streams.timings.begin(stream)
@@ -404,13 +404,14 @@ class _BlockInTransit:
         with stream:
             result = self._work.call(part, inputs)
             if self._work.is_reduced:
-                result = self._work.combined(part, self._combined, result)
+                result = self._work.combine(part, self._combined, result)
                 if 0 <= result.data.ptr - slot.memory.data.ptr < slot.memory.nbytes:
-                    result = self._copied(result)  # its slot will be filled again
+                    result = self._contiguous_copy(result)  # its slot will be filled again
                 self._combined = result
-            slot.results[self] = result if result.flags.c_contiguous else self._copied(result)
+            is_contiguous = result.flags.c_contiguous
+            slot.results[self] = result if is_contiguous else self._contiguous_copy(result)
 
-    def _copied(self, array: Array) -> Array:
+    def _contiguous_copy(self, array: Array) -> Array:
         copy = self._streams.cupy.empty(array.shape, array.dtype)
         self._streams.cupy.copyto(copy, array)
         return copy

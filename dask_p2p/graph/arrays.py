@@ -343,14 +343,10 @@ class PlannedLayer:
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
         """Return the tasks, by key, that assemble the blocks."""
         (x,) = inputs
-        output = output_spec(x, self.options, self.epilogue)
+        kind, epilogue = backend_for(x._meta).name, self.epilogue
+        after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
+        output = OutputSpec((x.name,), x.dtype, kind, self.options, *after)
         return assemble_tasks(name, self.plan, output)
-
-
-def output_spec(x: Any, options: Options, epilogue: Epilogue | None) -> OutputSpec:
-    """Return the properties that all output blocks share; `x` is the input, or its expression."""
-    after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
-    return OutputSpec((x.name,), x.dtype, backend_for(x._meta).name, options, *after)
 
 
 def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:

@@ -315,7 +315,10 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
         return ones
     try:
         pairs = zip(chunks, sizes, strict=True)
-        block_sizes = tuple(_sizes_of_blocks(axis_sizes, len(along)) for axis_sizes, along in pairs)
+        block_sizes = tuple(
+            tuple(map(as_int, n if isinstance(n, (tuple, list)) else (n,) * len(along)))
+            for n, along in pairs
+        )
     except (TypeError, ValueError):
         block_sizes = ()
     if tuple(map(len, block_sizes)) != tuple(map(len, sizes)):
@@ -330,11 +333,6 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
             f"or pass reduce=."
         )
     return block_sizes
-
-
-def _sizes_of_blocks(axis_sizes: Any, count: int) -> tuple[int, ...]:
-    block_sizes = axis_sizes if isinstance(axis_sizes, (tuple, list)) else (axis_sizes,) * count
-    return tuple(map(as_int, block_sizes))
 
 
 def checked_fallback(fallback: Any) -> Kind | None:

@@ -190,7 +190,6 @@ def _exchange_need(plan: Plan, output: OutputSpec, workers: int, threads: int) -
 
 
 def _input_chunks(plan: Any) -> Chunks:
-    """Return the chunks of the array that a plan reads."""
     chunks: Chunks = getattr(plan, "plan", plan).src_chunks
     return chunks
 

@@ -273,7 +273,6 @@ def _map_by_dask(
 
 
 def _trim_blocks(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> DaskArray:
-    """Return an array without the halo of its blocks."""
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, halo, strict=True)

@@ -394,12 +394,8 @@ def _choose_group_count(plan: GridPlan, threads: Callable[[], int | None]) -> in
 
 
 def _merge_blocks(plan: GridPlan, axis: int, together: int) -> GridPlan:
-    """Return the plan with `together` neighbours along one axis joined."""
     mappings = list(plan.mappings)
-    mappings[axis] = SplitAxis(mappings[axis].src_sizes, _join(mappings[axis].sizes, together))
+    src_sizes, sizes = mappings[axis].src_sizes, mappings[axis].sizes
+    sums = (sum(sizes[start : start + together]) for start in range(0, len(sizes), together))
+    mappings[axis] = SplitAxis(src_sizes, tuple(sums))
     return GridPlan(plan.axes, tuple(mappings))
-
-
-def _join(sizes: tuple[int, ...], together: int) -> tuple[int, ...]:
-    starts = range(0, len(sizes), together)
-    return tuple(sum(sizes[start : start + together]) for start in starts)

@@ -54,10 +54,10 @@ class RankGrid:
         """
         return cls(((1,) * size,), (size,))
 
-    def extended(self, extra: Sequence[int]) -> RankGrid:
+    def extend(self, extra: Sequence[int]) -> RankGrid:
         """Return the ranks of an array that is longer at its end, by `extra` along each axis.
 
-        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extended((0, 1)).local_sizes
+        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extend((0, 1)).local_sizes
         ((6,), (4, 5))
         """
         if not any(extra):

@@ -197,7 +197,6 @@ def _name_frames(save: Any, first: Any, steps: int) -> Any:
 
 
 def _frame_steps(save: Save, steps: int) -> Any:
-    """Return the steps of the frames."""
     every = checked_count("steps between frames", every=save.every)
     steps = checked_count("steps", steps=steps)
     return np.arange(every, steps + 1, every)

@@ -44,7 +44,9 @@ def transform(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.fft`."""
     dims = _checked_dims(a, dim, real_dim, list(a.dims))
-    a = _reverse_descending(a, dims)
+    values = {name: _read_numbers(a, name) for name in dims if a.sizes[name]}
+    descending = [name for name in values if values[name][-1] < values[name][0]]  # as latitudes are
+    a = a.isel(dict.fromkeys(descending, slice(None, None, -1)))
     axes = []
     for name in dims:
         first, step = _measure_spacing(_read_numbers(a, name), a[name])
@@ -141,13 +143,6 @@ def _checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) ->
 
 def _listed(dim: Any) -> list[Hashable]:
     return [dim] if isinstance(dim, str) else list(dim)
-
-
-def _reverse_descending(a: Any, dims: Sequence[Hashable]) -> Any:
-    """Reverse an array along descending coordinates, as latitudes often are."""
-    every = {name: _read_numbers(a, name) for name in dims if a.sizes[name]}
-    turned = [name for name, values in every.items() if values[-1] < values[0]]
-    return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
 
 
 def _read_frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:

@@ -68,8 +68,8 @@ def peer(process, pid=0):
     return Peer("boot", "namespace", 0, pid, process, "folder", "gpu")
 
 
-def acquire(mappings, process, *args, block_bytes=1, **more):
-    return mappings.acquire(peer(process), ipc_handle(*args, **more), block_bytes)
+def acquire(mappings, process, *args, block_bytes=1, **fields):
+    return mappings.acquire(peer(process), ipc_handle(*args, **fields), block_bytes)
 
 
 def opened(runtime):
@@ -92,11 +92,11 @@ def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, e
     """Of a worker that is killed: its nanny starts another one, which wants as much memory."""
     for buffer_id in (1, 2):
         mappings.release(mappings.acquire(ending, ipc_handle(buffer_id, f"{buffer_id:02}"), 1))
-    other = acquire(mappings, "q", 1, "cc")
-    mappings.release(other)
+    mapping = acquire(mappings, "q", 1, "cc")
+    mappings.release(mapping)
     assert len(runtime.open) == 3, "they are kept for the next user"
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {other.address})
+    wait_until(lambda: set(runtime.open) == {mapping.address})
 
 
 def test_what_is_read_of_a_process_that_has_ended_is_closed_after(

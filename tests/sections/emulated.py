@@ -16,7 +16,7 @@ from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections import checks
+from dask_p2p.sections import checks, comparison
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as graphs
 from dask_p2p.sections.gpu import device as lending
@@ -24,7 +24,6 @@ from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate import first_step
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.transports import cuda_ipc
 from tests.sections import gangs
@@ -67,15 +66,19 @@ def emulated_gpu(monkeypatch):
         (halo_windows, "begin_in_order", noted),
         *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
         (dask_p2p.backends.kernels, "cuda", kernels(recorder)),
-        (cupy_backend, "_kernels", lambda: kernels(recorder)),
+        (cupy_backend, "_import_kernels", lambda: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),
         (DeviceQueue, "_kept_slots", SlotCache()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
-        (first_step, "_STRICT_KINDS", ""),  # emulated arrays have no such views
-        (checks, "_LIBRARIES", checks._LIBRARIES | {"tests"}),  # copies of functions have this GPU
+        (checks, "_STRICT_KINDS", ""),  # emulated arrays have no such views
+        (
+            comparison,
+            "_LIBRARIES",
+            comparison._LIBRARIES | {"tests"},
+        ),  # copies of functions have this GPU
         (graphs, "_pools", defaultdict(list)),
         *(
             (module, "region_batch", lambda: EmulatedBatch(recorder))

@@ -141,13 +141,11 @@ class _Kernel(NamedTuple):
 
 
 def _load_kernels(word_bytes: int, module: Any) -> dict[str, _Kernel]:
-    """Return the kernels for a word size by name."""
     names = [name for name in ENTRIES if name.endswith(f"_{word_bytes}")]
     return {name: _allow_low_occupancy(module.get_function(name)) for name in names}
 
 
 def _allow_low_occupancy(kernel: Any) -> _Kernel:
-    """Allow a kernel to reserve the shared memory for low occupancy."""
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
     unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))

@@ -138,7 +138,8 @@ def _plan_kernels(
     geometry = reduce_copy(shape, itemsize, src_strides, dst_strides, dst | src)
     src += geometry.src_offset_bytes
     dst += geometry.dst_offset_bytes
-    if _is_one_run(geometry):
+    axes, word = geometry.axes, geometry.word_bytes
+    if not axes or (len(axes) == 1 and axes[0][1:] == (word, word)):  # one run in both arrays
         return [_memcpy(dst, src, geometry)]
     tiling = choose_tiling(geometry, (src - dst) % VECTOR_BYTES == 0)
     inner, extra = tiling.outer[:MAX_OUTER], tiling.outer[MAX_OUTER:]
@@ -149,12 +150,6 @@ def _plan_kernels(
         )
         launches += _split(launch, max_grid)
     return launches
-
-
-def _is_one_run(geometry: Geometry) -> bool:
-    """Return true if the items are contiguous in both arrays."""
-    word = geometry.word_bytes
-    return not geometry.axes or (len(geometry.axes) == 1 and geometry.axes[0][1:] == (word, word))
 
 
 def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:

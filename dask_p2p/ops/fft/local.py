@@ -77,7 +77,6 @@ def find_input_chunks(x: DaskArray) -> Chunks | None:
 
 
 def _find_input_chunks_of_expression(expr: Any) -> Chunks | None:
-    """Return the same for an array that is an expression."""
     waiting, visited = deque([expr]), {expr._name}
     while waiting:
         input_chunks, expr = None, waiting.popleft()
@@ -164,11 +163,11 @@ class LocalTransform:
     def __call__(self, block: Array, index: Index = ()) -> Any:
         backend = backend_for(block)
         if not block.size:  # cuFFT rejects empty arrays
-            return backend.module.asarray(self.transformed(np.zeros(block.shape, block.dtype)))
+            return backend.module.asarray(self.transform(np.zeros(block.shape, block.dtype)))
         if self.order is not None:
-            return self.transformed(block, is_own=True)
+            return self.transform(block, is_own=True)
         copy = self._copy_block(block)
-        return self.transformed(block if copy is None else copy, is_own=copy is not None)
+        return self.transform(block if copy is None else copy, is_own=copy is not None)
 
     def _copy_block(self, block: Any) -> Any:
         """Return a copy of another task's block for an in-place transform; None if useless.
@@ -198,7 +197,7 @@ class LocalTransform:
         queue.permute(block_copy, block, range(block.ndim))
         return block_copy
 
-    def transformed(self, block: Any, is_own: bool = False) -> Any:
+    def transform(self, block: Any, is_own: bool = False) -> Any:
         """Return the transform of a non-empty block; with `is_own` it may overwrite the block."""
         backend = backend_for(block)
         library = _import_fft_module(backend.fft_modules)

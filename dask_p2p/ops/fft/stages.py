@@ -94,7 +94,6 @@ def transform_array(
 
 
 def _crop(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
-    """Return `x`, cropped to the input length of each axis."""
     cropped = dict(lengths)
     if special is not None and kind in TO_REAL:
         cropped[special] = lengths[special] // 2 + 1

@@ -20,7 +20,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import round_up
+from dask_p2p.geometry import Box, round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS, parse_literal, sequence_like
@@ -37,6 +37,18 @@ class Leaf(NamedTuple):
 
     kind: str  # array, number, python or generator
     array: Array  # on the rank's device
+
+
+DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
+
+
+class SavedValue(NamedTuple):
+    """A value that stores write: a block of a global array, a number, or a value of each rank."""
+
+    kind: str  # DIVIDED, NUMBER or OWN
+    array: Array  # on the rank's device
+    shape: tuple[int, ...]  # of the global array
+    box: Box  # of the rank's block in it
 
 
 class _Saved(NamedTuple):

@@ -337,7 +337,7 @@ class AxesTransform:
 
     def __call__(self, local_block: Array, is_own: bool) -> tuple[Array, bool]:
         if local_block.size:
-            return self.transform.transformed(local_block, is_own), True
+            return self.transform.transform(local_block, is_own), True
         return self.device.module.zeros(self.shape, self._dtype(local_block)), True
 
     def in_pieces(self, local_block: Array, is_own: bool) -> tuple[Any, bool]:
@@ -362,7 +362,7 @@ class AxesTransform:
         def piece(number: int) -> Array:
             along = slice(bounds[number], bounds[number + 1])
             part = local_block[(slice(None),) * position + (along,)]
-            return self.transform.transformed(part, is_own)
+            return self.transform.transform(part, is_own)
 
         return Pieces(dtype, axis, bounds, piece), True
 

@@ -23,7 +23,7 @@ from dask.utils import funcname
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_shape, box_size, box_slices, whole_box
 from dask_p2p.plans.halo import ODD, RankHalo, both_ends
-from dask_p2p.sections.checks import Comparison, PositionWatch
+from dask_p2p.sections.comparison import Comparison, PositionWatch
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.types import Array, DType
 

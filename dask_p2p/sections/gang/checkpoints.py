@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from operator import index
 from threading import Lock
 from typing import Any, TypeAlias
@@ -224,9 +224,8 @@ class Period:
         period = checked_period(every)
         self._every = parse_duration(period) if isinstance(period, str) else period
         self._began_s = self._last_s = time.monotonic()
-        self._steps_done = self._next_comparison = (
-            0  # steps so far, and at the next comparison of times
-        )
+        self._first_step = -1  # number of steps before the first call; -1: there was none
+        self._next_comparison = 0  # number of steps at the next comparison of times
 
     def is_due(
         self,
@@ -234,24 +233,32 @@ class Period:
         greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
     ) -> bool:
         """Return whether a checkpoint is due after a step."""
-        self._steps_done += 1
         if self._every is None:
             return False
         if isinstance(self._every, int):
             return step % self._every == 0
-        if self._steps_done < self._next_comparison:
+        if self._first_step < 0:
+            self._first_step = step - 1
+        if step < self._next_comparison:
             return False
-        now_s = time.monotonic()
-        times_s = [now_s - self._last_s, (now_s - self._began_s) / self._steps_done]
+        now_s, step_count = time.monotonic(), step - self._first_step
+        times_s = [now_s - self._last_s, (now_s - self._began_s) / step_count]
         since_s, step_s = greatest(np.array(times_s))
         is_due = since_s >= self._every
         left_s = self._every if is_due else self._every - since_s
-        self._next_comparison = self._steps_done + max(
-            1, min(self._steps_done, int(left_s / max(step_s, 1e-9)))
-        )
+        self._next_comparison = step + max(1, min(step_count, int(left_s / max(step_s, 1e-9))))
         if is_due:
             self._last_s = now_s
         return bool(is_due)
+
+    def next_step(self, step: int) -> float:
+        """Return the first step after another one at which `is_due` is to be called."""
+        known = self.next_known_step(step)
+        return max(step + 1, self._next_comparison) if isinstance(self._every, float) else known
+
+    def next_known_step(self, step: int) -> float:
+        """Return the next step that is known to be due; a time is not known."""
+        return (step // self._every + 1) * self._every if isinstance(self._every, int) else inf
 
 
 def checked_period(every: Any) -> int | str | None:

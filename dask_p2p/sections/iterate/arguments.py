@@ -21,9 +21,9 @@ from dask_p2p.sections.iterate.fields import (
     FieldSpec,
     ScalarSpec,
     check_name,
-    constants_by_position,
+    divide_constants,
     field_spec,
-    named_constants,
+    name_constants,
     named_fields,
 )
 from dask_p2p.sections.iterate.functions import (
@@ -34,8 +34,7 @@ from dask_p2p.sections.iterate.functions import (
     bound_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.output.specs import NO_STORES, StoreSpecs
-from dask_p2p.sections.iterate.output.stores import checked_stores
+from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
 
@@ -179,11 +178,12 @@ def _unnamed(
             "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
         )
     spec, levels = field_spec(UNNAMED, field)
-    specs, arrays = constants_by_position(constants, levels[0])
-    names = [constant.name for constant in specs]
+    named = name_constants(constants, levels[0])
+    specs, arrays, _, _ = divide_constants(named, levels[0])
+    numbers = range(len(levels)) if spec.is_list else [None]
 
     def bound(function: Callable[..., Any]) -> Binding:
-        return bound_by_position(function, len(levels), names, kwargs)
+        return bound_by_position(function, numbers, [*named], kwargs)
 
     phases = _phases(func, [UNNAMED], bound, until)
     return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
@@ -204,8 +204,15 @@ def _named(
             "until: expected records for it to read, as the fields have names, got none. Give "
             "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
         )
+    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
+        raise InputError(
+            f"constants: expected a mapping of names, as the fields have, got "
+            f"{type(constants).__name__}. Give {{'name': value}}."
+        )
+    for name in (constants := dict(constants)):
+        check_name(name, "a constant")
     specs, levels, scalars = named_fields(field)
-    plain, arrays, with_halo, halo_arrays = named_constants(constants, levels[0])
+    plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
     arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
     all_names = [*arrays_of, *numbers, *read, *kwargs]

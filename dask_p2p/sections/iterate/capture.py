@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.sections.checks import is_close
+from dask_p2p.sections.comparison import is_close
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
@@ -194,9 +194,6 @@ class Replays:
 # return other values than for the whole block. So before calls overlap, one call compares the
 # results of both.
 
-#: Computes a box of the next local blocks by a call.
-Apply: TypeAlias = Callable[[Call, Box], Any]
-
 
 class Parts:
     """Comparisons of one rank's results for parts of a local block with those for the whole."""
@@ -216,9 +213,7 @@ class Parts:
         )
         self._plain: dict[int, bool] = {}  # by id of the phase
 
-    def compare(
-        self, call: Call, apply: Apply, parts: Sequence[Box]
-    ) -> Literal["same", "close", "other"]:
+    def compare(self, call: Call, parts: Sequence[Box]) -> Literal["same", "close", "other"]:
         """Compute parts of the block, whose whole results are there, and compare both.
 
         "same": all bits are equal; "close": values differ by rounding errors. The results for the
@@ -226,11 +221,11 @@ class Parts:
         """
         before = self._sums(call)
         for box in parts:
-            apply(call, box)
+            call.apply(box)
         if self._sums(call) == before:
             return "same"
         part_results = self._results(call)
-        apply(call, self.block_box)
+        call.apply(self.block_box)
         return "close" if self._are_close(call, part_results) else "other"
 
     def is_plain(self, call: Call) -> bool:
@@ -295,28 +290,28 @@ class Overlap:
         """Return whether a function is known to compute parts alike."""
         return self._computes_alike.get(id(call.phase), False)
 
-    def enqueue(self, call: Call, apply: Apply) -> None:
+    def enqueue(self, call: Call) -> None:
         """Enqueue a call and its exchange in a graph, concurrently if they may overlap."""
         exchange, block_box = call.exchange, self._parts.block_box
         if exchange is None:
-            apply(call, block_box)
+            call.apply(block_box)
         elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
             exchange.enqueue(call.halo_arrays)
-            apply(call, block_box)
+            call.apply(block_box)
         else:
             interior, *boundary_parts = exchange.boxes
-            exchange.enqueue(call.halo_arrays, partial(apply, call, interior))
+            exchange.enqueue(call.halo_arrays, partial(call.apply, interior))
             for box in boundary_parts:
-                apply(call, box)
+                call.apply(box)
 
-    def check(self, call: Call, apply: Apply) -> None:
+    def check(self, call: Call) -> None:
         """Compare the results for the whole block, which are there, with those for its parts.
 
         Raises `InputError` if they differ, with ``overlap=True``.
         """
         assert call.exchange is not None, "calls without halos do not overlap"
         parts = [*filter(box_size, call.exchange.boxes)]
-        outcome = self._parts.compare(call, apply, parts)
+        outcome = self._parts.compare(call, parts)
         if self._is_promised and outcome == "other":
             raise InputError(
                 "overlap=True: expected a function that computes parts of a block as it computes "

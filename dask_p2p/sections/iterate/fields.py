@@ -78,16 +78,16 @@ class FieldOutput(Output):
     extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
-        return ranks.extended(self.extra).chunks
+        return ranks.extend(self.extra).chunks
 
     def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
         return LocalBlock(self.dtype).indices(ranks, rank)
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        return LocalBlock(self.dtype).blocks(ctx, ranks.extended(self.extra), value, name)
+        return LocalBlock(self.dtype).blocks(ctx, ranks.extend(self.extra), value, name)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        return LocalBlock(self.dtype).size_bytes(ranks.extended(self.extra), rank)
+        return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
 
 
 def named_fields(
@@ -298,51 +298,41 @@ class ConstantSpec:
     is_whole: bool = False  # whether each rank receives all blocks of an array
 
 
-def constants_by_position(
-    constants: Any, field: DaskArray
-) -> tuple[list[ConstantSpec], list[DaskArray]]:
-    """Return the specs of constants, and the arrays of those that are divided."""
+def name_constants(constants: Any, field: DaskArray) -> dict[str, Any]:
+    """Return constants by names, in the form of those of named fields.
+
+    Raises `InputError` for other values than a tuple, and for arrays of another shape.
+    """
     if not isinstance(constants, (list, tuple)):
         raise InputError(
             f"constants: expected a tuple of arguments for the function, got "
             f"{type(constants).__name__}. Give one as (constant,)."
         )
-    specs: list[ConstantSpec] = []
-    arrays: list[DaskArray] = []
+    named: dict[str, Any] = {}
     for number, constant in enumerate(constants):
-        check_kind_of(constant, field)
-        name = f"constants[{number}]"
-        if isinstance(constant, Whole) or not is_dask_array(constant) or not constant.ndim:
-            specs.append(_whole_constant(name, constant, field, arrays))
-            continue
-        if constant.shape != field.shape:
+        is_divided = not isinstance(constant, Whole) and is_dask_array(constant) and constant.ndim
+        if is_divided and constant.shape != field.shape:
             raise InputError(
                 f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
                 f"shape {constant.shape}. Give each rank the whole array by dask_p2p.Whole(...)."
             )
-        specs.append(ConstantSpec(name, ndim=constant.ndim))
-        arrays.append(_aligned(constant, field))
-    return specs, arrays
+        is_whole = is_divided or isinstance(constant, Whole)
+        named[f"constants[{number}]"] = constant if is_whole else Whole(constant)
+    return named
 
 
-def named_constants(
-    constants: Any, field: DaskArray
+def divide_constants(
+    constants: Mapping[str, Any], field: DaskArray
 ) -> tuple[list[ConstantSpec], list[DaskArray], list[FieldSpec], list[DaskArray]]:
     """Return the specs of constants without a halo, their divided arrays; the same with a halo.
 
     NumPy and CuPy arrays are divided as Dask arrays are, by the rules of broadcasting.
     """
-    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
-        raise InputError(
-            f"constants: expected a mapping of names, as the fields have, got "
-            f"{type(constants).__name__}. Give {{'name': value}}."
-        )
     specs: list[ConstantSpec] = []
     with_halo: list[FieldSpec] = []
     arrays: list[DaskArray] = []
     halo_arrays: list[DaskArray] = []
-    for name, constant in dict(constants).items():
-        check_name(name, "a constant")
+    for name, constant in constants.items():
         if isinstance(constant, Points):
             xy = checked_points(constant.xy, field.shape, constant.weights)
             specs.append(ConstantSpec(name, Points(xy)))
@@ -419,9 +409,3 @@ def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
             f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
         )
     return array
-
-
-def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
-    aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
-    check_decompositions([aligned])
-    return aligned

@@ -67,7 +67,7 @@ class Binding:
 
 def bound_by_position(
     function: Callable[..., Any],
-    levels: int,  # number of the field's time levels
+    levels: Sequence[int | None],  # the field's time levels; None: the only one
     constants: Sequence[str],
     keywords: Collection[str],
 ) -> Binding:
@@ -75,7 +75,7 @@ def bound_by_position(
 
     Raises `InputError` for a keyword in the place of the parameter `out`.
     """
-    fields = [BoundValue(UNNAMED, level) for level in range(levels)]
+    fields = [BoundValue(UNNAMED, level) for level in levels]
     bound_keywords = {name: name for name in keywords}
     for parameter, name in VALUES.items():
         if has_keyword(function, parameter) and parameter not in bound_keywords:

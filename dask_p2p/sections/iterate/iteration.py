@@ -20,7 +20,7 @@ from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpe
 from dask_p2p.sections.iterate.functions import AT, VALUES, is_constant
 from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
-from dask_p2p.sections.iterate.output.specs import StoreSpecs
+from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.step import Phase
 
 
@@ -153,7 +153,7 @@ class _FieldBytes(NamedTuple):
 
 
 def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
-    ranks = ranks.extended(spec.extra)
+    ranks = ranks.extend(spec.extra)
     exchange = plan_halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels

@@ -67,7 +67,9 @@ class LocalField:
 
     def rotate(self) -> None:
         """Make the filled memory the newest level, and reuse that of the oldest for the next."""
-        self.levels, self._next_level = [self.next_level, *self.levels[:-1]], self.levels[-1]
+        filled = self._next_level
+        assert filled is not None, "its memory is filled"
+        self.levels, self._next_level = [filled, *self.levels[:-1]], self.levels[-1]
 
     def parts(self, box: Box) -> list[HaloPart]:
         """Return the part of each level for a box of the local block of the first field."""
@@ -133,7 +135,7 @@ class LocalFields:
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
         ctx, rank = self._ctx, self._ctx.rank
         first_ranks = ctx.grid_of().ranks
-        ranks = first_ranks.extended(spec.extra)
+        ranks = first_ranks.extend(spec.extra)
         options = spec.widest, spec.boundary, spec.corners, spec.dtype
         first = ctx.with_halo(None, *options, exchange, Grid(ctx, ranks))
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
@@ -210,8 +212,7 @@ class LocalFields:
             if name in self.fields:
                 field = self.fields[name]
                 data = tuple(part.data for part in field.parts(box))
-                is_one = bool(name) and not field.spec.is_list
-                values[name] = data[0] if is_one else data
+                values[name] = data if field.spec.is_list else data[0]
             elif name in self._constants and isinstance(self._constants[name][0], Points):
                 values[name] = self._points(self._constants[name][0].xy, box)
             elif name in self._constants:

@@ -54,7 +54,7 @@ class Work:
         result.values[...] = 2 * block.values
         return result
 
-    def combined(self, part, combined, result):
+    def combine(self, part, combined, result):
         if combined is None:
             return result
         name = self.gpu.current[-1].name
