@@ -95,37 +95,37 @@ def stepped(ctx, **options):
 
 
 CALLS = {
-    "dest": lambda ctx, wrong: ctx.send(1, wrong),
-    "source": lambda ctx, wrong: ctx.recv(wrong),
-    "tag": lambda ctx, wrong: ctx.send(1, None, wrong),
-    "root of bcast": lambda ctx, wrong: ctx.bcast(1, wrong),
-    "root of gather": lambda ctx, wrong: ctx.gather(1, wrong),
-    "root of reduce": lambda ctx, wrong: ctx.reduce(1, root=wrong),
-    "op": lambda ctx, wrong: ctx.allreduce(1, wrong),
-    "axis": lambda ctx, wrong: ctx.along(wrong),
-    "corners": lambda ctx, wrong: ctx.with_halo(X, corners=wrong),
-    "dtype": lambda ctx, wrong: ctx.with_halo(X, dtype=wrong),
-    "exchange": lambda ctx, wrong: ctx.with_halo(X, exchange=wrong),
-    "grid": lambda ctx, wrong: ctx.with_halo(X, grid=wrong),
-    "copy": lambda ctx, wrong: ctx.update_halo(ctx.with_halo(X), copy=wrong),
-    "zeros": lambda ctx, wrong: ctx.grid_of().zeros(wrong),
-    "factor": lambda ctx, wrong: ctx.grid_of().coarser(wrong),
-    "points": lambda ctx, wrong: ctx.points(wrong),
-    "partition": lambda ctx, wrong: ctx.redistribute(X, wrong),
-    "shape": lambda ctx, wrong: ctx.redistribute(X, shape=wrong),
-    "count": lambda ctx, wrong: [*ctx.steps(wrong)],
-    "state": lambda ctx, wrong: stepped(ctx, state=wrong),
-    "every": lambda ctx, wrong: stepped(ctx, every=wrong),
-    "checkpoint": lambda ctx, wrong: stepped(ctx, state=ctx.state(x=X), checkpoint=wrong),
-    "save": lambda ctx, wrong: stepped(ctx, state=ctx.state(x=X), save=wrong),
+    "dest": lambda ctx, argument: ctx.send(1, argument),
+    "source": lambda ctx, argument: ctx.recv(argument),
+    "tag": lambda ctx, argument: ctx.send(1, None, argument),
+    "root of bcast": lambda ctx, argument: ctx.bcast(1, argument),
+    "root of gather": lambda ctx, argument: ctx.gather(1, argument),
+    "root of reduce": lambda ctx, argument: ctx.reduce(1, root=argument),
+    "op": lambda ctx, argument: ctx.allreduce(1, argument),
+    "axis": lambda ctx, argument: ctx.along(argument),
+    "corners": lambda ctx, argument: ctx.with_halo(X, corners=argument),
+    "dtype": lambda ctx, argument: ctx.with_halo(X, dtype=argument),
+    "exchange": lambda ctx, argument: ctx.with_halo(X, exchange=argument),
+    "grid": lambda ctx, argument: ctx.with_halo(X, grid=argument),
+    "copy": lambda ctx, argument: ctx.update_halo(ctx.with_halo(X), copy=argument),
+    "zeros": lambda ctx, argument: ctx.grid_of().zeros(argument),
+    "factor": lambda ctx, argument: ctx.grid_of().coarser(argument),
+    "points": lambda ctx, argument: ctx.points(argument),
+    "partition": lambda ctx, argument: ctx.redistribute(X, argument),
+    "shape": lambda ctx, argument: ctx.redistribute(X, shape=argument),
+    "count": lambda ctx, argument: [*ctx.steps(argument)],
+    "state": lambda ctx, argument: stepped(ctx, state=argument),
+    "every": lambda ctx, argument: stepped(ctx, every=argument),
+    "checkpoint": lambda ctx, argument: stepped(ctx, state=ctx.state(x=X), checkpoint=argument),
+    "save": lambda ctx, argument: stepped(ctx, state=ctx.state(x=X), save=argument),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_of_other_types_are_refused(alone, name):
-    for wrong in OTHERS:
+    for argument in OTHERS:
         with pytest.raises(InputError, match=r"expected .* got "):
-            CALLS[name](alone, wrong)
+            CALLS[name](alone, argument)
 
 
 GRID = RankGrid(((1, 1), (1, 1, 1)), (2, 3))
@@ -171,21 +171,21 @@ def nccl_ids(ctx):
 
 @pytest.mark.parametrize("kind", [tuple, bytes])  # of CuPy 13, and of CuPy 14
 def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch, kind):
-    made = []
+    new_ids = []
 
     def new_id():
-        start = len(made) if kind is bytes else len(made) - 64
-        made.append(kind(range(start, start + 128)))
-        return made[-1]
+        start = len(new_ids) if kind is bytes else len(new_ids) - 64
+        new_ids.append(kind(range(start, start + 128)))
+        return new_ids[-1]
 
     nccl = SimpleNamespace(available=True, get_unique_id=new_id)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
     identifiers = run_gang(RankGrid(((1, 1), (1, 1)), (2, 2)), nccl_ids)
-    assert {section_id for section_id, _ in identifiers} == {made[0]}
+    assert {section_id for section_id, _ in identifiers} == {new_ids[0]}
     row_ids = [row_id for _, row_id in identifiers]
     assert (row_ids[0], row_ids[2]) == (row_ids[1], row_ids[3])
-    assert {*row_ids} == {*made[1:]}
+    assert {*row_ids} == {*new_ids[1:]}
 
 
 @pytest.mark.parametrize("cuda", [None, SimpleNamespace(nccl=SimpleNamespace(available=False))])
