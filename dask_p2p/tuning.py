@@ -64,7 +64,6 @@ class Tuning:
     #: polls only where each rank of the host has a core. Otherwise it would take a core from the
     #: others.
     spin_s: float = 50e-6
-    deadlock_probe_s: float = 1.0  # time that a rank waits before it sends a probe
     #: Smallest message by UCX. Smaller ones are faster in the socket, with their header.
     ucx_message_bytes: int = 1 << 16
     ucx_part_bytes: int = 1 << 25  # size of a large message's parts

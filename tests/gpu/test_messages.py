@@ -67,7 +67,7 @@ def exchange_all_kinds(ctx, x):
     value = {"c": a, "f": a.T, "part": (a[::2, 3:], np.arange(9)), "small": a[0, :2], "rank": 1}
     first, second = ctx.isend(value, peer), ctx.isend(a.astype("c8"), peer)
     received = ctx.recv(peer)
-    group = ctx.split(0, key=-ctx.rank)
+    group = ctx.along(ctx.grid.index(2))
     pairs = [
         (received["c"], b),
         (received["f"], b.T),

@@ -16,25 +16,25 @@ def gpu(monkeypatch):
 @pytest.fixture
 def opened(monkeypatch):
     """For each exchange that is made, the ranks whose windows it reads."""
-    found, original = [], halo_windows.opened
+    openings, original = [], halo_windows.opened
 
     def noted(*args):
-        own, by_rank = original(*args)
-        found.append(sorted(by_rank))
-        return own, by_rank
+        window, by_rank = original(*args)
+        openings.append(sorted(by_rank))
+        return window, by_rank
 
     monkeypatch.setattr(halo_windows, "opened", noted)
-    return found
+    return openings
 
 
 @pytest.fixture
 def in_place(monkeypatch):
     """The ranks that read regions in place."""
-    found, original = [], GpuRegions._bring_directly
+    exchanges, original = [], GpuRegions._bring_directly
 
-    def noted(own, *args):
-        found.append(own)
-        return original(own, *args)
+    def noted(instance, *args):
+        exchanges.append(instance)
+        return original(instance, *args)
 
     monkeypatch.setattr(GpuRegions, "_bring_directly", noted)
-    return found
+    return exchanges

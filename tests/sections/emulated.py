@@ -51,8 +51,8 @@ def emulated_gpu(monkeypatch):
     def noted(connections, order, call, sends, receives, in_background):
         """Sockets read and write from now on."""
         for buffers, access in ((sends, "reads"), (receives, "writes")):
-            on_host = [each for each in buffers.values() if not isinstance(each, Array)]
-            arrays = [np.frombuffer(each, "u1") for each in on_host if len(each)]
+            on_host = [array for array in buffers.values() if not isinstance(array, Array)]
+            arrays = [np.frombuffer(array, "u1") for array in on_host if len(array)]
             recorder.do(HOST, "a socket", **{access: arrays})
         return begin(connections, order, call, sends, receives, in_background)
 
@@ -85,7 +85,7 @@ def emulated_gpu(monkeypatch):
             for module in (lending, region_windows)
         ),
         (cuda_ipc, "MAPPINGS", mappings),
-        (windows, "separation", lambda own, peer: None),
+        (windows, "separation", lambda values, peer: None),
         (cuda_ipc, "export", export),
         (cuda_ipc, "gpu_uuid", lambda: "gpu"),
         (cuda_ipc, "peer_obstacle", lambda gpu: None),
@@ -106,11 +106,11 @@ class EmulatedBatch:
         assert dst.dtype == src.dtype
         large = []
         for piece in pieces:
-            into, of = dst[box_slices(piece.dst)], src[box_slices(piece.src)]
+            into, region = dst[box_slices(piece.dst)], src[box_slices(piece.src)]
             if into.nbytes >= self.large_bytes:
                 large.append(piece)
             else:
-                self.pending.append((into, of, axes))
+                self.pending.append((into, region, axes))
         return large
 
     def fill(self, dst, fills):
@@ -121,8 +121,8 @@ class EmulatedBatch:
 
     def flush(self):
         pending, self.pending = self.pending, []
-        for each in pending:
-            self.permute_into(*each)
+        for copy in pending:
+            self.permute_into(*copy)
 
 
 class Message:
@@ -154,21 +154,25 @@ class Messenger:
         assert other_host
         self.sent.append(array.nbytes)
         self.gpu.do(HOST, "UCX", reads=[array.values])
-        return self.matched(tag, Message(array), lambda mine, other: (other, mine))
+        return self.matched(
+            tag, Message(array), lambda message, counterpart: (counterpart, message)
+        )
 
     def receive(self, array, tag):
         self.gpu.do(HOST, "UCX", writes=[array.values])
-        return self.matched(tag, Message(array), lambda mine, other: (mine, other))
+        return self.matched(
+            tag, Message(array), lambda message, counterpart: (message, counterpart)
+        )
 
     def matched(self, tag, message, ends):
         with self.lock:
-            other = self.waiting.pop(tag, None)
-            if other is None:
+            counterpart = self.waiting.pop(tag, None)
+            if counterpart is None:
                 self.waiting[tag] = message
                 return message
-        to, of = ends(message, other)
-        to.array.values[...] = of.array.values
-        to.is_complete = of.is_complete = True
+        to, source = ends(message, counterpart)
+        to.array.values[...] = source.array.values
+        to.is_complete = source.is_complete = True
         return message
 
 
@@ -194,20 +198,21 @@ def on_gpu(gpu, x):
 def kernel(gpu, function):
     """A function that fills `out` on the device, as NumPy's function does on the host."""
 
-    def run(*given, out=None, **kwargs):
-        arrays = [each for each in given if isinstance(each, Array)]
+    def run(*operands, out=None, **kwargs):
+        arrays = [array for array in operands if isinstance(array, Array)]
         stream = gpu.current[-1].name
         assert stream != "null"
-        values = [getattr(each, "values", each) for each in given]
+        values = [getattr(array, "values", array) for array in operands]
         if out is None:
             return arrays[0].apply(
-                lambda own, *others: function(own, *others, **kwargs), *given[1:]
+                lambda values, *operand_values: function(values, *operand_values, **kwargs),
+                *operands[1:],
             )
         numbers = []
         apply = partial(function, *values, out=out.values, **kwargs)
         gpu.run(stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=[out])
-        made = numbers[0] if numbers else None
-        return out if made is out.values else made
+        result = numbers[0] if numbers else None
+        return out if result is out.values else result
 
     return run
 
@@ -233,15 +238,15 @@ def run_section(gpu, y, inputs, **kwargs):
         tasks = gpu.stream()  # makes the blocks, and may still be at work
         blocks = [[gpu.written(x[local_block][box], tasks) for box in boxes] for x in inputs]
         try:
-            made = body(ctx, *blocks)
+            results = body(ctx, *blocks)
         except BaseException:
             gpu.synchronize()  # the makers of the blocks may be at work
             raise
         gpu.check()
-        wholes = [np.full(ranks.shape(ctx.rank), np.nan, body.dtype) for _ in made]
-        for whole, blocks in zip(wholes, made, strict=True):
+        wholes = [np.full(ranks.shape(ctx.rank), np.nan, body.dtype) for _ in results]
+        for output, blocks in zip(wholes, results, strict=True):
             for box, block in zip(boxes, blocks, strict=True):
-                whole[box] = gpu.read(block)
+                output[box] = gpu.read(block)
         return wholes
 
     kwargs = {"device": Gpu, **kwargs}

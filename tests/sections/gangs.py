@@ -26,7 +26,7 @@ def connection_to(connections, rank):
 def has_come(connections, rank):
     """Return whether all data of the exchange with a rank has arrived."""
     return (
-        rank in {other for other, *_ in connections.received}
+        rank in {peer_rank for peer_rank, *_ in connections.received}
         and connection_to(connections, rank).has_received
     )
 
@@ -43,8 +43,10 @@ def is_at_call(connections, rank):
 
 def disconnect(connections, rank):
     """End a connection, as if the process at one of its ends had died."""
-    made = connection_to(connections, rank).socket
-    made.close() if isinstance(made, Stream) else made.shutdown(socket.SHUT_RDWR)
+    peer_socket = connection_to(connections, rank).socket
+    peer_socket.close() if isinstance(peer_socket, Stream) else peer_socket.shutdown(
+        socket.SHUT_RDWR
+    )
 
 
 def stop_listening(connections):
@@ -76,15 +78,16 @@ def run_gang(
     """
     connections = [Connections(Reach()) for _ in range(ranks.size)]
     peers = [
-        RankAddress("worker", f"{rank:032}", each.endpoint) for rank, each in enumerate(connections)
+        RankAddress("worker", f"{rank:032}", rank_connections.endpoint)
+        for rank, rank_connections in enumerate(connections)
     ]
     contexts = []
-    for rank, each in enumerate(connections):
-        each.start(rank, peers)
-        own = each if ranks.size > 1 else ONE_RANK
-        at = device(own)
-        keeps = checkpoints(rank, own, at)
-        contexts.append(context(ranks, rank, own, keeps, device=at, **kwargs))
+    for rank, rank_connections in enumerate(connections):
+        rank_connections.start(rank, peers)
+        ctx_connections = rank_connections if ranks.size > 1 else ONE_RANK
+        at = device(ctx_connections)
+        keeps = checkpoints(rank, ctx_connections, at)
+        contexts.append(context(ranks, rank, ctx_connections, keeps, device=at, **kwargs))
 
     def run(ctx):
         connections[ctx.rank].open_channels(messenger)
@@ -99,8 +102,15 @@ def run_gang(
 
     with ThreadPoolExecutor(ranks.size) as threads:
         futures = [threads.submit(run, ctx) for ctx in contexts]
-        done, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
-        first = next((each.exception() for each in done if each.exception()), None)
+        finished_futures, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
+        first = next(
+            (
+                rank_connections.exception()
+                for rank_connections in finished_futures
+                if rank_connections.exception()
+            ),
+            None,
+        )
         for each in connections:
             each.wake()  # ends waits of the others, as the scheduler does
         wait(futures, BOUND_S)

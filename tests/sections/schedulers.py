@@ -52,7 +52,7 @@ class Scheduler:
         """Add the tasks of a gang, which wait for a worker; return all keys."""
         commit = Task((name, COMMIT), is_rank=False)
         commit.state, commit.dependencies = "waiting", {*tasks}
-        self.tasks |= {each.key: each for each in (*tasks, commit)}
+        self.tasks |= {task.key: task for task in (*tasks, commit)}
         return list(self.tasks)
 
     def coerce_hostname(self, host):

@@ -30,16 +30,16 @@ def ranks_of(dask_worker):
 
 
 def _of_scheduler(dask_scheduler):
-    there = gangs_on(dask_scheduler)
-    gangs = list(coordinator_of(there)._gangs) if there else []
+    plugin = gangs_on(dask_scheduler)
+    gangs = list(coordinator_of(plugin)._gangs) if plugin else []
     keys = map(str, dask_scheduler.tasks)
     return gangs + [key for key in keys if "p2p-spmd" in key or "p2p-fused" in key]
 
 
 def _of_worker(dask_worker):
-    there = ranks_of(dask_worker)
-    ranks = [rank_attempt.rank for rank_attempt in there._ranks.values()] if there else []
-    ranks += there.saved.gangs if there else []
+    plugin = ranks_of(dask_worker)
+    ranks = [rank_attempt.rank for rank_attempt in plugin._ranks.values()] if plugin else []
+    ranks += plugin.saved.gangs if plugin else []
     return ranks + ["run_rank"] * ranks_that_run()
 
 
@@ -75,13 +75,13 @@ def be_on_hosts(next_name):
 
 def nothing_is_left(client):
     """Wait until nothing of any gang is left: no task, no state, no thread."""
-    left = []
+    leftovers = []
 
     def is_empty():
         gc.collect()  # futures whose error was raised are in a cycle with its traceback
         of_workers = client.run(_of_worker, on_error="return")  # one that leaves need not answer
-        answers = [of for of in of_workers.values() if not isinstance(of, OSError)]
-        left[:] = client.run_on_scheduler(_of_scheduler), of_workers
-        return not left[0] and not any(answers)
+        counts = [count for count in of_workers.values() if not isinstance(count, OSError)]
+        leftovers[:] = client.run_on_scheduler(_of_scheduler), of_workers
+        return not leftovers[0] and not any(counts)
 
-    wait_until(is_empty, state=lambda: left)
+    wait_until(is_empty, state=lambda: leftovers)

@@ -45,8 +45,8 @@ def test_values_are_the_same_on_any_number_of_workers(client, alone, ranks, monk
             stack.enter_context(Client(stack.enter_context(cluster)))
         elif ranks is not None:
             monkeypatch.setattr(arguments, "cluster_workers", lambda: [{"nthreads": 2}] * ranks)
-        for (program, has_sums), wanted in zip(PROGRAMS.items(), alone, strict=True):
+        for (program, has_sums), expected in zip(PROGRAMS.items(), alone, strict=True):
             if has_sums:
-                np.testing.assert_allclose(result_of(program), wanted, atol=1e-8)
+                np.testing.assert_allclose(result_of(program), expected, atol=1e-8)
             else:
-                assert np.array_equal(result_of(program), wanted), program
+                assert np.array_equal(result_of(program), expected), program

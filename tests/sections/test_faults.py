@@ -192,10 +192,10 @@ def test_an_error_that_somebody_keeps_keeps_no_states(client):
 def checkpointing(ctx, x, folder):
     """Rank 1 copies its second state after others have their copies, and after the cancel."""
     ctx.save_state(1, [x])
-    copy, own = ctx.device.copy_to_host, threading.get_ident()
+    copy, thread_id = ctx.device.copy_to_host, threading.get_ident()
 
     def copy_late(*args):
-        if threading.get_ident() == own:
+        if threading.get_ident() == thread_id:
             (folder / "copying").touch()
             wait_until((folder / "cancelled").exists)
         copy(*args)

@@ -26,14 +26,14 @@ from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 STAGING = "p2p.transports.ipc.staging-bytes"
-here = {}  # values for functions that are pickled by their names
+shared_values = {}  # values for functions that are pickled by their names
 
 
 @pytest.fixture
 def gpu(gpu):
-    here["gpu"] = gpu
+    shared_values["gpu"] = gpu
     yield gpu
-    here.clear()
+    shared_values.clear()
     gc.collect()
 
 
@@ -46,19 +46,19 @@ def cluster(gpu):
 
 
 def up(block):
-    return here["gpu"].written(block)
+    return shared_values["gpu"].written(block)
 
 
 def down(block):
-    return here["gpu"].read(block)
+    return shared_values["gpu"].read(block)
 
 
 def on_star(u, out):
-    kernel(here["gpu"], star)(u, out=out)
+    kernel(shared_values["gpu"], star)(u, out=out)
 
 
 def array():
-    meta = here["gpu"].empty((0, 0), "f8")
+    meta = shared_values["gpu"].empty((0, 0), "f8")
     return da.from_array(X, chunks=(3, 5)).map_blocks(up, dtype="f8", meta=meta)
 
 
@@ -67,11 +67,11 @@ def on_host(y):
 
 
 def test_values_and_what_is_left(gpu, client, opened):
-    (wanted,) = reference(star, [X], 1, 7, "periodic")
+    (expected,) = reference(star, [X], 1, 7, "periodic")
     left_bytes = []
     for _ in range(3):
-        got = on_host(iterate(on_star, array(), 1, 7, checkpoint_every=2))
-        assert np.array_equal(got, wanted)
+        result = on_host(iterate(on_star, array(), 1, 7, checkpoint_every=2))
+        assert np.array_equal(result, expected)
         gpu.check()
         nothing_is_left(client)
         left_bytes.append(gpu.live_bytes)
@@ -83,11 +83,11 @@ def fails_once(ctx, x):
     p = ctx.with_halo(x, boundary="periodic")
     for step in ctx.steps(6, ctx.state(p=p), every=2):
         ctx.update_halo(p)
-        if step == 4 and ctx.rank and not here.setdefault("failed", 0):
-            here["failed"] = 1
+        if step == 4 and ctx.rank and not shared_values.setdefault("failed", 0):
+            shared_values["failed"] = 1
             connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         on_star(p.data, p.inner.copy())
-        p.inner[...] = p.inner.made(lambda values: values + 1)
+        p.inner[...] = p.inner.apply(lambda values: values + 1)
     return p.inner
 
 
@@ -96,7 +96,7 @@ def test_another_attempt_goes_on_from_a_checkpoint(gpu, client, monkeypatch):
     try:
         y = on_host(spmd(fails_once, array()))
     finally:
-        here.pop("failed", None)
+        shared_values.pop("failed", None)
     assert np.allclose(y, X + 6)
     gpu.check()
     nothing_is_left(client)
@@ -125,10 +125,10 @@ def turns(ctx, x):
     s = ctx.state(x=x)
     for step in ctx.steps(6, s, every=2):
         out = ctx.redistribute(s.x, (0,), axes=(1, 0), out=out)
-        if step == 3 and ctx.rank and here.pop("to fail", 0):
+        if step == 3 and ctx.rank and shared_values.pop("to fail", 0):
             connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=s.x)
-        s.x[...] = s.x.made(lambda values: 2 * values)
+        s.x[...] = s.x.apply(lambda values: 2 * values)
     return s.x, len(downs)
 
 
@@ -138,12 +138,12 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
     tune(monkeypatch, window_linger_s=0.05)
     left_bytes = []
     for _ in range(3):
-        here["to fail"] = fails
+        shared_values["to fail"] = fails
         with dask.config.set({"p2p.transports.order": order, STAGING: "384 KiB"}):
             y, downs = spmd(turns, array(), per_rank=[0], partition=(0,))
             y, downs = client.persist([y, downs])
             assert np.array_equal(on_host(y), 64 * X)
-            assert all(each == 0 for each in downs.compute()) == (order == "auto")
+            assert all(count == 0 for count in downs.compute()) == (order == "auto")
         del y, downs
         gpu.check()
         nothing_is_left(client)
@@ -163,8 +163,8 @@ def live_bytes(gpu):
 
 def finds_no_values(ctx, x):
     """Reads what a process that has ended was to write."""
-    if ctx.rank and not here.setdefault("unwritten", 0):
-        here["unwritten"] = 1
+    if ctx.rank and not shared_values.setdefault("unwritten", 0):
+        shared_values["unwritten"] = 1
         ctx.device.has_ended = True
         raise ValueError("the residual is not a number")
     ctx.barrier()
@@ -176,13 +176,13 @@ def test_errors_of_values_that_were_never_written_are_nobodys(gpu, client):
     try:
         assert np.array_equal(on_host(spmd(finds_no_values, array())), X)
     finally:
-        here.pop("unwritten")
+        shared_values.pop("unwritten")
     nothing_is_left(client)
 
 
 def loses_its_gpu(ctx, x):
-    if ctx.rank and not here.setdefault("lost", 0):
-        here["lost"] = 1
+    if ctx.rank and not shared_values.setdefault("lost", 0):
+        shared_values["lost"] = 1
         raise DeviceLostError("the GPU of this process works no more")
     ctx.barrier()
     return x

@@ -42,9 +42,9 @@ def called_with(library, function):
     """Return the function, with a check of the kind of its first argument."""
 
     @wraps(function)
-    def checked(u, *others, **named):
+    def checked(u, *operands, **named):
         assert isinstance(u, getattr(import_module(library), KINDS[library]))
-        return function(u, *others, **named)
+        return function(u, *operands, **named)
 
     return checked
 
@@ -73,10 +73,10 @@ def test_fields_constants_position_and_records(client, library, ranks):
     def wrapped(function):
         return called_with(library, function)
 
-    (made,) = dask.compute(iterated(wrapped, ranks=ranks, as_library=library))
-    (wanted,) = dask.compute(iterated(ranks=1), scheduler="sync")
-    for name, value in made.items():
-        np.testing.assert_allclose(value, wanted[name], rtol=1e-12)
+    (result,) = dask.compute(iterated(wrapped, ranks=ranks, as_library=library))
+    (expected,) = dask.compute(iterated(ranks=1), scheduler="sync")
+    for name, value in result.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-12)
 
 
 def test_a_jitted_step_and_computed_fields(library, tmp_path):
@@ -85,12 +85,12 @@ def test_a_jitted_step_and_computed_fields(library, tmp_path):
     function = jitted(react) if library == "jax" else jitted
     save = Save(tmp_path / "frames", 4, compute={"sum": lambda u, v: inner(u) + inner(v)})
     fields = {"u": array(U), "v": array(V)}
-    made = iterate(function, fields, 1, 8, as_library=library, save=save)
-    found = dask.compute(made, scheduler="sync")[0]
-    wanted = dask.compute(iterate(react, fields, 1, 8), scheduler="sync")[0]
-    np.testing.assert_allclose(found["u"], wanted["u"], rtol=1e-12)
+    result = iterate(function, fields, 1, 8, as_library=library, save=save)
+    results = dask.compute(result, scheduler="sync")[0]
+    expected = dask.compute(iterate(react, fields, 1, 8), scheduler="sync")[0]
+    np.testing.assert_allclose(results["u"], expected["u"], rtol=1e-12)
     frames = zarr.open(tmp_path / "frames", mode="r")
-    np.testing.assert_allclose(frames["sum"][1], wanted["u"] + wanted["v"], rtol=1e-12)
+    np.testing.assert_allclose(frames["sum"][1], expected["u"] + expected["v"], rtol=1e-12)
 
 
 def test_memory_to_fill(tmp_path):
@@ -104,10 +104,10 @@ def test_memory_to_fill(tmp_path):
         np.add(u[:-2], u[2:], out=out)
         out /= 2
 
-    given = {0: 1, 1: 0}, 9
-    made = iterate(average, array(U), *given, as_library="torch").compute(scheduler="sync")
+    options = {0: 1, 1: 0}, 9
+    result = iterate(average, array(U), *options, as_library="torch").compute(scheduler="sync")
     np.testing.assert_array_equal(
-        made, iterate(plain, array(U), *given).compute(scheduler="sync")
+        result, iterate(plain, array(U), *options).compute(scheduler="sync")
     )  # fmt: skip
 
 
@@ -115,15 +115,15 @@ def test_numbers_for_until(library):
     def halved(u):
         return u / 2, (u.max() if library == "jax" else u.max().item())
 
-    made = iterate(halved, array(U), 0, 50, until=lambda top: top < 0.1, as_library=library)
-    assert 0.02 < made.compute(scheduler="sync").max() < 0.05
+    result = iterate(halved, array(U), 0, 50, until=lambda top: top < 0.1, as_library=library)
+    assert 0.02 < result.compute(scheduler="sync").max() < 0.05
 
 
 def test_a_function_that_writes_into_its_fields_is_refused():
     pytest.importorskip("torch")
-    made = iterate(lambda u: u.mul_(2), array(U), 0, 2, as_library="torch")
+    result = iterate(lambda u: u.mul_(2), array(U), 0, 2, as_library="torch")
     with pytest.raises(InputError, match="only reads its fields"):
-        made.compute(scheduler="sync")
+        result.compute(scheduler="sync")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -137,10 +137,10 @@ def test_spmd(client, library, ranks):
     def checked(ctx, x):
         return called_with(library, lambda x: normalized(ctx, x))(x)
 
-    given = {"per_rank": [0.0], "ranks": ranks}
-    found = dask.compute(*spmd(checked, array(U), as_library=library, **given))
-    np.testing.assert_allclose(found[0], U / (U**2).sum() ** 0.5, rtol=1e-12)
-    np.testing.assert_allclose(found[1].sum(), U.sum(), rtol=1e-12)
+    options = {"per_rank": [0.0], "ranks": ranks}
+    results = dask.compute(*spmd(checked, array(U), as_library=library, **options))
+    np.testing.assert_allclose(results[0], U / (U**2).sum() ** 0.5, rtol=1e-12)
+    np.testing.assert_allclose(results[1].sum(), U.sum(), rtol=1e-12)
 
 
 def test_map_on_gpu(library):
@@ -150,8 +150,8 @@ def test_map_on_gpu(library):
         )
 
     options = {"fallback": "numpy", "as_library": library, "part_bytes": 100}
-    made = map_on_gpu(sines, array(U), **options)
-    np.testing.assert_allclose(made.compute(scheduler="sync"), np.sin(U), rtol=1e-12)
+    result = map_on_gpu(sines, array(U), **options)
+    np.testing.assert_allclose(result.compute(scheduler="sync"), np.sin(U), rtol=1e-12)
     totals = map_on_gpu(
         lambda x: x.sum(0, keepdims=True), array(U), reduce=lambda a, b: a + b, **options
     )

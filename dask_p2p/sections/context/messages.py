@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.inputs import as_integer
+from dask_p2p.inputs import as_integer, nearest_name
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.values import (
     LastOut,
@@ -33,6 +33,28 @@ from dask_p2p.sections.wire.frames import (
 )
 from dask_p2p.sections.wire.mailbox import Receive
 from dask_p2p.types import Array
+
+#: Names of mpi4py that are others here, not in lower case alone.
+_OF_MPI = {
+    "Get_rank": "rank",
+    "Get_size": "size",
+    "Allgatherv": "allgather(value, ragged=True)",
+    "Gatherv": "gather(value, ragged=True)",
+    "Scatterv": "scatter",
+    "Alltoallv": "alltoall",
+    "Alltoallw": "alltoall",
+    "Ibcast": "bcast",
+    "Ssend": "send",
+    "Sendrecv_replace": "sendrecv",
+    "Cart_create": "grid, the ranks along each axis",
+    "Get_coords": "box, the position of the local block",
+    "Get_topo": "grid",
+    "Shift": "along(axis), whose neighbours are rank - 1 and rank + 1",
+    "Sub": "along(axis)",
+    "Split": "along(axis)",
+    "split": "along(axis)",
+    "Split_type": "along(axis)",
+}
 
 
 class Messaging:
@@ -57,6 +79,17 @@ class Messaging:
         self._to_itself = deque[tuple[int, Any]]()  # tags and values
         self._from_itself = deque[FromItself]()  # receives that have no message yet
         self._last_out = LastOut()
+
+    if not TYPE_CHECKING:  # type checkers name unknown attributes
+
+        def __getattr__(self, name: str) -> Any:
+            names = [*(public for public in dir(type(self)) if public[0] != "_"), "rank", "size"]
+            remedy = _OF_MPI.get(name, name.lower())
+            if remedy.partition("(")[0].partition(",")[0] not in [*names, "grid", "box"]:
+                remedy = nearest_name(name, names)
+            raise AttributeError(
+                f"expected an attribute of the context, got {name!r}. Use ctx.{remedy}.", name=name
+            )
 
     def send(self, value: Any, dest: int | None, tag: int = 0) -> None:
         """Send a value to another rank, which receives it by `recv`.
@@ -408,7 +441,7 @@ def wrong_message(
     if is_other:
         return SectionError(
             f"expected a message of rank {source} for {received}, got one of another communicator. "
-            f"Send and receive by the same one: ctx, or the same ctx.split()."
+            f"Send and receive by the same one: ctx, or the same ctx.along(axis)."
         )
     sent = _call_of(actual_tag, f"send(dest={rank}, tag={actual_tag})")
     return SectionError(

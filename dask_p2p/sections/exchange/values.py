@@ -433,3 +433,68 @@ def decoded_small(description: bytes, data: bytes, out: Any, device: Host) -> An
         out[...] = np.ndarray(shape, dtype, data)
         return out
     return np.ndarray(shape, dtype, bytearray(data))
+
+
+# Operations that combine the values of ranks.
+
+UFUNCS: dict[str, Any] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "any": np.logical_or,
+    "all": np.logical_and,
+}
+_EXTREMES: dict[str, Any] = {"maxloc": np.argmax, "minloc": np.argmin}
+_OPS = (*UFUNCS, *_EXTREMES)
+
+
+def check_op(op: Any) -> None:
+    """Refuse an unknown operation: `InputError`."""
+    if not isinstance(op, str) or op not in _OPS:
+        raise InputError(
+            f"op: expected one of {', '.join(_OPS)}, got {op!r}. Give one of these, or "
+            f"combine the values that ctx.allgather(value) returns."
+        )
+
+
+def convert_for(array: Array, op: str) -> Array:
+    """Return an array with the dtype of the result, which `combine_arrays` needs.
+
+    Raises `InputError` if the operation cannot combine the dtype.
+    """
+    try:
+        if op in _EXTREMES:
+            if array.dtype.kind in "biufmM":
+                return array
+            raise TypeError
+        return array.astype(_result_dtype(array.dtype, op), copy=False)
+    except TypeError:
+        raise InputError(
+            f"value: expected a dtype that {op!r} combines, got {array.dtype}."
+        ) from None
+
+
+@lru_cache(256)
+def _result_dtype(dtype: DType, op: str) -> DType:
+    result: DType = UFUNCS[op].reduce(np.ones(1, dtype)).dtype
+    return result
+
+
+def combine_arrays(arrays: Sequence[Array], op: str, out: Array | None = None) -> Any:
+    """Combine arrays of the same shape and dtype, in their order; into `out` if that is given.
+
+    "maxloc" and "minloc" return a tuple: the extremes, and their positions in `arrays`.
+    """
+    if op in _EXTREMES:
+        stacked = np.stack(arrays)
+        extremes = _EXTREMES[op](stacked, axis=0)
+        values = np.take_along_axis(stacked, extremes[np.newaxis], axis=0)[0]
+        return values[()], extremes
+    total, *addends = arrays
+    if not addends:
+        return total.copy()[()]
+    for addend in addends:
+        total = UFUNCS[op](total, addend, out=out)
+        out = total if total.ndim else None
+    return total[()]

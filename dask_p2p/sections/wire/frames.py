@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -37,7 +37,7 @@ CALL_NAMES = {tag: name for name, tag in CALL_TAGS.items()}
 #: Alignment of the arrays of a value in its bytes.
 ALIGNMENT = 16
 # Kinds of frames. The texts of calls begin with other characters.
-VALUE, ADDRESS, OFFER, HAS_READ, CANNOT_READ, DATA, PROBE, SLOTS = range(1, 9)
+VALUE, ADDRESS, OFFER, HAS_READ, CANNOT_READ, DATA, SLOTS = range(1, 8)
 _LAST_KIND = SLOTS
 ARRIVALS = (VALUE, ADDRESS, OFFER)  # kinds that begin a message
 _KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
@@ -168,9 +168,9 @@ def _join_buffers(tag: int, text: bytes, buffers: Sequence[Any]) -> list[memoryv
     return [memoryview(buffer) for buffer in (header, *buffers)]
 
 
-def text_message(kind: int, text: bytes) -> SentMessage:
-    """Return a frame with a text that can be sent: a probe, or the name of slots."""
-    return SentMessage([reply_header(kind, len(text)), memoryview(text)])
+def slots_message(name: bytes) -> SentMessage:
+    """Return a frame with the name of new slots; without, it wakes its receiver."""
+    return SentMessage([reply_header(SLOTS, len(name)), memoryview(name)])
 
 
 def pad_parts(parts: Sequence[Any]) -> list[Any]:
@@ -250,46 +250,3 @@ def missing_message_error(own_rank: int, call: str, rank: int, its_call: str) ->
 
 def _decoded(text: bytes) -> str:
     return text.rstrip(b"\0").decode(errors="replace")
-
-
-# Ranks that wait for each other's messages: found by probes along the chain of waits.
-#
-# A rank that has waited for long for a message sends a probe to the rank that should send it. If
-# that rank waits for a message as well, it passes the probe on. A probe that comes back, to the
-# wait that began it, has found ranks that wait in a circle.
-#
-# A probe has the number of messages that its last sender had received. If the receiver has sent
-# more, they are in transit, and end that wait. Otherwise that rank waits until the receiver sends,
-# which it cannot do while it waits itself. So a circle that a probe has found never ends.
-
-_FIELDS = struct.Struct("<QQQ")
-
-
-class Probe(NamedTuple):
-    """A probe."""
-
-    rank: int  # rank of the first sender
-    wait: int  # number of the first sender's wait
-    received: int  # messages received so far by the last sender, from the probe's receiver
-    path: str  # calls of the waiting ranks
-
-    def packed(self) -> bytes:
-        """Return the bytes of a frame."""
-        return _FIELDS.pack(*self[:3]) + self.path.encode()
-
-    def extend(self, received: int, rank: int, call: str) -> Probe:
-        """Return the probe for the next rank."""
-        return Probe(self.rank, self.wait, received, f"{self.path}, rank {rank} in {call}")
-
-    def error(self) -> SectionError:
-        """Return the error of ranks that wait in a circle."""
-        return SectionError(
-            f"deadlock: ranks wait for each other: {self.path}. Let one of them send before it "
-            f"receives, or call ctx.sendrecv."
-        )
-
-
-def unpack_probe(frame: bytes) -> Probe:
-    """Return the probe in a frame."""
-    rank, wait, received = _FIELDS.unpack_from(frame)
-    return Probe(rank, wait, received, frame[_FIELDS.size :].decode(errors="replace"))

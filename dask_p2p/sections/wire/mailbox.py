@@ -35,7 +35,6 @@ from dask_p2p.sections.wire.frames import (
     OFFER,
     OFFER_BYTES,
     PART,
-    PROBE,
     ROOM_BYTES,
     SLOTS,
     VALUE,
@@ -97,7 +96,6 @@ class Mailbox:
     #: Sent by address, and not acknowledged yet.
     unread: deque[SentMessage] = field(default_factory=deque)
     owed: deque[Arrival] = field(default_factory=deque)  # sent by address, which is not readable
-    probes: list[bytes] = field(default_factory=list)  # of ranks that wait: see `deadlocks`
     received: int = 0  # number of messages
     slots: Slots | None = None  # for small messages, in memory that both ranks share
     received_bytes: int = 0
@@ -148,9 +146,6 @@ class Mailbox:
     def close(self, frame: Frame) -> SentMessage | None:
         """Take a frame that is complete; return an answer to send, if there is one."""
         arrival = frame.arrival
-        if frame.kind == PROBE:
-            self.probes.append(frame.payload.tobytes())
-            return None
         if frame.kind == SLOTS:  # with the name of new slots; without, it wakes this rank
             if len(frame.payload):
                 self.slots = Slots.open(frame.payload.tobytes())

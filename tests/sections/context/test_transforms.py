@@ -57,7 +57,7 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
     if x.dtype.kind == "c":
         x += 1j * rng.normal(size=shape).astype(x.real.dtype)
     along = range(len(shape)) if axes is None else axes
-    wanted = np.fft.fftn(x.astype("c16"), axes=along, norm=norm)
+    expected = np.fft.fftn(x.astype("c16"), axes=along, norm=norm)
     # NumPy is exact only to single precision where numbers are.
     close = {"rtol": 0, "atol": 1e-3 if np.dtype(dtype).itemsize < 8 or dtype == "c8" else 1e-10}
 
@@ -67,7 +67,7 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
         y = ctx.fftn(part, axes, partition=partition, from_partition=from_partition, norm=norm)
         assert np.array_equal(part, before), "the argument stays unchanged"
         assert y.dtype == np.fft.fft(np.zeros(1, "f4" if dtype == "f2" else dtype)).dtype
-        np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of(partition))], **close)
+        np.testing.assert_allclose(y, expected[box_slices(ctx.box_of(partition))], **close)
         z = ctx.ifftn(y, axes, partition=from_partition, from_partition=partition, norm=norm)
         np.testing.assert_allclose(z, part, **close)
         if x.dtype.kind == "c":
@@ -97,10 +97,10 @@ def fake_cufft():
             along = args[1] if name.endswith("n") else [args[1]]
             assert sorted(along) == [*range(block.ndim)][-len(along) :]
             assert name in ("fftn", "ifftn") or along[-1] == block.ndim - 1
-            made = block.apply(lambda values: getattr(scipy.fft, name)(values, *args, norm=norm))
+            result = block.apply(lambda values: getattr(scipy.fft, name)(values, *args, norm=norm))
             if overwrite_x:
                 block.values.fill(np.nan)
-            return made
+            return result
 
         setattr(library, name, run)
     return library
@@ -122,21 +122,25 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
     transform = np.fft.rfftn if x.dtype.kind == "f" else np.fft.fftn
     along = range(len(shape)) if axes is None else axes
-    wanted = transform(x, axes=along, norm=norm)
+    expected = transform(x, axes=along, norm=norm)
 
     def function(gpu, ctx):
-        there, back = (ctx.rfftn, ctx.irfftn) if x.dtype.kind == "f" else (ctx.fftn, ctx.ifftn)
+        transform_block, inverse = (
+            (ctx.rfftn, ctx.irfftn) if x.dtype.kind == "f" else (ctx.fftn, ctx.ifftn)
+        )
         with ctx.device.running([]):
-            own = x[box_slices(ctx.box_of(from_partition))]
-            a = filled(gpu, own.T).transpose() if is_reversed else filled(gpu, own)
-            y = there(a, axes, partition=partition, from_partition=from_partition, norm=norm)
-            assert np.array_equal(a.get(), own)
+            local_block = x[box_slices(ctx.box_of(from_partition))]
+            a = filled(gpu, local_block.T).transpose() if is_reversed else filled(gpu, local_block)
+            y = transform_block(
+                a, axes, partition=partition, from_partition=from_partition, norm=norm
+            )
+            assert np.array_equal(a.get(), local_block)
             overwritten(gpu, a, -1)
-            box = box_slices(ctx.box_of(partition, wanted.shape))
-            np.testing.assert_allclose(y.get(), wanted[box], rtol=0, atol=1e-4)
-            z = back(y, axes, partition=from_partition, from_partition=partition, norm=norm)
+            box = box_slices(ctx.box_of(partition, expected.shape))
+            np.testing.assert_allclose(y.get(), expected[box], rtol=0, atol=1e-4)
+            z = inverse(y, axes, partition=from_partition, from_partition=partition, norm=norm)
             overwritten(gpu, y, -1)
-            np.testing.assert_allclose(z.get(), own, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(z.get(), local_block, rtol=0, atol=1e-4)
 
     with pytest.MonkeyPatch.context() as patch:
         gpu = emulated_gpu(patch)
@@ -154,8 +158,8 @@ def test_other_arrays_than_those_of_the_section():
     def function(ctx):
         rows = x[box_slices(ctx.box_of((0,), x.shape))]
         y = ctx.rfftn(rows, partition=(1,), shape=x.shape, from_partition=(0,))
-        wanted = np.fft.rfftn(x)
-        np.testing.assert_allclose(y, wanted[box_slices(ctx.box_of((1,), wanted.shape))])
+        expected = np.fft.rfftn(x)
+        np.testing.assert_allclose(y, expected[box_slices(ctx.box_of((1,), expected.shape))])
         z = ctx.irfftn(y, from_partition=(1,), partition=(0,), shape=x.shape)
         np.testing.assert_allclose(z, rows)
 
@@ -176,8 +180,8 @@ def test_wavenumbers_are_those_of_the_transform(real):
         assert np.broadcast_shapes(kx.shape, ky.shape) == waves.shape
         laplacian = inverse(-(kx**2 + ky**2) * waves, from_partition=(1,))
         np.testing.assert_allclose(laplacian, -13 * f[box_slices(ctx.box)], atol=1e-12)
-        (own,) = ctx.wavenumbers(0.5, axes=(0,), partition=(1,))
-        assert np.array_equal(own, 2 * np.pi * np.fft.fftfreq(n, 0.5)[:, None])
+        (local_block,) = ctx.wavenumbers(0.5, axes=(0,), partition=(1,))
+        assert np.array_equal(local_block, 2 * np.pi * np.fft.fftfreq(n, 0.5)[:, None])
 
     run_gang(RankGrid(((5, 1, 6), (m,)), (3, 1)), function)
 

@@ -19,12 +19,12 @@ MODES = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
 
 def star(u, out, depth):
     """Weigh each neighbour along each axis otherwise."""
-    own = [slice(before, n - after) for n, (before, after) in zip(u.shape, depth, strict=True)]
-    out[...] = u[tuple(own)]
+    inner = [slice(before, n - after) for n, (before, after) in zip(u.shape, depth, strict=True)]
+    out[...] = u[tuple(inner)]
     for axis, (before, after) in enumerate(depth):
         for by in range(-before, after + 1):
-            at = list(own)
-            at[axis] = slice(own[axis].start + by, own[axis].stop + by)
+            at = list(inner)
+            at[axis] = slice(inner[axis].start + by, inner[axis].stop + by)
             out += (7 * axis + by) / 3 * u[tuple(at)]
 
 
@@ -41,8 +41,8 @@ def test_interior_and_boundary_parts_make_the_same_values_as_the_whole(data):
     x = np.random.default_rng(0).normal(size=shape)
     mode = MODES.get(boundary, "constant")
     value = {"constant_values": boundary} if mode == "constant" else {}
-    wanted = np.empty_like(x)
-    star(np.pad(x, depth, mode, **value), wanted, depth)
+    expected = np.empty_like(x)
+    star(np.pad(x, depth, mode, **value), expected, depth)
 
     def function(ctx):
         p = ctx.with_halo(x[box_slices(ctx.box)], depth, boundary, corners, exchange=exchange)
@@ -57,7 +57,7 @@ def test_interior_and_boundary_parts_make_the_same_values_as_the_whole(data):
             for part in p.boundary_parts:
                 star(part.data, out[part.where], depth)
                 assert np.array_equal(part.data[part.inner], p.inner[part.where])
-        assert np.array_equal(out, wanted[box_slices(ctx.box)])
+        assert np.array_equal(out, expected[box_slices(ctx.box)])
 
     run_gang(ranks, function)
 
@@ -112,22 +112,22 @@ def test_halos_of_one_field_stay_when_another_has_its_memory():
     x = np.arange(8.0)
 
     def function(ctx):
-        own = box_slices(ctx.box)
-        p = ctx.with_halo(x[own], boundary="periodic")
+        local_slices = box_slices(ctx.box)
+        p = ctx.with_halo(x[local_slices], boundary="periodic")
         first = ctx.update_halo(p)
-        p.inner[...] = -x[own]
+        p.inner[...] = -x[local_slices]
         second = ctx.update_halo(p)
-        wanted = np.pad(x, 1, "wrap")[own[0].start : own[0].stop + 2]
-        assert np.array_equal(first, wanted)
-        assert np.array_equal(second, -wanted)
+        expected = np.pad(x, 1, "wrap")[local_slices[0].start : local_slices[0].stop + 2]
+        assert np.array_equal(first, expected)
+        assert np.array_equal(second, -expected)
         first *= 0
-        assert np.array_equal(p.inner, -x[own]), "the caller owns the returned array"
+        assert np.array_equal(p.inner, -x[local_slices]), "the caller owns the returned array"
         pending = ctx.update_halo_begin(p)
         begun = pending.wait()
         assert pending.wait() is begun
-        p.inner[...] = x[own]
+        p.inner[...] = x[local_slices]
         ctx.update_halo_begin(p).wait()
-        assert np.array_equal(begun, -wanted)
+        assert np.array_equal(begun, -expected)
         assert ctx.update_halo(p, copy=False) is p.data
 
     run_gang(RankGrid(((4, 4),), (2,)), function)

@@ -61,7 +61,7 @@ def test_ranks_get_their_blocks_of_another_partition(
     least_bytes, case, strided, permuted, exchange
 ):
     """And redistribute them back, into `out`; by messages, and by reading."""
-    ranks, (partition, other), axes, dtype = case
+    ranks, (partition, new_partition), axes, dtype = case
     x = whole(tuple(map(sum, ranks.chunks)), dtype)
     y = x.transpose(axes) if permuted else x
     order = {"axes": axes} if permuted else {}
@@ -70,16 +70,19 @@ def test_ranks_get_their_blocks_of_another_partition(
         a = x[box_slices(ctx.box_of(partition))]
         a = np.repeat(a, 2, axis=-1)[..., ::2][::-1][::-1] if strided else a.copy()
         before = a.copy()
-        b = ctx.redistribute(a, other or [0], partition, **order)
-        assert raw(b) == raw(y[box_slices(ctx.box_of(other or [0], y.shape))])
+        b = ctx.redistribute(a, new_partition or [0], partition, **order)
+        assert raw(b) == raw(y[box_slices(ctx.box_of(new_partition or [0], y.shape))])
         assert raw(a) == raw(before), "the argument stays unchanged"
         out = np.empty_like(b)
         assert (
-            ctx.redistribute(a, other or [0], partition, **order, out=out, exchange=exchange) is out
+            ctx.redistribute(
+                a, new_partition or [0], partition, **order, out=out, exchange=exchange
+            )
+            is out
         )
         assert raw(out) == raw(b)
-        back = {"axes": np.argsort(axes)} if permuted else {}
-        c = ctx.redistribute(b, partition, other or [0], **back, shape=y.shape)
+        inverse_options = {"axes": np.argsort(axes)} if permuted else {}
+        c = ctx.redistribute(b, partition, new_partition or [0], **inverse_options, shape=y.shape)
         assert raw(c) == raw(x[box_slices(ctx.box_of(partition))])
 
     with pytest.MonkeyPatch.context() as patched:
@@ -92,8 +95,8 @@ SLABS = RankGrid(((256, 256), (512,)), (2, 1))
 
 
 def to_columns(ctx):
-    found = ctx.redistribute(X[box_slices(ctx.box)], (1,))
-    assert np.array_equal(found, X[box_slices(ctx.box_of((1,)))])
+    columns = ctx.redistribute(X[box_slices(ctx.box)], (1,))
+    assert np.array_equal(columns, X[box_slices(ctx.box_of((1,)))])
 
 
 def bytes_sent(monkeypatch):
@@ -156,18 +159,18 @@ def test_memory_stays_until_it_is_read(monkeypatch):
     """A rank does not return before the others have read its memory."""
     read, slept = regions.Reads.read, []
 
-    def slowly(own, holder, *args):
+    def slowly(instance, holder, *args):
         if holder == 1:
             slept.append(time.sleep(0.1))
-        return read(own, holder, *args)
+        return read(instance, holder, *args)
 
     monkeypatch.setattr(regions.Reads, "read", slowly)
 
     def overwriting(ctx):
         rows = X[box_slices(ctx.box)].copy()
-        found = ctx.redistribute(rows, (1,))
+        columns = ctx.redistribute(rows, (1,))
         rows[:] = -1
-        assert np.array_equal(found, X[box_slices(ctx.box_of((1,)))])
+        assert np.array_equal(columns, X[box_slices(ctx.box_of((1,)))])
 
     run_gang(SLABS, overwriting)
     assert slept
@@ -195,7 +198,7 @@ def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
 def test_what_is_wrong_is_named():
     ctx = Context(RankGrid(((4,), (3,)), (1, 1)))
     x = np.ones((4, 3))
-    for wrong, match in (
+    for argument, match in (
         (
             {"partition": (2,)},
             r"partition: expected a sequence of axes of an array of 2 dimensions, got \(2,",
@@ -206,7 +209,7 @@ def test_what_is_wrong_is_named():
         ({"axes": (0, 0)}, "axes: expected a permutation of 2 axes"),
     ):
         with pytest.raises(InputError, match=match):
-            ctx.redistribute(x, **wrong)
+            ctx.redistribute(x, **argument)
     for wrong, match in (
         ({"shape": (4, -3)}, "shape: expected lengths of axes"),
         ({"exchange": "ring"}, "exchange: expected one of auto, diagonal, left-right, pairwise"),

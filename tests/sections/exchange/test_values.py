@@ -36,31 +36,31 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype} {array.shape}")
 def test_arrays_keep_dtype_shape_and_order(array):
-    found = copied(array, HOST)
-    assert (found.dtype, found.shape) == (array.dtype, array.shape)
-    assert found.tobytes("A") == array.tobytes("A")
-    assert found.flags.f_contiguous == array.flags.f_contiguous or not array.flags.forc
-    assert found.flags.writeable
-    assert not np.may_share_memory(found, array)
+    array_copy = copied(array, HOST)
+    assert (array_copy.dtype, array_copy.shape) == (array.dtype, array.shape)
+    assert array_copy.tobytes("A") == array.tobytes("A")
+    assert array_copy.flags.f_contiguous == array.flags.f_contiguous or not array.flags.forc
+    assert array_copy.flags.writeable
+    assert not np.may_share_memory(array_copy, array)
 
 
 def test_tuples_and_dicts_have_their_structure():
     array = np.arange(3)
     value = {"a": (1, array, ()), 2: {"b": np.float32(0.5), "c": 2.0 * array}}
-    found = copied(value, HOST)
-    assert list(found) == ["a", 2]
-    assert found["a"][0] == 1
-    assert found["a"][2] == ()
-    assert found["a"][1].tolist() == [0, 1, 2]
-    assert found[2]["b"].dtype == "f4"
-    assert found[2]["c"].tolist() == [0.0, 2.0, 4.0]
+    value_copy = copied(value, HOST)
+    assert list(value_copy) == ["a", 2]
+    assert value_copy["a"][0] == 1
+    assert value_copy["a"][2] == ()
+    assert value_copy["a"][1].tolist() == [0, 1, 2]
+    assert value_copy[2]["b"].dtype == "f4"
+    assert value_copy[2]["c"].tolist() == [0.0, 2.0, 4.0]
 
 
 def test_equal_structures_of_other_types_are_not_confused():
     """Descriptions are cached, and 1 equals 1.0 and True."""
     for value in ({1: 1}, {1: 1.0}, {1: True}):
-        (found,) = copied(value, HOST).values()
-        assert type(found) is type(value[1])
+        (value_copy,) = copied(value, HOST).values()
+        assert type(value_copy) is type(value[1])
 
 
 @pytest.mark.parametrize(
@@ -136,28 +136,28 @@ def small(value):
 @pytest.mark.parametrize("value", [*ARRAYS, *NUMBERS], ids=repr)
 def test_values_have_the_same_bytes_as_large_ones(value):
     description, parts = encoded(value, HOST)
-    if (own := small(value)) is not None:
+    if (frame := small(value)) is not None:
         message = value_message(3, 5, description, parts, has_address=False)
         assert small_frame(value, 3, 5) == b"".join(message.buffers)
-        found = decoded_small(*own, None, HOST)
-        assert type(found) is type(value)
-        assert (np.asarray(found) == np.asarray(value)).all()
-        assert getattr(found, "dtype", None) == getattr(value, "dtype", None)
-        assert not isinstance(found, np.ndarray) or found.flags.writeable
+        value_copy = decoded_small(*frame, None, HOST)
+        assert type(value_copy) is type(value)
+        assert (np.asarray(value_copy) == np.asarray(value)).all()
+        assert getattr(value_copy, "dtype", None) == getattr(value, "dtype", None)
+        assert not isinstance(value_copy, np.ndarray) or value_copy.flags.writeable
 
 
 def test_which_values_are_small():
     assert None not in map(small, (1, True, 0.5, np.zeros(3), np.zeros((2, 2), "i2")))
     large = np.zeros(MOST_BYTES // 8 + 1)
-    others = (2**63, "text", None, (1, 2), large, np.arange(9)[::2], np.ma.masked_array([1]))
-    assert {*map(small, others)} == {None}
+    large_values = (2**63, "text", None, (1, 2), large, np.arange(9)[::2], np.ma.masked_array([1]))
+    assert {*map(small, large_values)} == {None}
 
 
 @pytest.mark.parametrize("dtype", ["f8", ">f8", "f2", "c16", "?", "i1", ">u4", "g"])
 @pytest.mark.parametrize("shape", [(), (3,), (2, 2), (300,)])
 def test_the_last_memory_is_filled_again(dtype, shape):
     values = [np.full(shape, number, dtype) for number in (1, 0, 1)]
-    out, other, last = np.zeros(shape, dtype), np.zeros(shape, dtype), LastOut()
+    out, second_array, last = np.zeros(shape, dtype), np.zeros(shape, dtype), LastOut()
     frame, (_, data) = small_frame(values[0], 3, 5), small(values[0])
     assert not last.fill(out, 3, frame)
     last.set(out, 3, frame, len(frame) - len(data))
@@ -165,9 +165,9 @@ def test_the_last_memory_is_filled_again(dtype, shape):
         frame = small_frame(value, 3, 5)
         assert last.fill(out, 3, frame)
         assert (out == value).all()
-        assert not last.fill(other, 3, frame)
+        assert not last.fill(second_array, 3, frame)
         assert not last.fill(out, 4, frame), "another tag is received"
         for changed in ((4, 5), (3, 6)):
             assert not last.fill(out, 3, small_frame(value, *changed))
         assert not last.fill(out, 3, small_frame(np.zeros((*shape, 2), dtype), 3, 5))
-    assert not other.any()
+    assert not second_array.any()

@@ -84,14 +84,14 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
 
 def test_arrays_of_two_kinds(gpu):
     x, y = array(gpu), da.from_array(X, chunks=(2, 3))
-    for first, other, title in ((x, y, "NumPy"), (y, x, "CuPy")):
+    for first, second, title in ((x, y, "NumPy"), (y, x, "CuPy")):
         match = rf"got an array of {title}: .* x.map_blocks\(cupy.as"
         with pytest.raises(UnsupportedArrayError, match=match):
-            iterate(lambda u, v: u, (first, other), 0, 1)
+            iterate(lambda u, v: u, (first, second), 0, 1)
         with pytest.raises(UnsupportedArrayError, match=match):
-            spmd(lambda ctx, u, v: u, first, other)
+            spmd(lambda ctx, u, v: u, first, second)
         with pytest.raises(UnsupportedArrayError, match=f"got a constant of {title}"):
-            iterate(lambda u, c: u, first, 0, 1, constants=(other,))
+            iterate(lambda u, c: u, first, 0, 1, constants=(second,))
     with pytest.raises(UnsupportedArrayError, match=r"a constant of NumPy.* cupy.asarray\(x\)"):
         iterate(lambda u, c: u, x, 0, 1, constants=(np.ones(3),))
     iterate(lambda u, c: u, x, 0, 1, constants=(np.float64(2), 3, "c"))
@@ -105,11 +105,13 @@ def test_blocks_of_another_kind_than_declared(gpu):
 
 def test_what_does_not_fit_into_the_gpu_is_refused(gpu, monkeypatch):
     y = iterate(kernel(gpu, star), array(gpu), 1, 2, ranks=1)
-    found = estimate(y)
-    monkeypatch.setattr(cupy_backend, "_total_bytes", lambda device: found.total_bytes - 1)
+    memory_estimate = estimate(y)
+    monkeypatch.setattr(
+        cupy_backend, "_total_bytes", lambda device: memory_estimate.total_bytes - 1
+    )
     with pytest.raises(MemoryLimitError, match=r"fits into .* of the GPU of this process"):
         run_section(gpu, y, [X])
-    monkeypatch.setattr(cupy_backend, "_total_bytes", lambda device: found.total_bytes)
+    monkeypatch.setattr(cupy_backend, "_total_bytes", lambda device: memory_estimate.total_bytes)
     run_section(gpu, y, [X])
 
 
@@ -118,11 +120,11 @@ def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
     tune(monkeypatch, lost_gpu_s=0.05)
     connections = SimpleNamespace(has_ended=False, is_alone=True)
     device = Gpu(connections)
-    found, waited = iter([600, 600, 0]), []
+    query_results, waited = iter([600, 600, 0]), []
 
     def run():
         with device.running([]):
-            gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(found)
+            gpu.cupy.cuda.runtime.streamQuery = lambda stream: next(query_results)
             device.wait()  # for a long kernel, in an attempt that continues
             waited.append(device)
             connections.has_ended = True
@@ -132,8 +134,8 @@ def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
         run()
     assert waited
     gpu.cupy.cuda.runtime.streamQuery = lambda stream: 0
-    with (other := Gpu()).running([]):
-        assert other.stream is not device.stream, "which no other device uses"
+    with (second_gpu := Gpu()).running([]):
+        assert second_gpu.stream is not device.stream, "which no other device uses"
 
 
 class StartedByHand:
@@ -150,7 +152,7 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
     monkeypatch.setattr(
         gpu_streams,
         "threading",
-        SimpleNamespace(Thread=lambda **made: StartedByHand(later, **made)),
+        SimpleNamespace(Thread=lambda **options: StartedByHand(later, **options)),
     )
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
@@ -172,7 +174,7 @@ def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
 def test_windows_of_an_attempt_go_with_the_last_process_that_read_them(gpu, ended):
     """The next attempt may need their memory."""
     device = Gpu()
-    device.peers.extend(SimpleNamespace(has_ended=each) for each in ended)
+    device.peers.extend(SimpleNamespace(has_ended=has_ended) for has_ended in ended)
     device.exported.append(gpu.empty((100,), "f8"))
     used = gpu.live_bytes
     device.let_go(is_orderly=False)

@@ -32,8 +32,8 @@ def heat(gpu, steps=5, ranks=4, x=X, **kwargs):
 
 
 def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
-    (got,) = run_section(gpu, y, [x], **kwargs)
-    assert np.array_equal(got, reference(star, [x], 1, steps, boundary)[0])
+    (result,) = run_section(gpu, y, [x], **kwargs)
+    assert np.array_equal(result, reference(star, [x], 1, steps, boundary)[0])
     gc.collect()
     gpu.check()
 
@@ -57,7 +57,9 @@ def test_values(gpu, opened, beyond, ranks, has_windows):
 def test_ranks_of_other_hosts_get_messages(gpu, opened, monkeypatch):
     """The ranks form a square of four, and each row is on one host."""
     monkeypatch.setattr(
-        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
+        Connections,
+        "is_on_other_host",
+        lambda instance, rank: rank // 2 != instance.rank_and_size[0] // 2,
     )
     check(gpu, heat(gpu))
     assert sorted(opened) == [[0], [1], [2], [3]]
@@ -98,8 +100,8 @@ def test_one_way_neighbours_get_messages(gpu, opened):
     x = np.arange(12.0)
     a = on_gpu(gpu, da.from_array(x, chunks=3))
     y = iterate(kernel(gpu, shifted), a, {0: (1, 0)}, 9, boundary=0.0, ranks=4)
-    (got,) = run_section(gpu, y, [x])
-    assert got.tolist() == [0] * 9 + [0, 1, 2]
+    (result,) = run_section(gpu, y, [x])
+    assert result.tolist() == [0] * 9 + [0, 1, 2]
     assert opened == [[]] * 4
 
 
@@ -115,9 +117,9 @@ def no_wait_for_peers(gpu, monkeypatch):
 def recorded_before_it_is_packed(gpu, monkeypatch):
     make = windows.OwnWindow.__init__
 
-    def early(own, device, sizes_bytes):
-        make(own, device, sizes_bytes)
-        for event in own.events:  # the other stream follows the packing of earlier exchanges
+    def early(instance, device, sizes_bytes):
+        make(instance, device, sizes_bytes)
+        for event in instance.events:  # the other stream follows the packing of earlier exchanges
             event.record = lambda stream, event=event: Event.record(event, device.copies)
 
     monkeypatch.setattr(windows.OwnWindow, "__init__", early)
@@ -220,14 +222,14 @@ def test_several_fields_share_a_window(gpu, opened, ranks, has_windows, options,
         for name, x in zip("uv", inputs, strict=True)
     }
     y = iterate(crossed_on(gpu), fields, 1, 9, ranks=ranks, boundary="periodic", **options)
-    found = run_section(gpu, y["u"], inputs, device=partial(Gpu, has_windows=has_windows))
+    results = run_section(gpu, y["u"], inputs, device=partial(Gpu, has_windows=has_windows))
     u, v = inputs
     for _ in range(9):
         new = SimpleNamespace(u=np.empty_like(u), v=np.empty_like(v))
         crossed(np.pad(u, 1, "wrap"), np.pad(v, 1, "wrap"), new)
         u, v = new.u, new.v
-    assert np.array_equal(found[0], u)
-    assert np.array_equal(found[1], v)
+    assert np.array_equal(results[0], u)
+    assert np.array_equal(results[1], v)
     gc.collect()
     gpu.check()
     size = len(opened)

@@ -30,17 +30,21 @@ PIECES = [
 OWN = [Piece(0, ((0, ROWS), (9, 15)), ((16, 22), (0, ROWS)))]
 
 
-def values_of(rank, turn):
-    return np.arange(ROWS * WIDTH, dtype=float).reshape(ROWS, WIDTH) + 1000 * rank + 10_000 * turn
+def values_of(rank, round_number):
+    return (
+        np.arange(ROWS * WIDTH, dtype=float).reshape(ROWS, WIDTH)
+        + 1000 * rank
+        + 10_000 * round_number
+    )
 
 
-def expected(rank, of, turn):
+def expected(rank, source_rank, round_number):
     """Return the block of a rank that has read the array of another one."""
     out = np.full((WIDTH, ROWS), -1.0)
-    for owner, pieces in ((of, PIECES), (rank, OWN)):
+    for owner, pieces in ((source_rank, PIECES), (rank, OWN)):
         for _, src, dst in pieces:
-            region = values_of(owner, turn)[tuple(slice(*each) for each in src)]
-            out[tuple(slice(*each) for each in dst)] = region.T
+            region = values_of(owner, round_number)[tuple(slice(*bounds) for bounds in src)]
+            out[tuple(slice(*bounds) for bounds in dst)] = region.T
     return out
 
 
@@ -54,20 +58,22 @@ def run(gpu, function, **kwargs):
     gpu.check()
 
 
-def exchanged(gpu, ctx, lending, source, turn, to, of):
+def exchanged(gpu, ctx, lending, source, round_number, to, source_rank):
     """Lend an array to a rank, read that of another one; return the block."""
     out = lending.backend.empty((WIDTH, ROWS), source.dtype)
     lending.fill(out, [Fill(((0, WIDTH), (0, ROWS)), -1.0)])
     lending.begin([to])
     descriptor = lending.descriptor(to, source)
-    found = connections_of(ctx).exchange(f"turn {turn}", {to: descriptor or b""}, {of: None})
+    descriptors = connections_of(ctx).exchange(
+        f"turn {round_number}", {to: descriptor or b""}, {source_rank: None}
+    )
     if descriptor is None:
-        assert not len(found[of])
+        assert not len(descriptors[source_rank])
         return None
-    lending.received([of])
+    lending.received([source_rank])
     lending.copy_pieces(out, source, OWN, (1, 0))
-    lending.read_pieces(of, bytes(found[of]), out, PIECES, (1, 0))
-    lending.end(f"turn {turn}", [to], [of])
+    lending.read_pieces(source_rank, bytes(descriptors[source_rank]), out, PIECES, (1, 0))
+    lending.end(f"turn {round_number}", [to], [source_rank])
     return out
 
 
@@ -75,20 +81,22 @@ def lend_around(gpu, ways, turns=6):
     """Lend arrays to the next rank, and read those of the previous one; or the other way round."""
 
     def rank_attempt(ctx, lending):
-        source, made = None, []
-        for turn in range(turns):
-            by = ways[turn % len(ways)]
-            of = (ctx.rank - by) % 3
+        source, pairs = None, []
+        for round_number in range(turns):
+            by = ways[round_number % len(ways)]
+            source_rank = (ctx.rank - by) % 3
             if source is None or lending.is_lent(source):
                 source = gpu.empty((ROWS, WIDTH), float)  # the memory may come from earlier turns
             gpu.do(gpu.current[-1].name, "the function", writes=[source])
-            source.values[...] = values_of(ctx.rank, turn)
-            out = exchanged(gpu, ctx, lending, source, turn, (ctx.rank + by) % 3, of)
+            source.values[...] = values_of(ctx.rank, round_number)
+            out = exchanged(
+                gpu, ctx, lending, source, round_number, (ctx.rank + by) % 3, source_rank
+            )
             assert lending.holds(out)
-            made.append((out, expected(ctx.rank, of, turn)))
+            pairs.append((out, expected(ctx.rank, source_rank, round_number)))
             lent.append(lending.is_lent(source))
-        for out, wanted in made:  # not before, since the host would wait
-            np.testing.assert_array_equal(ctx.device.to_host(out), wanted)
+        for out, expected_block in pairs:  # not before, since the host would wait
+            np.testing.assert_array_equal(ctx.device.to_host(out), expected_block)
 
     lent = []
     run(gpu, rank_attempt)

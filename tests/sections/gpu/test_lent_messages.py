@@ -31,15 +31,15 @@ def _lent(monkeypatch):
 @pytest.fixture
 def downloads(monkeypatch):
     """The sizes of arrays that are copied to host memory."""
-    found, original = [], Gpu.to_host
+    copied_arrays, original = [], Gpu.to_host
 
     def noted(self, value):
         if self.holds(value):
-            found.append(value.nbytes)
+            copied_arrays.append(value.nbytes)
         return original(self, value)
 
     monkeypatch.setattr(Gpu, "to_host", noted)
-    return found
+    return copied_arrays
 
 
 def run(gpu, function, **kwargs):
@@ -47,14 +47,14 @@ def run(gpu, function, **kwargs):
         with ctx.device.running([]):
             return function(ctx)
 
-    found = run_gang(RANKS, rank_attempt, device=partial(Gpu, **kwargs))
+    results = run_gang(RANKS, rank_attempt, device=partial(Gpu, **kwargs))
     gc.collect()
     gpu.check()
-    return found
+    return results
 
 
-def values_of(rank, turn=0):
-    return np.arange(48.0).reshape(SHAPE) + 100 * rank + 1000 * turn
+def values_of(rank, round_number=0):
+    return np.arange(48.0).reshape(SHAPE) + 100 * rank + 1000 * round_number
 
 
 def filled(gpu, array, values):
@@ -70,23 +70,23 @@ def ring(ctx):
 
 def around(gpu, ctx, turns=4, has_out=False):
     """Send the same array around, which changes after each message; return the values."""
-    own, made = gpu.empty(SHAPE, float), []
-    for turn in range(turns):
-        filled(gpu, own, values_of(ctx.rank, turn))
+    message, received_arrays = gpu.empty(SHAPE, float), []
+    for round_number in range(turns):
+        filled(gpu, message, values_of(ctx.rank, round_number))
         out = gpu.empty(SHAPE, float) if has_out else None
-        found = ctx.sendrecv(own, **ring(ctx), out=out)
-        assert isinstance(found, Array)
-        assert out is None or found is out
-        made.append(found)
-        filled(gpu, own, -1.0)
+        received_array = ctx.sendrecv(message, **ring(ctx), out=out)
+        assert isinstance(received_array, Array)
+        assert out is None or received_array is out
+        received_arrays.append(received_array)
+        filled(gpu, message, -1.0)
     ctx.device.stream.synchronize()
-    return [*map(gpu.read, made)]
+    return [*map(gpu.read, received_arrays)]
 
 
-def check_around(found):
-    for rank, arrays in enumerate(found):
-        for turn, array in enumerate(arrays):
-            np.testing.assert_array_equal(array, values_of((rank - 1) % 3, turn))
+def check_around(received_array):
+    for rank, arrays in enumerate(received_array):
+        for round_number, array in enumerate(arrays):
+            np.testing.assert_array_equal(array, values_of((rank - 1) % 3, round_number))
 
 
 @pytest.mark.parametrize("has_out", [False, True])
@@ -112,12 +112,12 @@ def _unopened(monkeypatch):
 def to_the_right(gpu, ctx):
     """Send the same array three times from rank 0 to rank 1; return the values."""
     if ctx.rank == 0:
-        own = gpu.empty(SHAPE, float)
-        for turn in range(3):
-            ctx.send(filled(gpu, own, values_of(0, turn)), 1)
-    found = [ctx.recv(0) for _ in range(3 if ctx.rank == 1 else 0)]
+        message = gpu.empty(SHAPE, float)
+        for round_number in range(3):
+            ctx.send(filled(gpu, message, values_of(0, round_number)), 1)
+    received_arrays = [ctx.recv(0) for _ in range(3 if ctx.rank == 1 else 0)]
     ctx.device.stream.synchronize()
-    return [*map(gpu.read, found)]
+    return [*map(gpu.read, received_arrays)]
 
 
 @pytest.mark.parametrize("missing", ["for the sender", "for the receiver"])
@@ -136,8 +136,8 @@ def test_a_missing_wait_is_found(gpu, monkeypatch, missing):
 @pytest.mark.usefixtures("_unopened")
 def test_a_sender_that_cannot_open_events_needs_none(gpu, downloads):
     """The receiver's host waits for its copies then, in each message."""
-    for turn, array in enumerate(run(gpu, partial(to_the_right, gpu))[1]):
-        np.testing.assert_array_equal(array, values_of(0, turn))
+    for round_number, array in enumerate(run(gpu, partial(to_the_right, gpu))[1]):
+        np.testing.assert_array_equal(array, values_of(0, round_number))
     assert not downloads
 
 
@@ -145,7 +145,7 @@ def test_values_of_several_arrays(gpu, downloads):
     """Of both kinds of memory, in both orders, with numbers and empty arrays between them."""
 
     def program(ctx):
-        made = {
+        message = {
             "host": np.arange(100),
             "c": gpu.written(values_of(ctx.rank)),
             "f": gpu.written(values_of(ctx.rank)).transpose(),
@@ -157,25 +157,25 @@ def test_values_of_several_arrays(gpu, downloads):
             ),
             "a long name that no header has room for": gpu.written(np.arange(7, dtype="u1")),
         }
-        found = ctx.sendrecv(made, **ring(ctx))
+        received = ctx.sendrecv(message, **ring(ctx))
         source = ring(ctx)["source"]
-        assert [*found] == [*made]
-        assert found["rank"] == source
-        np.testing.assert_array_equal(found["host"], np.arange(100))
-        assert (found["empty"].shape, found["empty"].dtype) == ((0, 3), np.dtype("f4"))
+        assert [*received] == [*message]
+        assert received["rank"] == source
+        np.testing.assert_array_equal(received["host"], np.arange(100))
+        assert (received["empty"].shape, received["empty"].dtype) == ((0, 3), np.dtype("f4"))
         ctx.device.wait()
-        wanted = values_of(source)
+        expected = values_of(source)
         pairs = (
-            (found["c"], wanted),
-            (found["f"], wanted.T),
-            (found["part"][0], wanted[1:, ::2]),
-            (found["part"][1], np.arange(5)),
-            (found["a long name that no header has room for"], np.arange(7)),
+            (received["c"], expected),
+            (received["f"], expected.T),
+            (received["part"][0], expected[1:, ::2]),
+            (received["part"][1], np.arange(5)),
+            (received["a long name that no header has room for"], np.arange(7)),
         )
-        for got, of in pairs:
-            assert isinstance(got, Array)
-            np.testing.assert_array_equal(gpu.read(got), of)
-        assert found["f"].flags.f_contiguous
+        for array, original in pairs:
+            assert isinstance(array, Array)
+            np.testing.assert_array_equal(gpu.read(array), original)
+        assert received["f"].flags.f_contiguous
 
     run(gpu, program)
     assert not downloads
@@ -215,22 +215,22 @@ def test_a_sender_that_has_returned(gpu, monkeypatch, downloads):
     def rank_attempt(ctx):
         with ctx.device.running([]):
             if ctx.rank == 0:
-                for turn in range(2):
-                    ctx.isend(gpu.written(values_of(0, turn)), 1)
+                for round_number in range(2):
+                    ctx.isend(gpu.written(values_of(0, round_number)), 1)
             if ctx.rank == 1:
                 events.append(returned.wait(BOUND_S))
-                found = ctx.recv(0), ctx.recv(0)
+                received = ctx.recv(0), ctx.recv(0)
                 ctx.device.stream.synchronize()
-                return [*map(gpu.read, found)]
+                return [*map(gpu.read, received)]
         returned.set()
         return []
 
-    found = run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)[1]
+    received = run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)[1]
     gc.collect()
     gpu.check()
     assert (events, opened) == ([True], [1])
-    for turn, array in enumerate(found):
-        np.testing.assert_array_equal(array, values_of(0, turn))
+    for round_number, array in enumerate(received):
+        np.testing.assert_array_equal(array, values_of(0, round_number))
     assert not downloads
 
 
@@ -253,20 +253,16 @@ def test_a_receiver_that_has_returned_opens_nothing(gpu, monkeypatch):
 
 def test_messages_of_communicators_and_collective_calls(gpu, downloads):
     def program(ctx):
-        other = ctx.split(ctx.rank % 2, key=-ctx.rank)
+        line = ctx.along(0)
         to_all = ctx.bcast(gpu.written(values_of(1)) if ctx.rank == 1 else None, root=1)
         parts = ctx.alltoall([gpu.written(values_of(ctx.rank, to)) for to in range(3)])
-        swapped = None
-        if other.size == 2:
-            swapped = other.sendrecv(
-                gpu.written(values_of(ctx.rank)), 1 - other.rank, 1 - other.rank
-            )
+        before, after = (line.rank - 1) % 3, (line.rank + 1) % 3
+        received = line.sendrecv(gpu.written(values_of(ctx.rank)), after, before)
         ctx.device.wait()
         np.testing.assert_array_equal(gpu.read(to_all), values_of(1))
         for rank, part in enumerate(parts):
             np.testing.assert_array_equal(gpu.read(part), values_of(rank, ctx.rank))
-        if swapped is not None:
-            np.testing.assert_array_equal(gpu.read(swapped), values_of(2 - ctx.rank))
+        np.testing.assert_array_equal(gpu.read(received), values_of(before))
 
     run(gpu, program)
     assert not downloads
@@ -277,14 +273,14 @@ def test_sums_of_all_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op):
     tune(monkeypatch, lent_message_bytes=64, parted_reduction_bytes=256)
 
     def program(ctx):
-        own = gpu.written(values_of(ctx.rank) * (-1) ** ctx.rank)
-        found = [ctx.allreduce(own, op) for _ in range(3)]
+        addend = gpu.written(values_of(ctx.rank) * (-1) ** ctx.rank)
+        sums = [ctx.allreduce(addend, op) for _ in range(3)]
         ctx.device.stream.synchronize()
-        return [gpu.read(each) for each in found], gpu.read(own)
+        return [gpu.read(array) for array in sums], gpu.read(addend)
 
-    each = [values_of(0), -values_of(1), values_of(2)]
-    wanted = each[0] + each[1] + each[2] if op == "sum" else np.maximum.reduce(each)
-    for rank, (found, own) in enumerate(run(gpu, program)):
-        np.testing.assert_array_equal(found, [wanted] * 3)
-        np.testing.assert_array_equal(own, each[rank])
+    addends = [values_of(0), -values_of(1), values_of(2)]
+    expected = addends[0] + addends[1] + addends[2] if op == "sum" else np.maximum.reduce(addends)
+    for rank, (sums, addend) in enumerate(run(gpu, program)):
+        np.testing.assert_array_equal(sums, [expected] * 3)
+        np.testing.assert_array_equal(addend, addends[rank])
     assert not downloads

@@ -29,15 +29,15 @@ from tests.support import pairwise, tune
 @pytest.fixture
 def calls(monkeypatch):
     """By rank: the last word of each exchange of messages."""
-    found, begin = {}, Connections.begin
+    call_texts, begin = {}, Connections.begin
 
     def noted(connections, call, *args):
         rank, _ = connections.rank_and_size
-        found.setdefault(rank, []).append(call.rpartition(" ")[2])
+        call_texts.setdefault(rank, []).append(call.rpartition(" ")[2])
         return begin(connections, call, *args)
 
     monkeypatch.setattr(Connections, "begin", noted)
-    return found
+    return call_texts
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_values(gpu, in_place, ranks, exchange):
 
 
 def test_an_exchange_takes_one_message(gpu, calls):
-    def twice(ctx, own):
-        a = filled(gpu, own)
+    def twice(ctx, local_block):
+        a = filled(gpu, local_block)
         b = ctx.redistribute(a, (1,))
         calls[ctx.rank].clear()
         ctx.redistribute(a, (1,), out=b)
@@ -64,18 +64,20 @@ def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
     monkeypatch.setattr(region_windows, "_LEAST_SLOT_BYTES", 1)
     sizes_bytes, original = [], PeerWindow.__init__
 
-    def noted(own, gpu, descriptor, size_bytes):
+    def noted(instance, gpu, descriptor, size_bytes):
         sizes_bytes.append(size_bytes)
-        original(own, gpu, descriptor, size_bytes)
+        original(instance, gpu, descriptor, size_bytes)
 
     def columns(ctx, side):
-        whole = np.arange(side * side, dtype="f8").reshape(side, side)
-        given = filled(gpu, whole[box_slices(ctx.box_of((0,), whole.shape))])
-        b = ctx.redistribute(given, (1,), (0,), shape=whole.shape)
-        overwritten(gpu, given, -1)
-        assert np.array_equal(b.get(), whole[box_slices(ctx.box_of((1,), whole.shape))])
+        global_array = np.arange(side * side, dtype="f8").reshape(side, side)
+        local_block = filled(gpu, global_array[box_slices(ctx.box_of((0,), global_array.shape))])
+        b = ctx.redistribute(local_block, (1,), (0,), shape=global_array.shape)
+        overwritten(gpu, local_block, -1)
+        assert np.array_equal(
+            b.get(), global_array[box_slices(ctx.box_of((1,), global_array.shape))]
+        )
 
-    def several(ctx, own):
+    def several(ctx, local_block):
         for side in (4, 8, 4, 6, 16, 16, 4):
             columns(ctx, side)
 
@@ -87,17 +89,17 @@ def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
 
 def test_larger_blocks_are_read_in_place(gpu, in_place, monkeypatch):
     tune(monkeypatch, window_bytes=40 * 28 * 8)  # of the second rank
-    run(gpu, PAIR, lambda ctx, own: ctx.redistribute(filled(gpu, own), (1,)))
+    run(gpu, PAIR, lambda ctx, local_block: ctx.redistribute(filled(gpu, local_block), (1,)))
     assert not in_place
     tune(monkeypatch, window_bytes=40 * 28 * 8 - 1)
-    run(gpu, PAIR, lambda ctx, own: ctx.redistribute(filled(gpu, own), (1,)))
+    run(gpu, PAIR, lambda ctx, local_block: ctx.redistribute(filled(gpu, local_block), (1,)))
     assert len(in_place) == 2
 
 
-@pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
-def test_a_rank_that_shares_no_memory(gpu, in_place, monkeypatch, what):
+@pytest.mark.parametrize("obstacle", [OwnEvents, PeerMemory])
+def test_a_rank_that_shares_no_memory(gpu, in_place, monkeypatch, obstacle):
     """No rank uses windows then: all of them agree."""
-    fail_on_rank(monkeypatch, what, "__init__", 2)
+    fail_on_rank(monkeypatch, obstacle, "__init__", 2)
     run(gpu, SLABS, partial(both_ways, gpu))
     assert len({*in_place}) == 4
 
@@ -112,18 +114,22 @@ def no_wait_for_others(monkeypatch):
 def recorded_before_the_copies(monkeypatch):
     make = OwnEvents.__init__
 
-    def early(own, device, count):
-        make(own, device, count)
-        for event in own.events:
-            record, other = event.record, device.copies
-            event.record = lambda stream, record=record, other=other: record(other)
+    def early(instance, device, count):
+        make(instance, device, count)
+        for event in instance.events:
+            record, copy_stream = event.record, device.copies
+            event.record = lambda stream, record=record, copy_stream=copy_stream: record(
+                copy_stream
+            )
 
     monkeypatch.setattr(OwnEvents, "__init__", early)
 
 
 def one_slot(monkeypatch):
     memory, address = windows.OwnWindow.memory, PeerWindow.address
-    monkeypatch.setattr(windows.OwnWindow, "memory", lambda own, rank, slot: memory(own, rank, 0))
+    monkeypatch.setattr(
+        windows.OwnWindow, "memory", lambda instance, rank, slot: memory(instance, rank, 0)
+    )
     monkeypatch.setattr(PeerWindow, "address", lambda peer, slot: address(peer, 0))
 
 

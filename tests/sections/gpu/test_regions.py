@@ -49,14 +49,16 @@ def _in_place(monkeypatch):
 @pytest.fixture
 def through_host(monkeypatch):
     """For each exchange through the host: the rank, and its receivers and sources of regions."""
-    found, original = [], RegionExchange.give
+    sent_regions, original = [], RegionExchange.give
 
-    def noted(own, call, regions, targets):
-        found.append((connections_of(own).rank_and_size[0], sorted(regions), sorted(targets)))
-        original(own, call, regions, targets)
+    def noted(instance, call, regions, targets):
+        sent_regions.append(
+            (connections_of(instance).rank_and_size[0], sorted(regions), sorted(targets))
+        )
+        original(instance, call, regions, targets)
 
     monkeypatch.setattr(RegionExchange, "give", noted)
-    return found
+    return sent_regions
 
 
 def filled(gpu, values):
@@ -83,17 +85,17 @@ def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
     gpu.check()
 
 
-def there_and_back(gpu, ctx, own, times=2, **kwargs):
+def there_and_back(gpu, ctx, local_block, times=2, **kwargs):
     """Transpose a local block and back; overwrite each array as soon as that is permitted."""
     turned = X.T[box_slices(ctx.box_of((0,), X.T.shape))]
     for number in range(times):
-        a = filled(gpu, own + number)
+        a = filled(gpu, local_block + number)
         b = ctx.redistribute(a, (0,), axes=(1, 0), **kwargs)
         overwritten(gpu, a, -1)
         b = b.apply(lambda values: 2 * values)
         c = ctx.redistribute(b, from_partition=(0,), axes=(1, 0), out=a, **kwargs)
         overwritten(gpu, b, b.values + 1)
-        assert np.array_equal(c.get(), 2 * (own + number))
+        assert np.array_equal(c.get(), 2 * (local_block + number))
         assert np.array_equal(b.get(), 2 * (turned + number) + 1)
 
 
@@ -114,19 +116,19 @@ def test_values(gpu, through_host, part_bytes, ranks, has_windows):
 
 def in_pieces(gpu, ranks, ctx, own, axis=0, count=3):
     """Transpose a local block made piece by piece; overwrite its pieces as soon as permitted."""
-    bounds, made = block_bounds(split_evenly(own.shape[axis], count)), []
+    bounds, pieces = block_bounds(split_evenly(own.shape[axis], count)), []
 
     def make(number):
         piece = own[(slice(None),) * axis + (slice(bounds[number], bounds[number + 1]),)]
-        made.append(filled(gpu, np.ascontiguousarray(piece)))
-        return made[-1]
+        pieces.append(filled(gpu, np.ascontiguousarray(piece)))
+        return pieces[-1]
 
     local_block = Pieces(own.dtype, axis, bounds, make)
-    turn = Partitions(ranks, ctx.rank, connections_of(ctx), device=ctx.device)
-    out = turn.redistribution((0,), axes=(1, 0))(local_block)
-    for piece in made:
+    partitions = Partitions(ranks, ctx.rank, connections_of(ctx), device=ctx.device)
+    out = partitions.redistribution((0,), axes=(1, 0))(local_block)
+    for piece in pieces:
         overwritten(gpu, piece, -1)
-    assert len(made) == count
+    assert len(pieces) == count
     assert np.array_equal(out.get(), X.T[box_slices(ctx.box_of((0,), X.T.shape))])
 
 
@@ -157,7 +159,7 @@ def test_pieces(gpu, through_host, ranks, count, has_windows, axis, part_bytes):
     dtype=st.sampled_from(["f8", "c8", "i8"]),  # one word each, like recorded accesses
 )
 def test_any_partition_of_any_array(window_bytes, case, permuted, part_bytes, dtype):
-    ranks, (partition, other), axes, _ = case
+    ranks, (partition, new_partition), axes, _ = case
     shape = tuple(map(sum, ranks.chunks))
     x = (np.arange(np.prod(shape, dtype=int)) % 120).reshape(shape).astype(dtype)
     y = x.transpose(axes) if permuted else x
@@ -167,9 +169,11 @@ def test_any_partition_of_any_array(window_bytes, case, permuted, part_bytes, dt
         with ctx.device.running([]):
             for _ in range(3):  # through all slots of windows
                 a = filled(gpu, x[box_slices(ctx.box_of(partition))])
-                b = ctx.redistribute(a, other or [0], partition, **order)
+                b = ctx.redistribute(a, new_partition or [0], partition, **order)
                 overwritten(gpu, a, 1)
-                assert np.array_equal(b.get(), y[box_slices(ctx.box_of(other or [0], y.shape))])
+                assert np.array_equal(
+                    b.get(), y[box_slices(ctx.box_of(new_partition or [0], y.shape))]
+                )
 
     with pytest.MonkeyPatch.context() as patched:
         tune(patched, window_bytes=window_bytes)
@@ -183,11 +187,11 @@ def test_any_partition_of_any_array(window_bytes, case, permuted, part_bytes, dt
 def test_views_of_any_strides_are_read(gpu, through_host, in_place, monkeypatch, window_bytes):
     tune(monkeypatch, window_bytes=window_bytes)
 
-    def reversed_and_spread(ctx, own):
-        a = filled(gpu, np.repeat(own, 2, axis=1))[::-1, ::-2]
+    def reversed_and_spread(ctx, local_block):
+        a = filled(gpu, np.repeat(local_block, 2, axis=1))[::-1, ::-2]
         b = ctx.redistribute(a, (1,))
-        wanted = np.concatenate([X[:20][::-1, ::-1], X[20:][::-1, ::-1]])
-        assert np.array_equal(b.get(), wanted[box_slices(ctx.box_of((1,)))])
+        expected = np.concatenate([X[:20][::-1, ::-1], X[20:][::-1, ::-1]])
+        assert np.array_equal(b.get(), expected[box_slices(ctx.box_of((1,)))])
 
     run(gpu, PAIR, reversed_and_spread)
     assert not through_host
@@ -216,19 +220,21 @@ def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
 OF_THE_SECOND = [(0, [], [1]), (1, [0, 2, 3], []), (2, [], [1]), (3, [], [1])]
 
 
-def to_columns(gpu, ctx, own):
-    b = ctx.redistribute(filled(gpu, own), (1,))
+def to_columns(gpu, ctx, local_block):
+    b = ctx.redistribute(filled(gpu, local_block), (1,))
     assert np.array_equal(b.get(), X[box_slices(ctx.box_of((1,)))])
 
 
 def test_ranks_of_other_hosts(gpu, through_host, monkeypatch):
     monkeypatch.setattr(
-        Connections, "is_on_other_host", lambda own, rank: rank // 2 != own.rank_and_size[0] // 2
+        Connections,
+        "is_on_other_host",
+        lambda instance, rank: rank // 2 != instance.rank_and_size[0] // 2,
     )
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
-    others = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
+    far_ranks = {0: [2, 3], 1: [2, 3], 2: [0, 1], 3: [0, 1]}
     assert len(through_host) == 8
-    assert all(sends == receives == others[rank] for rank, sends, receives in through_host)
+    assert all(sends == receives == far_ranks[rank] for rank, sends, receives in through_host)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -251,21 +257,21 @@ def test_small_regions_for_other_hosts(gpu, through_host, monkeypatch):
     assert len(messenger.sent) + sent == 2 * 4 * 2
 
 
-def fail_on_rank(monkeypatch, what, name, rank):
+def fail_on_rank(monkeypatch, target, name, rank):
     """Make one call of CUDA IPC fail on one rank."""
-    original = getattr(what, name)
+    original = getattr(target, name)
 
-    def refuses(own, device, *args):
+    def refuses(instance, device, *args):
         if connections_of(device).rank_and_size[0] == rank:
             raise RuntimeError("cudaErrorNotSupported")
-        return original(own, device, *args)
+        return original(instance, device, *args)
 
-    monkeypatch.setattr(what, name, refuses)
+    monkeypatch.setattr(target, name, refuses)
 
 
-@pytest.mark.parametrize("what", [OwnEvents, PeerMemory])
-def test_a_rank_without_shared_events(gpu, through_host, monkeypatch, what):
-    fail_on_rank(monkeypatch, what, "__init__", 2)
+@pytest.mark.parametrize("target", [OwnEvents, PeerMemory])
+def test_a_rank_without_shared_events(gpu, through_host, monkeypatch, target):
+    fail_on_rank(monkeypatch, target, "__init__", 2)
     run(gpu, SLABS, partial(there_and_back, gpu, times=1))
     for rank, sends, receives in through_host:
         assert sends == receives == ([0, 1, 3] if rank == 2 else [2])
@@ -289,10 +295,10 @@ def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
     """The memory of one local block, from the first to the last row that others read."""
     original = PeerMemory.mapped
 
-    def fails(own, handle, spread_bytes):
+    def fails(instance, handle, spread_bytes):
         if spread_bytes == (13 * 40 + 10) * 8:  # of the second rank, which has 14 rows
             raise TransferError("ipc: the memory cannot be mapped")
-        return original(own, handle, spread_bytes)
+        return original(instance, handle, spread_bytes)
 
     monkeypatch.setattr(PeerMemory, "mapped", fails)
     run(gpu, SLABS, partial(to_columns, gpu))
@@ -331,8 +337,8 @@ def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
             raise OSError("no more")
         return original(connections, call, *args)
 
-    def gives_up(ctx, own):
-        a = filled(gpu, own)
+    def gives_up(ctx, local_block):
+        a = filled(gpu, local_block)
         try:
             ctx.redistribute(a, (1,))
         except OSError:
@@ -354,9 +360,9 @@ def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
 def test_calls_that_differ_are_found(gpu, monkeypatch, window_bytes):
     tune(monkeypatch, window_bytes=window_bytes)
 
-    def differing(ctx, own):
+    def differing(ctx, local_block):
         order = ["pairwise", "diagonal"][ctx.rank]
-        ctx.redistribute(filled(gpu, own), (1,), exchange=order)
+        ctx.redistribute(filled(gpu, local_block), (1,), exchange=order)
 
     with pytest.raises(SectionError, match=r"redistribute\(\).*pairwise.* on rank 0"):
         run(gpu, PAIR, differing)
@@ -369,17 +375,17 @@ def one_after_the_other(gpu, slow):
     """The second rank reads from the first, then exchanges with the third, repeatedly."""
     moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
 
-    def function(ctx, own):
+    def function(ctx, local_block):
         regions = ctx.device.region_mover(connections_of(ctx), False)
         for number in range(6):
             gives, gets = moves[number % 2]
             a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
             sends, receives = (
-                {rank: [((0, 4), (0, 20))] for rank in each.get(ctx.rank, ())}
-                for each in (gives, gets)
+                {rank: [((0, 4), (0, 20))] for rank in side.get(ctx.rank, ())}
+                for side in (gives, gets)
             )
-            own = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
-            call = ExchangeCall(f"call {number}", a.dtype, own, mean_elements=80)
+            local_block = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
+            call = ExchangeCall(f"call {number}", a.dtype, local_block, mean_elements=80)
             regions.bring(call, a, out)
             if ctx.rank in gets:
                 assert np.array_equal(out.get(), np.full((4, 20), number))
@@ -397,7 +403,7 @@ class Counted(list):
 @pytest.fixture
 def counted(monkeypatch):
     original, wait = Event.record, PeerMemory.wait
-    own_of, device_of, rank_of, events_of, wrong = {}, {}, {}, {}, Counted()
+    own_of, device_of, rank_of, events_of, errors = {}, {}, {}, {}, Counted()
 
     def record(event, stream):
         event.count = getattr(event, "count", 0) + 1
@@ -405,19 +411,19 @@ def counted(monkeypatch):
 
     make = OwnEvents.__init__
 
-    def noted(own, device, count):
-        make(own, device, count)
-        own_of[device] = own.events
+    def noted(instance, device, count):
+        make(instance, device, count)
+        own_of[device] = instance.events
 
     def slowly(peer, stream, number):
         event = stream.recorder.events[events_of[peer][number]]
         own = own_of[device_of[peer]][number]
-        until_s = time.monotonic() + wrong.patience_s * (rank_of[peer] == 0)
+        until_s = time.monotonic() + errors.patience_s * (rank_of[peer] == 0)
         while event.count == own.count and time.monotonic() < until_s:
             time.sleep(0.002)
         if event.count != own.count:
-            wrong.append(number)
-            wrong.patience_s = 0
+            errors.append(number)
+            errors.patience_s = 0
         wait(peer, stream, number)
 
     opened = PeerMemory.__init__
@@ -428,14 +434,14 @@ def counted(monkeypatch):
         handles = map(bytes.fromhex, json.loads(descriptor)["events"])
         events_of[peer] = [*map(device.module.cuda.runtime.ipcOpenEventHandle, handles)]
 
-    for what, name, value in (
+    for target, name, value in (
         (Event, "record", record),
         (OwnEvents, "__init__", noted),
         (PeerMemory, "wait", slowly),
         (PeerMemory, "__init__", with_events),
     ):
-        monkeypatch.setattr(what, name, value)
-    return wrong
+        monkeypatch.setattr(target, name, value)
+    return errors
 
 
 def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
@@ -452,7 +458,9 @@ def no_wait_for(number):
         monkeypatch.setattr(
             PeerMemory,
             "wait",
-            lambda peer, stream, which: None if which == number else wait(peer, stream, which),
+            lambda peer, stream, event_number: (
+                None if event_number == number else wait(peer, stream, event_number)
+            ),
         )
 
     return breaks
@@ -464,11 +472,11 @@ def recorded_elsewhere(number):
     def breaks(monkeypatch):
         make = OwnEvents.__init__
 
-        def early(own, device, count):
-            make(own, device, count)
-            event, other = own.events[number], device.copies
+        def early(instance, device, count):
+            make(instance, device, count)
+            event, copy_stream = instance.events[number], device.copies
             record = event.record
-            event.record = lambda stream: record(other)
+            event.record = lambda stream: record(copy_stream)
 
         monkeypatch.setattr(OwnEvents, "__init__", early)
 

@@ -22,12 +22,14 @@ from tests.transports.loopback import wait_until
 @pytest.fixture
 def calls(monkeypatch):
     """The driver's calls that open and close memory."""
-    found, runtime = [], emulated_gpu(monkeypatch).cupy.cuda.runtime
+    runtime_calls, runtime = [], emulated_gpu(monkeypatch).cupy.cuda.runtime
     monkeypatch.setattr(
-        runtime, "ipcOpenMemHandle", lambda handle: found.append(handle.hex()) or 2**20
+        runtime, "ipcOpenMemHandle", lambda handle: runtime_calls.append(handle.hex()) or 2**20
     )
-    monkeypatch.setattr(runtime, "ipcCloseMemHandle", lambda address: found.append("closed"))
-    return found
+    monkeypatch.setattr(
+        runtime, "ipcCloseMemHandle", lambda address: runtime_calls.append("closed")
+    )
+    return runtime_calls
 
 
 def handle(number, base, offset_bytes=0):
@@ -62,10 +64,10 @@ def test_an_allocation_at_the_address_of_a_freed_one(calls):
 def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
     gpu = Gpu()
     descriptor = OwnEvents(gpu, 2).descriptor(0)
-    monkeypatch.setattr(windows, "separation", lambda own, peer: "they share a process")
+    monkeypatch.setattr(windows, "separation", lambda local_peer, peer: "they share a process")
     with pytest.raises(TransferError, match="they share a process"):
         PeerMemory(gpu, descriptor)
-    monkeypatch.setattr(windows, "separation", lambda own, peer: None)
+    monkeypatch.setattr(windows, "separation", lambda local_peer, peer: None)
     monkeypatch.setattr(windows.cuda_ipc, "peer_obstacle", lambda gpu: f"no access to {gpu}")
     with pytest.raises(TransferError, match="no access to gpu"):
         PeerMemory(gpu, descriptor)
@@ -75,59 +77,59 @@ def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
 
 
 @pytest.fixture
-def other(sleeper):
+def other_process(sleeper):
     """The process of another rank, until it is killed."""
     return sleeper
 
 
 @pytest.fixture
-def descriptor(calls, monkeypatch, other):
+def descriptor(calls, monkeypatch, other_process):
     """The descriptor of that rank, with two events."""
-    here = Peer.describe_self("gpu")
-    there = replace(here, pid=other.pid, process=f"other-{other.pid}")
+    this_peer = Peer.describe_self("gpu")
+    other_peer = replace(this_peer, pid=other_process.pid, process=f"process-{other_process.pid}")
     with monkeypatch.context() as patch:
-        patch.setattr(Peer, "describe_self", lambda memory_proof: there)
+        patch.setattr(Peer, "describe_self", lambda memory_proof: other_peer)
         return OwnEvents(Gpu(), 2).descriptor(0)
 
 
-def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descriptor, other):
+def test_memory_of_a_rank_whose_process_has_ended_is_not_mapped(calls, descriptor, other_process):
     memory = PeerMemory(Gpu(), descriptor)
-    other.kill()
+    other_process.kill()
     wait_until(lambda: memory.has_ended)
-    with pytest.raises(TransferError, match=f"process {other.pid} has ended"):
+    with pytest.raises(TransferError, match=f"process {other_process.pid} has ended"):
         memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == []
 
 
-def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other):
+def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other_process):
     memory = PeerMemory(Gpu(), descriptor)
     memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == ["01"], "the next section need not map it"
-    other.kill()
+    other_process.kill()
     wait_until(lambda: calls == ["01", "closed"])
 
 
-@pytest.mark.parametrize("which", ["stream", "copies", "queue"])
+@pytest.mark.parametrize("stream_name", ["stream", "copies", "queue"])
 def test_memory_that_the_gpu_still_reads_is_closed_after_that(
-    monkeypatch, calls, descriptor, other, which
+    monkeypatch, calls, descriptor, other_process, stream_name
 ):
     """While the rank's function runs: it may notice the end late."""
     gpu = Gpu()
     with gpu.running([]):
         memory = PeerMemory(gpu, descriptor)
         memory.mapped(handle(1, 5000), 100)
-        busy = gpu.queue.reading[0] if which == "queue" else getattr(gpu, which)
-        asked, working = [], {busy.ptr}
+        busy = gpu.queue.reading[0] if stream_name == "queue" else getattr(gpu, stream_name)
+        queried, working = [], {busy.ptr}
 
         def query(stream):
-            asked.append(stream)
+            queried.append(stream)
             return 600 if stream in working else 0
 
         monkeypatch.setattr(gpu.module.cuda.runtime, "streamQuery", query)
-        other.kill()
-        wait_until(lambda: asked.count(busy.ptr) > 2)
+        other_process.kill()
+        wait_until(lambda: queried.count(busy.ptr) > 2)
         assert calls == ["01"]
         with pytest.raises(AttemptEndedError), gpu.reading:
             gpu.check_goes_on()
@@ -163,7 +165,9 @@ class Waiting:
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, other, has_ended):
+def test_waits_for_a_process_that_ends_end_too(
+    monkeypatch, calls, descriptor, other_process, has_ended
+):
     """Also before this process has noticed that the attempt has ended."""
     gpu = Gpu(SimpleNamespace(has_ended=has_ended, is_alone=True))
     with gpu.running([]):
@@ -173,7 +177,7 @@ def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, o
         memory.mapped(handle(1, 5000), 100)
         memory.wait(gpu.stream, 0)
         waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
-        other.kill()
+        other_process.kill()
         with pytest.raises(AttemptEndedError):
             gpu.wait()
         assert waiting.is_done
@@ -183,7 +187,7 @@ def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, o
     wait_until(lambda: calls == ["01", "closed"])
 
 
-def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
+def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other_process):
     """The worker leaves immediately: until then the memory of the dead process is in use."""
     gpu = Gpu(SimpleNamespace(has_ended=True, is_alone=True))
 
@@ -192,7 +196,9 @@ def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other):
             memory = PeerMemory(gpu, descriptor)
             gpu.peers.append(memory)
             Waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
-            other.kill()
+            other_process.kill()
 
-    with pytest.raises(DeviceLostError, match=f"an event of process {other.pid}, which has ended"):
+    with pytest.raises(
+        DeviceLostError, match=f"an event of process {other_process.pid}, which has ended"
+    ):
         work()
