@@ -94,8 +94,7 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
         If there is no array, or `ranks` is invalid here.
     UnsupportedArrayError
         If an argument is not a Dask array of NumPy or CuPy blocks, or an array has Python objects.
-        Also if the graph has layers with annotations such as ``workers`` or ``retries``, or a
-        peer-to-peer rechunk of Dask before a task that stays with Dask.
+        Also if the graph has layers with annotations such as ``workers`` or ``retries``.
     SectionError
         At run time, if `p2p.attempts` attempts have failed, or if the workers can never run all
         ranks at the same time.

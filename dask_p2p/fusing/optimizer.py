@@ -53,8 +53,8 @@ _NO_PLUGIN = (
     "dask_p2p.register(client)."
 )
 _LEFT_TO_DASK = (
-    "expected arrays whose gangs have not ended for lack of memory or with their worker, got one. "
-    "Declare the sizes of blocks, map_blocks(chunks=...)."
+    "expected arrays whose gangs have not ended for lack of memory, with their worker, or for "
+    "blocks unlike their declaration, got one. Declare blocks, map_blocks(dtype=..., chunks=...)."
 )
 _NO_ANNOTATIONS = "expected expressions without annotations"
 _ANNOTATE = "Build the array outside of dask.annotate. Annotate only the call of fused."

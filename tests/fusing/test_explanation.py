@@ -103,10 +103,3 @@ def test_without_a_client():
 def test_no_collection():
     with pytest.raises(InputError, match="at least one Dask collection"):
         dask_p2p.explain(np.ones(3))
-
-
-def test_layers_that_cannot_be_read(client):
-    x = da.from_array(np.ones((32, 32)), chunks=(4, 32))
-    unknown = x[x[:, 0] > 0].rechunk({1: 8}, method="p2p")
-    text = dask_p2p.explain(stencils_of_dask_p2p(x).sum() + unknown.sum())
-    assert text.startswith("by Dask's tasks: expected known chunk sizes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 
 import dask
 import dask.array as da
@@ -208,8 +209,24 @@ def test_functions_that_overwrite_blocks_in_use(client, gangs):
     assert same_bits(total, y.sum(axis=0).compute())
 
 
+def overwritten_by_address(block):
+    """Write as a compiled function does, which ignores flags of arrays."""
+    memory = (ctypes.c_double * block.size).from_address(block.ctypes.data)
+    memory[0] += 1
+    return block
+
+
+def test_functions_that_overwrite_blocks_by_their_address(client, gangs):
+    y = array() + 1
+    with dask.config.set({"p2p.fuse": "on"}):
+        changed, values = dask.compute(y.map_blocks(overwritten_by_address, dtype=float), y)
+    assert len(gangs) == 1
+    assert same_bits(values, array().compute() + 1)
+    assert (changed - values).sum() == y.numblocks[0]
+
+
 def test_functions_that_overwrite_blocks_of_a_rechunk_of_dask(client, gangs):
-    """Dask's peer-to-peer rechunks copy even whole blocks, so that inputs keep their values."""
+    """Inputs keep their values."""
     x = client.persist(array().rechunk((6, 16), method="tasks"))
     expected = x.compute()
     y = x.rechunk((6, (16, 8, 8, 16)), method="p2p").map_blocks(overwritten, dtype=float)

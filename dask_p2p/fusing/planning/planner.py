@@ -22,7 +22,6 @@ from dask_p2p.fusing.planning.sizes import (
     SourceElements,
     Superstep,
     WholeValue,
-    item_bytes_of,
     peak_bytes,
     read_bytes_of,
     sizes_of,
@@ -190,7 +189,7 @@ class _Writer:
                 self._send(Regions(each, number, block), rank, superstep)
         self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
         shape = block_shape(plan.chunks, node.index)
-        size_bytes = prod(shape) * item_bytes_of(block.dtype)
+        size_bytes = prod(shape) * int(block.dtype.itemsize)
         self._largest_bytes = max(self._largest_bytes, size_bytes)
 
     def add_wholes(self, sizes_bytes: Mapping[Key, int]) -> None:

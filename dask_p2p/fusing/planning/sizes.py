@@ -77,7 +77,7 @@ def _declared_bytes(
         for axis in keywords["axis"]:
             shape[axis] = 1
     count = prod(shape)
-    return None if isnan(count) else max(1, int(count) * item_bytes_of(blocks.dtype))
+    return None if isnan(count) else max(1, int(count) * int(blocks.dtype.itemsize))
 
 
 def _size_of(
@@ -85,7 +85,7 @@ def _size_of(
 ) -> int | None:
     """Return an upper bound of the size of a task's result, or a guess; None: unknown."""
     if isinstance(node, AssembleTask):
-        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node.output.dtype)
+        return prod(block_shape(node.plan.chunks, node.index)) * int(node.output.dtype.itemsize)
     if isinstance(node, DataNode):
         return int(getattr(node.value, "nbytes", 1))
     if is_fused(node):
@@ -96,11 +96,6 @@ def _size_of(
     if not read:
         return None
     return max(1, max(read) // _REDUCED) if "keepdims" in _keywords(node) else max(read)
-
-
-def item_bytes_of(dtype: DType | None) -> int:
-    """Return the size of an element of an assembled block; a guess if the dtype is unknown."""
-    return _ITEM_BYTES if dtype is None else int(dtype.itemsize)
 
 
 class SourceElements:
@@ -133,7 +128,7 @@ def read_bytes_of(
     """Return the number of bytes that a task reads of each key."""
     if not isinstance(node, AssembleTask):
         return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
-    item_bytes = item_bytes_of(node.output.dtype)
+    item_bytes = int(node.output.dtype.itemsize)
     return (count * item_bytes for count in elements.of(node.plan, node.index))
 
 
@@ -185,7 +180,7 @@ def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElemen
         for item in items:
             if isinstance(item, Regions):
                 block = item.block
-                item_bytes = item_bytes_of(block.dtype)
+                item_bytes = int(block.dtype.itemsize)
                 size_bytes = elements.of(block.plan, block.position)[item.number] * item_bytes
                 total += size_bytes if size_bytes < read_bytes else 0
     return total
@@ -370,7 +365,7 @@ class AssembledBlock(NamedTuple):
     key: Key
     plan: Plan  # assembly of the whole array
     position: Index  # index of the block
-    dtype: DType | None  # of the sources, and of the assembled block; None: any
+    dtype: DType  # of the sources, and of the assembled block
     epilogue: Callable[[Any, Index], Any] | None  # see `OutputSpec.epilogue`
 
 

@@ -317,25 +317,26 @@ def parts_of(task: Task) -> dict[Key, Any]:
 
 #: Name of the class of Dask's layers, which is imported only where Dask has made one.
 _LAYER = "P2PRechunkLayer"
-_ANY: Any = None  # the layer has no dtype: blocks get that of their sources
+_KINDS: Mapping[Any, Kind] = {"numpy.ndarray": "numpy", "cupy.ndarray": "cupy"}  # by class
 
 
 def tasks_of_layer(layer: Mapping[Key, Any], options: Options) -> Mapping[Key, Any]:
     """Return the tasks of a layer; for a peer-to-peer rechunk, `AssembleTask` under the same keys.
 
-    Raises `UnsupportedArrayError` if the rechunk has unknown chunk sizes or empty blocks.
+    The rechunk stays with Dask if its array declares blocks of another class, Python objects,
+    unknown chunk sizes or empty blocks.
     """
     if type(layer).__name__ != _LAYER:
         return layer
     rechunk: Any = layer
+    declared = rechunk.collection_annotations or {}
+    kind, dtype = _KINDS.get(declared.get("chunk_type")), declared.get("dtype")
     before, after = rechunk.chunks_input, rechunk.chunks
-    if any(size != size or not size for sizes in (*before, *after) for size in sizes):
-        raise UnsupportedArrayError(
-            f"expected known chunk sizes of at least 1 in a rechunk inside a fused graph, got "
-            f"{before} and {after} in {rechunk.name}. Call x.compute_chunk_sizes() before it."
-        )
+    are_known = all(size > 0 for sizes in (*before, *after) for size in sizes)
+    if kind is None or dtype is None or dtype.hasobject or not are_known:
+        return layer
     plan = redistribution(before, range(len(before)), after)
-    output = OutputSpec((rechunk.name_input,), _ANY, "numpy", options)
+    output = OutputSpec((rechunk.name_input,), dtype, kind, options)
     return assemble_tasks(rechunk.name, plan, output)
 
 
@@ -375,15 +376,8 @@ def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
 
 def check_tasks(read: ReadGraph) -> None:
     """Refuse tasks that ranks cannot run: `UnsupportedArrayError`."""
-    for key, task in read.kept.items():
-        if isinstance(task, AssembleTask) and task.output.dtype is None:
-            raise UnsupportedArrayError(
-                f"expected no peer-to-peer rechunk of Dask before a task that stays with Dask, got "
-                f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
-            )
     for key, node in read.tasks.nodes.items():
-        # A dtype of None is known when the task runs.
-        if isinstance(node, AssembleTask) and node.output.dtype is not None:
+        if isinstance(node, AssembleTask):
             _check_dtype(node.output.dtype, f"task {key!r}")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -27,7 +27,6 @@ from dask_p2p.fusing.planning.sizes import (
 from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES
 from dask_p2p.fusing.resident.replayed_calls import message_of
-from dask_p2p.fusing.running.assembling import nested
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import DaskArray, Key
@@ -302,6 +301,16 @@ class ResidentGang:
                 "expected a handle of this resident gang, got that of another one. Call other.array"
                 "(handle), and begin a gang from this array."
             )
+
+
+def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
+    """Return regions as nested lists, by the position of each region in its block."""
+    if () in regions:
+        return regions[()]
+    groups: dict[int, dict[tuple[int, ...], Any]] = {}
+    for start in sorted(regions):
+        groups.setdefault(start[0], {})[start[1:]] = regions[start]
+    return [nested(group) for group in groups.values()]
 
 
 def _computed(x: DaskArray) -> Any:

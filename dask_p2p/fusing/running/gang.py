@@ -18,7 +18,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
 from dask_p2p.engine.task import current_worker
-from dask_p2p.errors import MemoryLimitError
+from dask_p2p.errors import InputError, MemoryLimitError
 from dask_p2p.fusing.planning.sizes import CallValue, Declared, DeclaredBlocks, Program, Superstep
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.assembling import Assembling, name_task
@@ -276,7 +276,7 @@ class _RunProgram:
             try:
                 memory = RankMemory.of(ready.program, self.most_bytes, self.kind)
                 made = Runner(ctx, ready, memory=memory).run([*blocks, *values])
-            except MemoryError:
+            except (InputError, MemoryError):  # blocks unlike their declaration, or too many
                 if self.most_bytes is not None:
                     _give_back()
                 raise

@@ -28,8 +28,7 @@ from dask_p2p.backends import order_of
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
-from dask_p2p.geometry import box_shape, round_up, whole_box
-from dask_p2p.plans import Piece
+from dask_p2p.geometry import box_shape, round_up
 from dask_p2p.sections.exchange.device import Lending, SourcePieces
 from dask_p2p.sections.gang.rank import pickled_error
 from dask_p2p.sections.wire.connections import Connections
@@ -133,11 +132,7 @@ class Packing:
                 continue
             pieces = of_sources[item.number]
             memory = assembling.memory_of(source)
-            if memory is None:
-                self._heads.append(dumps([source[of] for of, _ in pieces.indices]))
-                continue
-            if item.block.dtype is None:
-                self._heads.append(source.dtype)
+            assert memory is not None, "sources are plain arrays"
             self._add_regions(memory, source, pieces)
         return self._bytes()
 
@@ -231,7 +226,6 @@ class _Unpacking:
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
-        assembling = self._messages.assembling
         for number, item in enumerate(items):
             if number in self._failed:
                 key = item.received_key
@@ -240,35 +234,21 @@ class _Unpacking:
             if isinstance(item, WholeValue):
                 values[item.key] = self._whole(next(self._heads))
                 continue
-            dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
-            if isinstance(dtype, bytes):
-                assembling.add_others(item.block, item.number, pickle.loads(dtype))
-            else:
-                self._take_regions(item, dtype)
+            self._take_regions(item)
 
-    def _take_regions(self, item: Regions, dtype: DType) -> None:
+    def _take_regions(self, item: Regions) -> None:
         assembling, block = self._messages.assembling, item.block
         plan, of_sources = planned(block)
         pieces, axes = of_sources[item.number], plan.axes
         memory, descriptor = self._where(head := next(self._heads))
-        out = assembling.begun(block, dtype, memory)
-        targets: list[tuple[Array, SourcePieces]] = [(out, pieces)]
-        if out.dtype != dtype or not memory.holds(out):  # of an undeclared array
-            into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
-            assembling.add_others(block, item.number, into)
-            targets = [
-                (each, SourcePieces([Piece(0, src, whole_box(each.shape))]))
-                for each, (_, src, _) in zip(into, pieces, strict=True)
-            ]
+        out = assembling.begun(block, memory)
         if descriptor is not None and memory.lends_whole:
-            for target, parts in targets:
-                memory.read_pieces(self._rank, descriptor, target, parts, axes)
+            memory.read_pieces(self._rank, descriptor, out, pieces, axes)
             self.read.add(memory)
             return
         heads = [head, *(next(self._heads) for _ in pieces[1:])]
-        regions = [into[at] for into, parts in targets for _, at in parts.indices]
-        for each, (_, src, _), region in zip(heads, pieces, regions, strict=True):
-            self._take(each, box_shape(src), region, axes)
+        for region_head, (_, src, _), (_, dst) in zip(heads, pieces, pieces.indices, strict=True):
+            self._take(region_head, box_shape(src), out[dst], axes)
 
     def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
         """Return the memory of an array, and its descriptor."""

@@ -229,7 +229,7 @@ def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
     values = {("x", n, 0): sources[n] for n in range(2)}
     assembling.begin_local(Superstep(receives=receives, steps=steps), values)
     assert copied == [1, 1]
-    out = assembling.begun(block, block.dtype, HOST_ARRAYS)
+    out = assembling.begun(block, HOST_ARRAYS)
     out[:, 6:] = 9
     made = assembling.finish(steps[0], {**values, ("late", 2, 0): sources[2]})
     assert copied == [1] * 3
