@@ -31,9 +31,9 @@ from dask_p2p.geometry import block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.types import Key
 
-#: Smallest memory of a rank that is worth a second plan: with later tasks, and smaller exchanges.
-_LARGE_BYTES, _LARGE_EXCHANGES_BYTES = 2**25, 2**23
-#: With more exchanges, tasks in their latest supersteps keep too many blocks of others.
+#: Smallest memory of a rank that is worth a second plan, with smaller exchanges.
+_LARGE_EXCHANGES_BYTES = 2**23
+#: Programs of more exchanges are not planned again.
 _FEW_EXCHANGES = 16
 #: A smaller exchange brings a rank about so many bytes for each rank. Their senders pack as many,
 #: in addition to the blocks.
@@ -45,9 +45,8 @@ _WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
 class _Planned(NamedTuple):
-    """Programs of all ranks, and the supersteps of their tasks."""
+    """Programs of all ranks."""
 
-    supersteps: Mapping[Key, int]
     programs: list[Program]
     most_bytes: int  # peak memory of a rank
 
@@ -75,41 +74,37 @@ def _programs_of(
 ) -> list[Program]:
     elements = SourceElements()
     owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
-    # Ranks on GPUs read regions in place, so they need no smaller exchanges.
-    copied = None if any(map(_is_on_gpu, tasks.nodes.values())) else elements
 
     def written(supersteps: Mapping[Key, int]) -> list[Program]:
         return _written(tasks, size, owners, supersteps, sizes_bytes)
 
-    def planned(supersteps: Mapping[Key, int], programs: list[Program]) -> _Planned:
-        return _Planned(supersteps, programs, _most_bytes(programs, sizes_bytes, copied))
+    def planned(programs: list[Program]) -> _Planned:
+        return _Planned(programs, _most_bytes(programs, sizes_bytes, elements))
 
     supersteps = supersteps_of(tasks, owners)
     programs = written(supersteps)
     if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
         return programs
-    best = planned(supersteps, programs)
-    if best.most_bytes >= _LARGE_BYTES:
-        late = late_supersteps_of(tasks, owners)
-        if late != best.supersteps:
-            best = _smaller(best, planned(late, written(late)))
-    if copied is None or best.most_bytes < _LARGE_EXCHANGES_BYTES:
-        return best.programs
+    # Ranks on GPUs read regions in place, so they need no smaller exchanges.
+    if any(map(_is_on_gpu, tasks.nodes.values())):
+        return programs
+    large = planned(programs)
+    if large.most_bytes < _LARGE_EXCHANGES_BYTES:
+        return programs
 
     def in_parts(most_bytes: int) -> _Planned:
-        given = tasks, owners, best.supersteps, sizes_bytes, elements, most_bytes
-        found = divided(*given)
-        return best if found == best.supersteps else planned(found, written(found))
+        parts = divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
+        return large if parts == supersteps else planned(written(parts))
 
     least_bytes = _EXCHANGED_BYTES * size
-    parts = _smaller(best, in_parts(least_bytes))
-    larger_bytes = int(parts.most_bytes * _EXCHANGED_PART)
-    if parts is best or larger_bytes < _FEWER * least_bytes:
-        return parts.programs
-    return _smaller(in_parts(larger_bytes), parts).programs
+    small = _choose_smaller(large, in_parts(least_bytes))
+    larger_bytes = int(small.most_bytes * _EXCHANGED_PART)
+    if small is large or larger_bytes < _FEWER * least_bytes:
+        return small.programs
+    return _choose_smaller(in_parts(larger_bytes), small).programs
 
 
-def _smaller(first: _Planned, second: _Planned) -> _Planned:
+def _choose_smaller(first: _Planned, second: _Planned) -> _Planned:
     """Return the second plan if its ranks need clearly less memory, else the first one."""
     return second if second.most_bytes < _WORTHWHILE * first.most_bytes else first
 
@@ -136,7 +131,7 @@ def _written(
 
 
 def _most_bytes(
-    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements | None
+    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements
 ) -> int:
     """Return the most bytes of a rank, if each had as many inputs, which Dask keeps in any case."""
     inputs_bytes, most_bytes, known = 0, 0, {**sizes_bytes}
@@ -271,29 +266,6 @@ def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int
         supersteps[key] = superstep
         present = max(present, superstep)
     return supersteps
-
-
-def late_supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the superstep of each task, as late as its readers allow.
-
-    The last readers have the earliest superstep that they can have. So stencils that are reduced
-    first compute the blocks that other ranks need. The others follow one by one after the last
-    exchange, up to the reduction. They take little memory if exchanges are few.
-    """
-    supersteps: dict[Key, int] = {}
-    for key in tasks.nodes:
-        if key in owners:
-            read = [each for each in tasks.reads[key] if each in owners]
-            after = [supersteps.get(each, _INPUT) + (owners[each] != owners[key]) for each in read]
-            supersteps[key] = max([0, *after])
-    latest: dict[Key, int] = {}
-    for key in reversed(supersteps):
-        latest[key] = superstep = latest.get(key, supersteps[key])
-        for each in tasks.reads[key]:
-            if each in supersteps:
-                late = superstep - (owners[each] != owners[key])
-                latest[each] = min(late, latest.get(each, late))
-    return latest
 
 
 def divided(
