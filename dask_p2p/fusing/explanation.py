@@ -53,29 +53,31 @@ def explain(*collections: Any) -> str:
     >>> explain(da.ones(3)).split(":")[0]
     "by Dask's tasks"
     """
-    found, _ = unpack_collections(*collections)
-    if not found:
+    explained, _ = unpack_collections(*collections)
+    if not explained:
         raise InputError("expected at least one Dask collection, got none. Call explain(x).")
-    expr = collections_to_expr(found)
+    expr = collections_to_expr(explained)
     parts = arrays_of(expr)
-    if not parts and any(map(_is_expression, found)):
+    if not parts and any(map(_is_expression, explained)):
         raise InputError(
             "expected collections of one library, got expressions and others. Explain them one by "
             "one."
         )
     if not parts:
-        found = [each for each in found if _has_option(each)]
-        parts = [each if hasattr(each, "_meta") else None for each in found]
+        explained = [collection for collection in explained if _has_option(collection)]
+        parts = [collection if hasattr(collection, "_meta") else None for collection in explained]
     if not parts:
         return "by Dask's tasks: expected Dask arrays, or collections of them, got none"
     try:
-        of = [optimizer_for("auto", each) for each in parts]
-        for obstacle in of[0].obstacles:
+        optimizers = [optimizer_for("auto", part) for part in parts]
+        for obstacle in optimizers[0].obstacles:
             raise UnsupportedArrayError(obstacle)
-        graph, keys, declared = _graph_of(found, expr)
+        graph, keys, declared = _graph_of(explained, expr)
         cluster = cluster_of(workers_of(current_client()).values())
         return str(
-            choice_of(graph, keys, cluster, checked_options(), of[0].kinds, declared=declared)
+            choice_of(
+                graph, keys, cluster, checked_options(), optimizers[0].kinds, declared=declared
+            )
         )
     except UnsupportedArrayError as exc:
         return f"by Dask's tasks: {exc}"
@@ -93,7 +95,7 @@ def _has_option(collection: Any) -> bool:
         return collection.__dask_optimize__ is optimize
 
 
-def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
+def _graph_of(collections: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
     """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
 
     The third value has the declared blocks of expressions, by name.
@@ -102,5 +104,5 @@ def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, Decl
         planned = expr.optimize()
         keys = list(flatten(planned.__dask_keys__()))
         return planned.__dask_graph__(), keys, blocks_of_expression(planned)
-    graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
-    return graph, [each.__dask_keys__() for each in found], {}
+    graph = HighLevelGraph.merge(*(collection.__dask_graph__() for collection in collections))
+    return graph, [collection.__dask_keys__() for collection in collections], {}

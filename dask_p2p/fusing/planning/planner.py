@@ -62,7 +62,9 @@ def programs_of(
     if sizes_bytes is None:
         sizes_bytes = sizes_of(tasks)
     programs = _programs_of(tasks, size, sizes_bytes, pinned, locations)
-    return [replace(each, declared_bytes=peak_bytes(each, sizes_bytes)) for each in programs]
+    return [
+        replace(program, declared_bytes=peak_bytes(program, sizes_bytes)) for program in programs
+    ]
 
 
 def _programs_of(
@@ -134,13 +136,13 @@ def _most_bytes(
     programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements
 ) -> int:
     """Return the most bytes of a rank, if each had as many inputs, which Dask keeps in any case."""
-    inputs_bytes, most_bytes, known = 0, 0, {**sizes_bytes}
+    inputs_bytes, most_bytes, present_sizes = 0, 0, {**sizes_bytes}
     for program in programs:
-        own = {key: sizes_bytes.get(key, 1) for key in program.inputs}
-        known |= dict.fromkeys(own, 0)
-        most_bytes = max(most_bytes, peak_bytes(program, known, elements))
-        known |= own  # other ranks may receive them
-        inputs_bytes += sum(own.values())
+        input_sizes = {key: sizes_bytes.get(key, 1) for key in program.inputs}
+        present_sizes |= dict.fromkeys(input_sizes, 0)
+        most_bytes = max(most_bytes, peak_bytes(program, present_sizes, elements))
+        present_sizes |= input_sizes  # other ranks may receive them
+        inputs_bytes += sum(input_sizes.values())
     return most_bytes + inputs_bytes // len(programs)
 
 
@@ -165,8 +167,8 @@ class _Writer:
     def add(self, key: Key, node: Any) -> None:
         """Add a task that reads whole values."""
         rank, superstep = self._owners[key], self._supersteps[key]
-        for each in self._tasks.reads[key]:
-            self._read(each, rank, superstep)
+        for read_key in self._tasks.reads[key]:
+            self._read(read_key, rank, superstep)
         self._steps[rank][superstep].steps.append(node)
 
     def add_assembly(self, key: Key, node: AssembleTask) -> None:
@@ -176,12 +178,12 @@ class _Writer:
         output = node.output
         block = AssembledBlock(key, plan, node.index, output.dtype, output.epilogue)
         local = []
-        for number, each in enumerate(node.blocks.items):
-            if self._is_local(each, rank):
-                self._uses[rank][each] += 1
-                local.append((number, each))
+        for number, source_key in enumerate(node.blocks.items):
+            if self._is_local(source_key, rank):
+                self._uses[rank][source_key] += 1
+                local.append((number, source_key))
             else:
-                self._send(Regions(each, number, block), rank, superstep)
+                self._send(Regions(source_key, number, block), rank, superstep)
         self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
         shape = block_shape(plan.chunks, node.index)
         size_bytes = prod(shape) * int(block.dtype.itemsize)
@@ -250,19 +252,25 @@ def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int
     """Return the superstep of each task, by key."""
     supersteps: dict[Key, int] = {}
     least = 0  # of the tasks of the present layer
-    done = 0  # largest superstep of the layers before
+    finished = 0  # largest superstep of the layers before
     present = 0  # largest superstep of the present layer so far
     layer: Any = None
     for key in _by_layer(tasks):
         if key not in owners:
             continue  # a literal of all ranks
         if layer != (layer := name_of(key)):
-            least, done, present = done, max(done, present), 0
+            least, finished, present = (
+                finished,
+                max(finished, present),
+                0,
+            )
         owner = owners[key]
         superstep = least
-        for each in tasks.reads[key]:
-            if each in owners:
-                superstep = max(superstep, supersteps.get(each, _INPUT) + (owners[each] != owner))
+        for read_key in tasks.reads[key]:
+            if read_key in owners:
+                superstep = max(
+                    superstep, supersteps.get(read_key, _INPUT) + (owners[read_key] != owner)
+                )
         supersteps[key] = superstep
         present = max(present, superstep)
     return supersteps
@@ -284,28 +292,28 @@ def divided(
     parts: dict[Key, tuple[int, int]] = {}  # superstep, and number of its part, by key
     present = defaultdict[tuple[int, int], int](int)  # part that is filled, by rank and superstep
     filled = defaultdict[tuple[int, int], int](int)  # its bytes
-    here = set[tuple[Key, int]]()  # values of other ranks, with their readers
+    received = set[tuple[Key, int]]()  # values of other ranks, with their readers
     for key, node in tasks.nodes.items():
         if key not in supersteps:
             continue
         owner, superstep = owners[key], supersteps[key]
         at, come_bytes, part = (owner, superstep), 0, 0
         read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
-        for each, size_bytes in zip(tasks.reads[key], read_bytes, strict=True):
-            if owners.get(each, owner) == owner:
-                of, number = parts.get(each, (0, 0))
-                part = max(part, number if of == superstep else 0)
-            elif isinstance(node, AssembleTask) or (each, owner) not in here:
+        for read_key, size_bytes in zip(tasks.reads[key], read_bytes, strict=True):
+            if owners.get(read_key, owner) == owner:
+                read_superstep, number = parts.get(read_key, (0, 0))
+                part = max(part, number if read_superstep == superstep else 0)
+            elif isinstance(node, AssembleTask) or (read_key, owner) not in received:
                 come_bytes += size_bytes
-                here.add((each, owner))
+                received.add((read_key, owner))
         if come_bytes:
             if filled[at] and filled[at] + come_bytes > most_bytes:
                 present[at], filled[at] = present[at] + 1, 0
             filled[at] += come_bytes
             part = max(part, present[at])
         parts[key] = superstep, part
-    numbers = {each: number for number, each in enumerate(sorted({*parts.values()}))}
-    return {key: numbers[each] for key, each in parts.items()}
+    numbers = {pair: number for number, pair in enumerate(sorted({*parts.values()}))}
+    return {key: numbers[pair] for key, pair in parts.items()}
 
 
 def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
@@ -330,8 +338,12 @@ def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
             order[name] = None
         else:
             begun.add(name)
-            others = [each for each in read[name] if each not in order and each != name]
-            if any(each in begun for each in others):
+            unfinished = [
+                layer_name
+                for layer_name in read[name]
+                if layer_name not in order and layer_name != name
+            ]
+            if any(layer_name in begun for layer_name in unfinished):
                 return tasks.nodes
-            stack += reversed(others)
+            stack += reversed(unfinished)
     return [key for name in order for key in layers[name]]

@@ -71,27 +71,30 @@ class ReadGraph:
     """The graph of some arrays: the tasks for ranks, and all that stays with Dask."""
 
     tasks: FusedTasks
-    kept: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
+    dask_tasks: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
 
 
 def read_graph(
     graph: Mapping[Key, Any],
     outputs: Sequence[Iterable[Key]],
-    known: Container[Key] = (),  # keys of tasks that the scheduler has already
+    known_keys: Container[Key] = (),  # keys of tasks that the scheduler has already
 ) -> ReadGraph:
     """Return the tasks of a graph that some outputs need, with those that ranks run set apart."""
     nodes = nodes_of(graph)
-    wanted = tuple(tuple(keys) for keys in outputs)
+    output_keys = tuple(tuple(keys) for keys in outputs)
     position = {key: number for number, key in enumerate(graph)}
     reads: dict[Key, Sequence[Key]] = {}
-    order = _depth_first(wanted, nodes, reads, position)
-    kept = _kept(order, graph, nodes, reads, known)
-    of_ranks = {key: nodes[key] for key in order if key not in kept}
+    order = _depth_first(output_keys, nodes, reads, position)
+    staying = _find_staying(order, graph, nodes, reads, known_keys)
+    of_ranks = {key: nodes[key] for key in order if key not in staying}
     read = {key: reads[key] for key in of_ranks}
-    used = [*(key for keys in read.values() for key in keys), *(k for keys in wanted for k in keys)]
+    used = [
+        *(key for keys in read.values() for key in keys),
+        *(k for keys in output_keys for k in keys),
+    ]
     inputs = tuple(dict.fromkeys(key for key in used if key not in of_ranks))
-    stays = {key: graph[key] for key in (*kept, *inputs) if key in graph}
-    return ReadGraph(FusedTasks(of_ranks, read, inputs, wanted), stays)
+    stays = {key: graph[key] for key in (*staying, *inputs) if key in graph}
+    return ReadGraph(FusedTasks(of_ranks, read, inputs, output_keys), stays)
 
 
 def before_stores(
@@ -109,9 +112,11 @@ def before_stores(
     order = _depth_first([outputs], nodes, reads, {})
     after = dict[Key, Any]()
     for key in order:
-        if _stores(nodes[key]) or any(each in after for each in reads[key]):
+        if _stores(nodes[key]) or any(read_key in after for read_key in reads[key]):
             after[key] = graph[key]
-    read = dict.fromkeys(each for key in after for each in reads[key] if each not in after)
+    read = dict.fromkeys(
+        read_key for key in after for read_key in reads[key] if read_key not in after
+    )
     targets = {key: graph[key] for key in read if isinstance(nodes.get(key), DataNode)}
     written = [key for key in (*read, *outputs) if key in nodes and key not in after | targets]
     return [*dict.fromkeys(written)], targets | after
@@ -133,16 +138,16 @@ def nodes_of(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
     nodes = dict(graph)
     if older:
         all_nodes = graph | convert_legacy_graph(older, graph)
-        nodes = {key: each for key, each in all_nodes.items() if isinstance(each, GraphNode)}
+        nodes = {key: node for key, node in all_nodes.items() if isinstance(node, GraphNode)}
     # `dask.graph_manipulation` copies some tasks under other keys than their own.
-    others = {key: node for key, node in nodes.items() if node.key != key}
-    return nodes | {key: _with_key(node, key) for key, node in others.items()}
+    misnamed = {key: node for key, node in nodes.items() if node.key != key}
+    return nodes | {key: _with_key(node, key) for key, node in misnamed.items()}
 
 
 def _with_key(node: GraphNode, key: Key) -> GraphNode:
     """Return a task under another key; aliases would keep their own in `substitute`."""
-    made: GraphNode = node.substitute({}, key=key)
-    return Alias(key, node.target) if isinstance(node, Alias) else made
+    renamed: GraphNode = node.substitute({}, key=key)
+    return Alias(key, node.target) if isinstance(node, Alias) else renamed
 
 
 def _depth_first(
@@ -167,44 +172,44 @@ def _depth_first(
                 reads[key] = node.blocks.items
             else:
                 reads[key] = sorted(node.dependencies, key=lambda k: position.get(k, -1))
-            stack += [each for each in reversed(reads[key]) if each not in order]
+            stack += [read_key for read_key in reversed(reads[key]) if read_key not in order]
     return list(order)
 
 
-def _kept(
+def _find_staying(
     order: Sequence[Key],
     graph: Mapping[Key, Any],
     nodes: Mapping[Key, GraphNode],
     reads: Mapping[Key, Sequence[Key]],
-    known: Container[Key],
+    known_keys: Container[Key],
 ) -> set[Key]:
     """Return the keys of the tasks that stay with Dask, and of all that these read."""
-    kept = set[Key]()
+    staying = set[Key]()
     for key in reversed(order):
         read = reads[key]
         # A key outside of the graph is that of a future among the task's arguments.
-        has_future = any(each not in graph for each in read)
-        if key in kept or has_future or key in known or _stays(nodes[key], nodes, read):
-            kept.add(key)
-            kept.update(read)
-    return kept | _slices_of_reads(order, nodes, reads, kept)
+        has_future = any(read_key not in graph for read_key in read)
+        if key in staying or has_future or key in known_keys or _stays(nodes[key], nodes, read):
+            staying.add(key)
+            staying.update(read)
+    return staying | _slices_of_reads(order, nodes, reads, staying)
 
 
 def _slices_of_reads(
     order: Sequence[Key],
     nodes: Mapping[Key, GraphNode],
     reads: Mapping[Key, Sequence[Key]],
-    kept: Container[Key],
+    staying: Container[Key],
 ) -> set[Key]:
     """Return the keys of slices that alone read a block that stays: Dask may read only these."""
-    readers = Counter(each for read in reads.values() for each in read)
+    readers = Counter(read_key for read in reads.values() for read_key in read)
     sliced = set[Key]()
     for key in order:
         read, node = reads[key], nodes[key]
-        if len(read) != 1 or key in kept or not _is_of(getattr(node, "func", None), _SLICES):
+        if len(read) != 1 or key in staying or not _is_of(getattr(node, "func", None), _SLICES):
             continue
         source = nodes.get(read[0])
-        is_read = read[0] in kept and _is_of(getattr(source, "func", None), _GETTERS)
+        is_read = read[0] in staying and _is_of(getattr(source, "func", None), _GETTERS)
         if readers[read[0]] == 1 and (is_read or read[0] in sliced):
             sliced.add(key)
     return sliced
@@ -216,7 +221,7 @@ def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key])
         return not _is_in_memory(node.value)
     if isinstance(node, (RankTask, WaitTask)):  # of a section: its ranks wait for all workers
         return True
-    if any(type(each).__name__ == _BARRIER for each in (node, *map(nodes.get, read))):
+    if any(type(neighbour).__name__ == _BARRIER for neighbour in (node, *map(nodes.get, read))):
         return True
     if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return False
@@ -236,9 +241,9 @@ def _stores(node: GraphNode) -> bool:
     return _is_of(_function(node), _STORES)
 
 
-def _is_of(function: Any, known: tuple[set[str], set[str]]) -> bool:
+def _is_of(function: Any, names_and_modules: tuple[set[str], set[str]]) -> bool:
     """Return whether a function has one of some names, and is of one of some modules."""
-    names, modules = known
+    names, modules = names_and_modules
     is_named = getattr(function, "__name__", "") in names
     return is_named and getattr(function, "__module__", "") in modules
 
@@ -269,7 +274,7 @@ def _is_in_memory(value: Any) -> bool:
 def _creates(task: Task) -> bool:
     """Return whether a task without inputs computes an array from a few numbers."""
     function = _function(task)
-    if any(function is each for each in _CREATING_NUMPY):
+    if any(function is creator for creator in _CREATING_NUMPY):
         return True
     return getattr(function, "__module__", "") in _CREATING
 
@@ -287,12 +292,12 @@ def unfused(graph: Mapping[Key, Any]) -> dict[Key, Any]:
 
     The last part of a fused task gets its key.
     """
-    made = dict[Key, Any]()
+    tasks = dict[Key, Any]()
     for key, task in graph.items():
         parts = parts_of(task) if isinstance(task, Task) else {}
         # An alias with the key of a part may lead to a task that needs the part.
-        made |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
-    return made
+        tasks |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
+    return tasks
 
 
 def is_fused(task: Any) -> bool:
@@ -304,10 +309,10 @@ def parts_of(task: Task) -> dict[Key, Any]:
     """Return the tasks of a fused task by key; none for others."""
     if not is_fused(task):
         return {}
-    inner, last, names, *given = task.args
-    if [*names] != [getattr(each, "key", None) for each in given]:
+    inner, last, names, *inputs = task.args
+    if [*names] != [getattr(source, "key", None) for source in inputs]:
         return {}  # its inputs have other keys than those that its parts read
-    return {**{key: each for key, each in inner.items() if key != last}, task.key: inner[last]}
+    return {**{key: part for key, part in inner.items() if key != last}, task.key: inner[last]}
 
 
 # Peer-to-peer rechunks of Dask, as tasks that assemble blocks from regions.
@@ -384,9 +389,9 @@ def check_tasks(read: ReadGraph) -> None:
 def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
     """Refuse layers that Dask has to run under conditions of their own: `UnsupportedArrayError`."""
     for name, layer in layers.items():
-        found = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
-        if found and any(key in tasks.nodes for key in layer):
-            values = ", ".join(f"{key}={value!r}" for key, value in found.items())
+        annotations = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
+        if annotations and any(key in tasks.nodes for key in layer):
+            values = ", ".join(f"{key}={value!r}" for key, value in annotations.items())
             raise UnsupportedArrayError(
                 f"layer {name!r} is annotated with {values}, which one gang for all tasks cannot "
                 f"honour. Build the array outside of dask.annotate. Annotate only the call of "

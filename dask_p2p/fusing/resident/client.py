@@ -164,16 +164,19 @@ class ResidentGang:
             If the gang has ended.
         """
         self._check_begun()
-        known, results = self._signature.arguments, self._signature.results
-        if len(arguments) != len(known):
+        declarations, results = self._signature.arguments, self._signature.results
+        if len(arguments) != len(declarations):
             raise InputError(
-                f"expected {len(known)} arguments, as in compile, got {len(arguments)}."
+                f"expected {len(declarations)} arguments, as in compile, got {len(arguments)}."
             )
         read = [self._argument(number, x) for number, x in enumerate(arguments)]
         first = next(self._calls) * len(results)
         self._streams.call(read, first)
-        made = [Handle(self._streams, number, each) for number, each in enumerate(results, first)]
-        return tuple(made) if self._signature.returns_several else made[0]
+        handles = [
+            Handle(self._streams, number, declared)
+            for number, declared in enumerate(results, first)
+        ]
+        return tuple(handles) if self._signature.returns_several else handles[0]
 
     def fetch(self, handle: Handle) -> Any:
         """Return the values of a handle as a NumPy array.
@@ -199,16 +202,16 @@ class ResidentGang:
             earlier one. Notes name the task and the call.
         """
         self._check_handle(handle)
-        answers = self._request(FETCH, handle)
-        blocks = {tuple(index): block for answer in answers for index, block in answer}
+        replies = self._request(FETCH, handle)
+        blocks = {tuple(index): block for reply in replies for index, block in reply}
         for index, block in blocks.items():
             if isinstance(block, bytes):
                 blocks[index] = loads(block)
             elif isinstance(block, Serialized):  # of this process: it is the block itself
                 blocks[index] = deserialize(block.header, block.frames).copy(order="K")
-        found = nested(blocks)
+        nested_blocks = nested(blocks)
         # Outside of a list Dask takes a number of zero for a list without blocks.
-        return joined(found if isinstance(found, list) else [found])
+        return joined(nested_blocks if isinstance(nested_blocks, list) else [nested_blocks])
 
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.
@@ -238,33 +241,35 @@ class ResidentGang:
                 futures = self._streams.register(name, sizes)
                 self._request(PUBLISH, handle, name)
             if futures and self._streams.attempt == attempt:  # the ranks had the same workers
-                known = handle._declared
-                return array_of_tasks(self._signature.like, name, known.chunks, known.meta, futures)
+                declared = handle._declared
+                return array_of_tasks(
+                    self._signature.like, name, declared.chunks, declared.meta, futures
+                )
         raise SectionError(
             f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
             f"run.array again."
         )
 
-    def _request(self, kind: str, handle: Handle, *others: Any) -> list[Any]:
+    def _request(self, kind: str, handle: Handle, *arguments: Any) -> list[Any]:
         """Return the blocks of each rank, as the answers of a request have them.
 
         Raises the exception of a block that has failed.
         """
-        answers = self._streams.request(kind, handle._number, *others)
-        for answer in answers:
-            if isinstance(answer, bytes):
-                raise loads(answer)
-        return answers
+        replies = self._streams.request(kind, handle._number, *arguments)
+        for reply in replies:
+            if isinstance(reply, bytes):
+                raise loads(reply)
+        return replies
 
     def _argument(self, number: int, x: Any) -> Any:
         """Return the number of the handle that is an argument of a call, or the value that is."""
-        known = self._signature.arguments[number]
-        if isinstance(known, DeclaredValue) or known.takes_values:
+        declared = self._signature.arguments[number]
+        if isinstance(declared, DeclaredValue) or declared.takes_values:
             if is_dask_array(x) and x.name != self._names[number]:
                 x = _computed(x)
             if is_value(x):
-                return message_of(known.value_of(number, x))
-        if isinstance(known, DeclaredValue):
+                return message_of(declared.value_of(number, x))
+        if isinstance(declared, DeclaredValue):
             raise InputError(
                 f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
             )
@@ -274,12 +279,12 @@ class ResidentGang:
                     f"argument {number}: expected a handle, or the array that the gang has begun "
                     f"with, got another Dask array. Begin a gang with it: step.resident(x)."
                 )
-            found = -1 - number
+            handle_number = -1 - number
         else:
             self._check_handle(x)
-            found = x._number
-        known.check(number, x)
-        return found
+            handle_number = x._number
+        declared.check(number, x)
+        return handle_number
 
     def _check_begun(self) -> None:
         if not self._has_begun:

@@ -45,9 +45,9 @@ class Assembling:
 
     def memory_of(self, value: Any) -> Lending | None:
         """Return the memory of a plain array without Python objects; None for other values."""
-        for each in self.memories:  # a loop: a generator takes three times as long
-            if each.holds(value):
-                return each
+        for memory in self.memories:  # a loop: a generator takes three times as long
+            if memory.holds(value):
+                return memory
         return None
 
     def is_lent(self, value: Any) -> bool:
@@ -100,7 +100,7 @@ class Assembling:
         During these copies messages arrive, and a GPU also reads memory of others. Values that are
         not there yet, or raise an error, are left to `finish`.
         """
-        items = (item for each in superstep.receives.values() for item in each)
+        items = (item for message_items in superstep.receives.values() for item in message_items)
         keys = {item.block.key for item in items if isinstance(item, Regions)}
         if not keys:
             return

@@ -77,24 +77,26 @@ class Messages:
         sends = self._sends(packed, superstep, values)
         received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
         self.assembling.begin_local(superstep, values)
-        found = received()
+        incoming = received()
         for memory in memories:
             memory.received(superstep.receives)
         read = defaultdict[Lending, list[int]](list)  # ranks by memory
         for rank, items in superstep.receives.items():
-            message = _Unpacking(self, rank, found.pop(rank))
+            message = _Unpacking(self, rank, incoming.pop(rank))
             message.take(items, values)
             for memory in message.read:
                 read[memory].append(rank)
         for memory in memories:
-            readers = [rank for rank, each in packed.items() if memory in each.lent]
+            readers = [rank for rank, packing in packed.items() if memory in packing.lent]
             memory.end(text, readers, read[memory])
 
     def _sends(
         self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
     ) -> dict[int, bytearray]:
         """Return the messages of a superstep by rank."""
-        return {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
+        return {
+            rank: packing.message(superstep.sends[rank], values) for rank, packing in packed.items()
+        }
 
 
 class Packing:
@@ -142,7 +144,7 @@ class Packing:
             self._heads.append(lent)
             return
         add = self._sent if memory.lends_whole else self._head
-        self._heads += [add(memory, source[of]) for of, _ in pieces.indices]
+        self._heads += [add(memory, source[source_slices]) for source_slices, _ in pieces.indices]
 
     def _add_whole(self, value: Any) -> None:
         small = quick_form(value)
@@ -232,7 +234,7 @@ class _Unpacking:
                 values[key] = pickle.loads(self._failed[number])
                 continue
             if isinstance(item, WholeValue):
-                values[item.key] = self._whole(next(self._heads))
+                values[item.key] = self._take_whole(next(self._heads))
                 continue
             self._take_regions(item)
 
@@ -255,7 +257,7 @@ class _Unpacking:
         number, descriptor = head if isinstance(head, _InMemory) else (0, head)
         return self._messages.assembling.memories[number], descriptor
 
-    def _whole(self, sent: Any) -> Any:
+    def _take_whole(self, sent: Any) -> Any:
         if isinstance(sent, bytes):
             return pickle.loads(sent)
         if not isinstance(sent, _Sent):
@@ -344,7 +346,7 @@ def array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Arr
 _MOST_BYTES = 2**8
 _NUMBERS = {bool, int, float, complex}
 # Dtypes of native byte order without metadata: a process has one object of each.
-_DTYPES: dict[str, Any] = {each: np.dtype(each) for each in "?bBhHiIlLqQefdFD"}
+_DTYPES: dict[str, Any] = {char: np.dtype(char) for char in "?bBhHiIlLqQefdFD"}
 
 
 def quick_form(value: Any) -> Any:
@@ -387,7 +389,7 @@ class FailedValue:
     error: bytes  # pickled exception
 
     @classmethod
-    def of(cls, exc: Exception, rank: int) -> FailedValue:
+    def from_exception(cls, exc: Exception, rank: int) -> FailedValue:
         """Return the value for an exception on a rank."""
         if exc.__cause__ is None:  # else its notes name the rank
             exc.add_note(f"Raised on rank {rank}.")
@@ -397,5 +399,5 @@ class FailedValue:
 
     def exception(self) -> Exception:
         """Return the exception."""
-        found: Exception = loads(self.error)
-        return found
+        error: Exception = loads(self.error)
+        return error
