@@ -129,9 +129,7 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     ]
     placeholders = [
         argument(declaration, number, arrays[0], parameter)
-        for number, (declaration, parameter) in enumerate(
-            zip(declared, _parameters(func), strict=False)
-        )
+        for number, declaration, parameter in zip(count(), declared, _parameters(func))
     ]
     returned = func(*placeholders)
     outputs = _outputs_of(returned)
@@ -141,9 +139,8 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
             f"{returned!r:.200}. Return lazy arrays, without compute()."
         )
     check_arrays((*placeholders, *outputs))
-    return _compiled(
-        func, declared, placeholders, outputs, isinstance(returned, (tuple, list)), size_limit
-    )
+    returns_several = isinstance(returned, (tuple, list))
+    return _compiled(func, declared, placeholders, outputs, returns_several, size_limit)
 
 
 def _parameters(func: Callable[..., Any]) -> Iterator[str]:
@@ -325,11 +322,9 @@ def _compiled(
     if layers := graph.random_layers():
         again = graph_of(_outputs_of(func(*placeholders)), options, of_call).random_layers()
         # Arrays that the function only reads have the same layers in each call.
-        drawn_layers = [name for name, layer in layers.items() if again.get(name, ()) is not layer]
-        if drawn_layers:
-            warnings.warn(
-                _RANDOM.format(", ".join(map(str, drawn_layers))), P2PWarning, stacklevel=3
-            )
+        drawn = [str(name) for name, layer in layers.items() if again.get(name, ()) is not layer]
+        if drawn:
+            warnings.warn(_RANDOM.format(", ".join(drawn)), P2PWarning, stacklevel=3)
     check_reads(graph.read, names)
     kind = kind_of(kinds_of((*placeholders, *outputs)), graph.read)
     values = {

@@ -58,41 +58,28 @@ def explain(*collections: Any) -> str:
         raise InputError("expected at least one Dask collection, got none. Call explain(x).")
     expr = collections_to_expr(explained)
     parts = arrays_of(expr)
-    if not parts and any(map(_is_expression, explained)):
+    # Delayed values have any attribute.
+    if not parts and any(is_dask_array(x) and is_expression(x) for x in explained):
         raise InputError(
             "expected collections of one library, got expressions and others. Explain them one by "
             "one."
         )
     if not parts:
-        explained = [collection for collection in explained if _has_option(collection)]
-        parts = [collection if hasattr(collection, "_meta") else None for collection in explained]
+        with dask.config.set({"p2p.fuse": "off"}):  # those that Dask optimises as arrays
+            explained = [x for x in explained if x.__dask_optimize__ is optimize]
+        parts = [x if hasattr(x, "_meta") else None for x in explained]
     if not parts:
         return "by Dask's tasks: expected Dask arrays, or collections of them, got none"
     try:
         optimizers = [optimizer_for("auto", part) for part in parts]
         for obstacle in optimizers[0].obstacles:
             raise UnsupportedArrayError(obstacle)
-        graph, keys, declared = _graph_of(explained, expr)
         cluster = cluster_of(workers_of(current_client()).values())
-        return str(
-            choice_of(
-                graph, keys, cluster, checked_options(), optimizers[0].kinds, declared=declared
-            )
-        )
+        options, kinds = checked_options(), optimizers[0].kinds
+        graph, keys, declared = _graph_of(explained, expr)
+        return str(choice_of(graph, keys, cluster, options, kinds, declared=declared))
     except UnsupportedArrayError as exc:
         return f"by Dask's tasks: {exc}"
-
-
-def _is_expression(collection: Any) -> bool:
-    """Return whether a collection is an array that is an expression."""
-    # Delayed values have any attribute.
-    return is_dask_array(collection) and is_expression(collection)
-
-
-def _has_option(collection: Any) -> bool:
-    """Return whether Dask optimises the graph of a collection as that of an array."""
-    with dask.config.set({"p2p.fuse": "off"}):
-        return collection.__dask_optimize__ is optimize
 
 
 def _graph_of(collections: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:

@@ -168,12 +168,8 @@ def _input_layers(graph: ArraysGraph, token: str) -> tuple[dict[str, Any], dict[
             layers[names[name]] = new_layer = MaterializedLayer(tasks)
             new_layer.annotations = layer.annotations
     dependencies = {
-        names[name]: {
-            names[dependency]
-            for dependency in graph.layers.dependencies[name]
-            if dependency in names
-        }
-        for name in names
+        new_name: {names[before] for before in graph.layers.dependencies[name] if before in names}
+        for name, new_name in names.items()
     }
     return layers, dependencies
 
@@ -207,9 +203,8 @@ def reading_values(tasks: Mapping[Key, Any], values: Sequence[DaskArray]) -> dic
     Dask copies the tasks of such keywords into others, or leaves them out of the graph.
     """
     argument_tasks = {key: task for x in values for key, task in x.__dask_graph__().items()}
-    return argument_tasks | {
-        key: _without_copies(task, argument_tasks) for key, task in tasks.items()
-    }
+    without_copies = {key: _without_copies(task, argument_tasks) for key, task in tasks.items()}
+    return argument_tasks | without_copies
 
 
 def _without_copies(task: Any, argument_tasks: Container[Any]) -> Any:
@@ -287,9 +282,7 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
             )
     for key, task in read.dask_tasks.items():
         reads = getattr(task, "dependencies", ())
-        if name_of(key) not in arguments and any(
-            name_of(read_key) in arguments for read_key in reads
-        ):
+        if name_of(key) not in arguments and any(name_of(source) in arguments for source in reads):
             raise UnsupportedArrayError(
                 f"expected only tasks of ranks between arguments and results, got the task "
                 f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "

@@ -110,11 +110,9 @@ class AtScheduler:
     def of_expression(self, expr: Any, keys: Sequence[Key]) -> Any:
         """Return the graph of an expression, which Dask has optimised, in the same way."""
         annotations = expr.__dask_annotations__()
-        annotation_names = [
-            name for name in annotations if name in ANNOTATIONS and annotations[name]
-        ]
+        names = [name for name in annotations if name in ANNOTATIONS and annotations[name]]
         graph = expr.__dask_graph__()
-        fused_graph = self._fuse_or_fail(graph, keys, annotation_names, blocks_of_expression(expr))
+        fused_graph = self._fuse_or_fail(graph, keys, names, blocks_of_expression(expr))
         if fused_graph is not None:
             return ensure_dict(fused_graph)
         # A gang may have made some of the tasks under the same keys.
@@ -263,9 +261,8 @@ def _scheduler(identity: str) -> Any:
         return None
     from distributed import Scheduler
 
-    return next(
-        (scheduler for scheduler in Scheduler._instances if str(scheduler.id) == identity), None
-    )
+    schedulers = {str(scheduler.id): scheduler for scheduler in Scheduler._instances}
+    return schedulers.get(identity)
 
 
 def _read_known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:

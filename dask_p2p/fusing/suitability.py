@@ -378,13 +378,8 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
         f"{gang.name}-outputs": MaterializedLayer(output_layer),
         f"{gang.name}-after": MaterializedLayer(dict(choice.after)),
     }
-    inputs, gang_layer, outputs, after = layers
-    dependencies = {
-        inputs: set(),
-        gang_layer: {inputs},
-        outputs: {gang_layer},
-        after: {inputs, outputs},
-    }
+    inputs, ranks, outputs, after = layers
+    dependencies = {inputs: set(), ranks: {inputs}, outputs: {ranks}, after: {inputs, outputs}}
     return optimize(HighLevelGraph(layers, dependencies), keys), gang.name
 
 

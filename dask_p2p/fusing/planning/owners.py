@@ -70,9 +70,8 @@ def _ranks_of(
     Dask's scheduler places a rank where most bytes of its inputs are. So the pairs of a worker and
     a rank with the most inputs come first. A worker that is left gets a rank that is left.
     """
-    pairs = Counter(
-        (worker, preferred[key]) for key in addresses_of for worker in addresses_of[key]
-    )
+    items = addresses_of.items()
+    pairs = Counter((worker, preferred[key]) for key, workers in items for worker in workers)
     ranks_of, free = defaultdict[str, list[int]](list), dict.fromkeys(range(size))
     for worker, rank in sorted(pairs, key=lambda pair: (-pairs[pair], pair[1], pair[0])):
         if rank in free and len(ranks_of[worker]) < ranks_per_worker:
@@ -129,11 +128,8 @@ def owners_of(
     is_moved = any(inputs[key] != rank for key, rank in located.items())
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
         following = _with_tasks(*choice_arguments, inputs | located)
-        moved, following_work = (
-            _Work.measure(tasks, candidate_owners, sizes_bytes, elements)
-            for candidate_owners in (owners, following)
-        )
-        if following_work.is_better(moved):
+        work = _Work.measure(tasks, owners, sizes_bytes, elements)
+        if _Work.measure(tasks, following, sizes_bytes, elements).is_better(work):
             return following
     return owners
 

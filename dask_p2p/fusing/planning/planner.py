@@ -61,9 +61,9 @@ def programs_of(
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
     if sizes_bytes is None:
         sizes_bytes = sizes_of(tasks)
-    programs = _programs_of(tasks, size, sizes_bytes, pinned, locations)
     return [
-        replace(program, declared_bytes=peak_bytes(program, sizes_bytes)) for program in programs
+        replace(program, declared_bytes=peak_bytes(program, sizes_bytes))
+        for program in _programs_of(tasks, size, sizes_bytes, pinned, locations)
     ]
 
 
@@ -259,18 +259,13 @@ def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int
         if key not in owners:
             continue  # a literal of all ranks
         if layer != (layer := name_of(key)):
-            least, finished, present = (
-                finished,
-                max(finished, present),
-                0,
-            )
+            least, finished, present = finished, max(finished, present), 0
         owner = owners[key]
         superstep = least
-        for read_key in tasks.reads[key]:
-            if read_key in owners:
-                superstep = max(
-                    superstep, supersteps.get(read_key, _INPUT) + (owners[read_key] != owner)
-                )
+        for source in tasks.reads[key]:
+            if source in owners:
+                is_sent = owners[source] != owner
+                superstep = max(superstep, supersteps.get(source, _INPUT) + is_sent)
         supersteps[key] = superstep
         present = max(present, superstep)
     return supersteps
@@ -338,12 +333,8 @@ def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
             order[name] = None
         else:
             begun.add(name)
-            unfinished = [
-                layer_name
-                for layer_name in read[name]
-                if layer_name not in order and layer_name != name
-            ]
-            if any(layer_name in begun for layer_name in unfinished):
+            unfinished = [x for x in read[name] if x != name and x not in order]
+            if not begun.isdisjoint(unfinished):
                 return tasks.nodes
             stack += reversed(unfinished)
     return [key for name in order for key in layers[name]]

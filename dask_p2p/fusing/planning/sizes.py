@@ -190,7 +190,8 @@ def _created_bytes(node: GraphNode) -> int | None:
     """Return the size of an array that a function creates from its shape; None if none is found."""
     if not isinstance(node, Task):
         return 1
-    shapes = [value for value in _values(node) if _is_shape(value)]
+    tuples = [value for value in _values(node) if isinstance(value, tuple) and value]
+    shapes = [value for value in tuples if all(type(length) is int for length in value)]
     return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=None)
 
 
@@ -218,10 +219,6 @@ def _values(node: Task) -> list[Any]:
             stack += value
         values.append(value)
     return values
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(type(length) is int for length in value)
 
 
 #: Largest size of a value that comes with a call: each rank gets a copy.

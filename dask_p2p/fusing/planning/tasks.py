@@ -88,10 +88,7 @@ def read_graph(
     staying = _find_staying(order, graph, nodes, reads, known_keys)
     of_ranks = {key: nodes[key] for key in order if key not in staying}
     read = {key: reads[key] for key in of_ranks}
-    used = [
-        *(key for keys in read.values() for key in keys),
-        *(k for keys in output_keys for k in keys),
-    ]
+    used = [key for keys in (*read.values(), *output_keys) for key in keys]
     inputs = tuple(dict.fromkeys(key for key in used if key not in of_ranks))
     stays = {key: graph[key] for key in (*staying, *inputs) if key in graph}
     return ReadGraph(FusedTasks(of_ranks, read, inputs, output_keys), stays)
@@ -114,9 +111,7 @@ def before_stores(
     for key in order:
         if _stores(nodes[key]) or any(read_key in after for read_key in reads[key]):
             after[key] = graph[key]
-    read = dict.fromkeys(
-        read_key for key in after for read_key in reads[key] if read_key not in after
-    )
+    read = dict.fromkeys(source for key in after for source in reads[key] if source not in after)
     targets = {key: graph[key] for key in read if isinstance(nodes.get(key), DataNode)}
     written = [key for key in (*read, *outputs) if key in nodes and key not in after | targets]
     return [*dict.fromkeys(written)], targets | after

@@ -172,10 +172,7 @@ class ResidentGang:
         read = [self._argument(number, x) for number, x in enumerate(arguments)]
         first = next(self._calls) * len(results)
         self._streams.call(read, first)
-        handles = [
-            Handle(self._streams, number, declared)
-            for number, declared in enumerate(results, first)
-        ]
+        handles = [Handle(self._streams, number, x) for number, x in enumerate(results, first)]
         return tuple(handles) if self._signature.returns_several else handles[0]
 
     def fetch(self, handle: Handle) -> Any:
@@ -241,10 +238,8 @@ class ResidentGang:
                 futures = self._streams.register(name, sizes)
                 self._request(PUBLISH, handle, name)
             if futures and self._streams.attempt == attempt:  # the ranks had the same workers
-                declared = handle._declared
-                return array_of_tasks(
-                    self._signature.like, name, declared.chunks, declared.meta, futures
-                )
+                like, declared = self._signature.like, handle._declared
+                return array_of_tasks(like, name, declared.chunks, declared.meta, futures)
         raise SectionError(
             f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
             f"run.array again."

@@ -335,9 +335,8 @@ class HandleMemory:
         """
         needed_bytes, limits = Counter[str](), dict[str, int]()
         for (address, _, limit_bytes), result_bytes in zip(ranks, self._bytes, strict=False):
-            needed_bytes[address] += sum(
-                (self._live[n] + 1) * size for n, size in enumerate(result_bytes)
-            )
+            for number, size_bytes in enumerate(result_bytes):
+                needed_bytes[address] += (self._live[number] + 1) * size_bytes
             limits[address] = limit_bytes
         for address, size_bytes in needed_bytes.items():
             most_bytes = int(_MOST_MEMORY * limits[address])

@@ -99,11 +99,8 @@ def announce(
         return
     _, size = ctx.connections.rank_and_size
     receives: dict[int, None] = dict.fromkeys(range(1, size))
-    descriptions: dict[int, Any] = {
-        0: description,
-        **ctx.connections.exchange(_BEGIN, {}, receives),
-    }
-    ranks = [pickle.loads(descriptions[rank]) for rank in range(size)]
+    received: dict[int, Any] = {0: description, **ctx.connections.exchange(_BEGIN, {}, receives)}
+    ranks = [pickle.loads(received[rank]) for rank in range(size)]
     worker.log_event(TOPIC, {"gang": gang, "ranks": ranks, "resume": resume})
 
 
@@ -121,32 +118,25 @@ class ResidentRunner(Runner):
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._values = self._ready.values(self._assembling.is_lent)
-        self._used = None  # other calls have the same steps
         try:
             return self.run(blocks)
         finally:
             self._values.clear()
 
     def _run(self, step: ReadyStep) -> None:
-        failed = self._failed_read(step)
-        if failed is None:
+        # A failed value of another rank has come under the key of the block.
+        for value in (self._values.get(step.key), *[self._values[key] for key in step.reads]):
+            if type(value) is FailedValue:
+                self._use(step)
+                break
+        else:
             try:
                 super()._run(step)
                 return
             except BaseException as exc:  # also SystemExit, which would end the gang
-                failed = self._failed_value(shown_to_users(exc, self._rank))
+                value = self._failed_value(shown_to_users(exc, self._rank))
         self._assembling.drop(step.key)
-        self._values[step.key] = failed
-        if self._used is not step:
-            self._use(step)
-
-    def _failed_read(self, step: ReadyStep) -> FailedValue | None:
-        """Return a failed value that a step reads; None without one."""
-        # A failed value of another rank has come under the key of the block.
-        for value in (self._values.get(step.key), *[self._values[key] for key in step.reads]):
-            if type(value) is FailedValue:
-                return value
-        return None
+        self._values[step.key] = value
 
     def _failed_value(self, exc: Exception) -> FailedValue:
         exc.add_note(f"In call {self._number} of a resident gang.")

@@ -109,11 +109,7 @@ class ReplayedCalls:
     def _can_begin(self, gpu: Gpu, blocks: Sequence[Any], outputs: Sequence[Sequence[Any]]) -> bool:
         """Return whether this rank can capture a call, and a call is short."""
         blocks = [*blocks, *(block for array_blocks in outputs for block in array_blocks)]
-        handles = [
-            block
-            for array_blocks in self._table.handles.values()
-            for block in array_blocks.values()
-        ]
+        handles = [b for of_handle in self._table.handles.values() for b in of_handle.values()]
         if not gpu.has_windows or not can_wait_for_peers():
             return False
         if not all(map(gpu.holds, (*blocks, *handles))):
@@ -123,11 +119,7 @@ class ReplayedCalls:
             size_bytes < tuning.current.gpu_overlap_bytes
             and self._table.has_one_dtype_by_shape()
             and not any(isinstance(literal, np.ndarray) for literal in program.literals.values())
-            and all(
-                is_replayable_step(step)
-                for superstep in program.supersteps
-                for step in superstep.steps
-            )
+            and all(is_replayable_step(step) for s in program.supersteps for step in s.steps)
         )
 
     def _agreed(self, can_begin: bool) -> frozenset[int] | None:
@@ -289,11 +281,7 @@ def is_replayable_step(step: Any) -> bool:
 def _is_replayable(value: Any, visited: set[int]) -> bool:
     if isinstance(value, np.ndarray):
         return False
-    if (
-        id(value) in visited
-        or is_constant(value)
-        or any(value is container for container in _CLASSES)
-    ):
+    if id(value) in visited or is_constant(value) or any(value is kind for kind in _CLASSES):
         return True
     visited.add(id(value))
     is_named = isinstance(value, (FunctionType, BuiltinFunctionType, type))
@@ -406,10 +394,8 @@ class HandleTable:
         """Return the handles as arrays of bytes, without those of the arguments."""
         handles = {number: blocks for number, blocks in self.handles.items() if number >= 0}
         buffers: list[PickleBuffer] = []
-        parts = [
-            dumps(handles, buffer_callback=buffers.append),
-            *(buffer.raw() for buffer in buffers),
-        ]
+        pickled = dumps(handles, buffer_callback=buffers.append)
+        parts = [pickled, *(buffer.raw() for buffer in buffers)]
         sizes = np.array([len(parts), *(len(part) for part in parts)], np.int64)
         return [sizes.view(np.uint8), *(np.asarray(memoryview(part)) for part in parts)]
 
@@ -451,13 +437,7 @@ class HandleTable:
                 inputs.append(self.handles[argument][position[1]])
             else:
                 inputs.append(self._value(CallValue(position[0], "numpy"), argument))
-        return [
-            *inputs,
-            *(
-                self._value(call_value, arguments[call_value.number])
-                for call_value in self._call_values
-            ),
-        ]
+        return [*inputs, *(self._value(x, arguments[x.number]) for x in self._call_values)]
 
     def _value(self, of_call: CallValue, message: Any) -> Any:
         last, array = self._values.get(of_call.number, (None, None))

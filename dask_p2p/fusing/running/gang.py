@@ -90,7 +90,6 @@ class Runner:
         self._messages = Messages(ctx.connections, self._assembling)
         self._exchanging = exchanging(self._program)
         self._enqueued = 0  # supersteps so far
-        self._used: ReadyStep | None = None  # the last step whose values are counted
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
@@ -136,39 +135,42 @@ class Runner:
 
     def _run(self, step: ReadyStep) -> None:
         try:
-            self._values[step.key] = value = self._value(step)
+            self._values[step.key] = value = self._call(step)
             if self._memory is not None:
                 self._memory.record(value, self._values)
         except BaseException as exc:  # also SystemExit
             name_task(exc, step.key)
             raise
-        if step.assembly is None:
-            self._use(step)
 
     def _use(self, step: ReadyStep) -> None:
         """Count the uses of the values that a step has read."""
-        self._used = step
         for key in step.reads:
             self._values.use(key)
 
-    def _value(self, step: ReadyStep) -> Any:
+    def _call(self, step: ReadyStep) -> Any:
+        """Return the value of a step, and count the uses of those that it reads, once."""
         values, call = self._values, step.call
         if call is None:
-            return self._assembled(step)
-        if step.overwrites:
+            return self._assemble(step)
+        try:
+            if not step.overwrites:
+                return call(values)
             assert isinstance(values, LiveValues), "the program has functions of users"
             return call({key: values.to_overwrite(key) for key in step.reads})
-        return call(values)
+        finally:
+            self._use(step)
 
-    def _assembled(self, step: ReadyStep) -> Any:
+    def _assemble(self, step: ReadyStep) -> Any:
         """Return an assembled block. Its sources are dropped before its function takes memory."""
-        assembly = self._ready.assembly(step)
-        assembled = self._assembling.finish(assembly, self._values)
-        self._use(step)
+        try:
+            assembly = self._ready.assembly(step)
+            assembled = self._assembling.finish(assembly, self._values)
+        finally:
+            self._use(step)
         block = assembly.block
-        return (
-            assembled if block.epilogue is None else block.epilogue(assembled[...], block.position)
-        )
+        if block.epilogue is None:
+            return assembled
+        return block.epilogue(assembled[...], block.position)
 
 
 class RankMemory:
@@ -284,10 +286,7 @@ class _RunProgram:
                 if self.most_bytes is not None:
                     _give_back()
                 raise
-            return [
-                [output_of(ctx.device, value, blocks) for value in array_values]
-                for array_values in outputs
-            ]
+            return [[output_of(ctx.device, x, blocks) for x in array] for array in outputs]
 
     def _ready(self) -> AbstractContextManager[ReadyProgram]:
         if self.runs_again:

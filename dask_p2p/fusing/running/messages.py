@@ -94,9 +94,8 @@ class Messages:
         self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
     ) -> dict[int, bytearray]:
         """Return the messages of a superstep by rank."""
-        return {
-            rank: packing.message(superstep.sends[rank], values) for rank, packing in packed.items()
-        }
+        items = superstep.sends
+        return {rank: packing.message(items[rank], values) for rank, packing in packed.items()}
 
 
 class Packing:

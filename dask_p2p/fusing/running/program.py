@@ -266,7 +266,8 @@ class Functions:
         if constant is None:
             self._constant[id(task)] = True
             constant = isinstance(task, (np.generic, np.dtype)) or _is_importable(task)
-            if isinstance(task, _OF_PARTS) or _is_own(task):
+            is_of_package = type(task).__module__.partition(".")[0] == "dask_p2p"
+            if is_of_package or isinstance(task, _OF_PARTS):
                 parts = (*parts_of(task), *_globals(task))
                 constant = constant or all(map(self.is_constant, parts))
             self._constant[id(task)] = constant
@@ -346,11 +347,6 @@ def _is_importable(value: Any) -> bool:
 def _is_bound(function: Any) -> bool:
     """Return whether a function is a method of an object, which it may change."""
     return not isinstance(getattr(function, "__self__", None), (type(None), type, ModuleType))
-
-
-def _is_own(value: Any) -> bool:
-    """Return whether an object is a value of this package, with a user's function inside."""
-    return type(value).__module__.partition(".")[0] == "dask_p2p"
 
 
 def _package(function: Callable[..., Any]) -> str:
