@@ -208,9 +208,9 @@ def without_frames(exc: _Error) -> _Error:
     Frames refer to arrays, and some to the exception itself. Without this function all of them
     would stay in memory until Python collects garbage.
     """
-    each: BaseException | None = exc
-    while each is not None:
-        each.__traceback__, cause = None, each.__cause__ or each.__context__
-        each.__cause__ = each.__context__ = None
-        each = cause
+    error: BaseException | None = exc
+    while error is not None:
+        error.__traceback__, cause = None, error.__cause__ or error.__context__
+        error.__cause__ = error.__context__ = None
+        error = cause
     return exc

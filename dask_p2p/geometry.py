@@ -40,7 +40,7 @@ def split_evenly(length: int, parts: int) -> tuple[int, ...]:
     return (size + 1,) * longer + (size,) * (parts - longer)
 
 
-def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None:
+def normalize_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None:
     """Return a permutation of `ndim` axes without negative numbers, or None if it is invalid.
 
     The default is the reversed order, as in `numpy.transpose`.
@@ -51,11 +51,11 @@ def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None
     if axes is None:
         return tuple(reversed(range(ndim)))
     try:
-        given = [as_int(axis) for axis in axes]
+        numbers = [as_int(axis) for axis in axes]
     except TypeError:
         return None
-    order = tuple(axis % ndim for axis in given if -ndim <= axis < ndim)
-    return order if len(given) == ndim and sorted(order) == [*range(ndim)] else None
+    order = tuple(axis % ndim for axis in numbers if -ndim <= axis < ndim)
+    return order if len(numbers) == ndim and sorted(order) == [*range(ndim)] else None
 
 
 def block_bounds(sizes: Iterable[int]) -> tuple[int, ...]:
@@ -190,9 +190,9 @@ def split_box(box: Box, max_elements: int, runs: ContiguousRuns | None = None) -
     if size <= max_elements or not box:
         yield box
         return
-    axis, *others = (a for a, (start, stop) in enumerate(box) if stop - start > 1)
+    axis, *later_axes = (a for a, (start, stop) in enumerate(box) if stop - start > 1)
     if runs is not None and axis == runs.axis:
-        axis = _cut_for_runs(box, size, max_elements, others, runs)
+        axis = _cut_for_runs(box, size, max_elements, later_axes, runs)
     start, stop = box[axis]
     most_rows = max(1, max_elements // (size // (stop - start)))
     count = -(-(stop - start) // most_rows)
@@ -205,22 +205,22 @@ def split_box(box: Box, max_elements: int, runs: ContiguousRuns | None = None) -
 
 
 def _cut_for_runs(
-    box: Box, size: int, max_elements: int, others: Sequence[int], runs: ContiguousRuns
+    box: Box, size: int, max_elements: int, later_axes: Sequence[int], runs: ContiguousRuns
 ) -> int:
     """Return the axis to divide: another axis if runs along the first would become too short.
 
     The last axis is divided only if its runs stay long enough, because reads go along it.
     """
     start, stop = box[runs.axis]
-    other = next((axis for axis in others if axis >= runs.others_from), None)
-    if other is None or max_elements // (size // (stop - start)) >= runs.least:
+    later = next((axis for axis in later_axes if axis >= runs.others_from), None)
+    if later is None or max_elements // (size // (stop - start)) >= runs.least:
         return runs.axis
-    start, stop = box[other]
-    is_last = other == len(box) - 1
-    return runs.axis if is_last and (stop - start) * max_elements // size < runs.least else other
+    start, stop = box[later]
+    is_last = later == len(box) - 1
+    return runs.axis if is_last and (stop - start) * max_elements // size < runs.least else later
 
 
-def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+def first_gapless_axis(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the first axis such that it and all later axes are contiguous in memory.
 
     >>> gapless_from((4, 5, 6), (240, 48, 8), 8), gapless_from((4, 5, 3), (240, 48, 8), 8)
@@ -248,10 +248,10 @@ def taper_last(
             yield last
         last = box
     while last is not None and box_size(last) > least_elements:
-        *halves, rest = split_box(last, -(-box_size(last) // 2), runs)
+        *halves, last_half = split_box(last, -(-box_size(last) // 2), runs)
         if not halves:
             break
         yield from halves
-        last = rest
+        last = last_half
     if last is not None:
         yield last

@@ -38,17 +38,17 @@ def as_integer(value: Any, otherwise: int) -> int:
         return otherwise
 
 
-def checked_count(of: str, least: int = 1, **given: Any) -> int:
+def checked_count(unit: str, least: int = 1, **argument: Any) -> int:
     """Return a number of at least `least`, given as a keyword with its parameter's name.
 
     Raises `InputError` for any other value.
     """
-    ((name, value),) = given.items()
+    ((name, value),) = argument.items()
     count = least - 1 if isinstance(value, bool) else as_integer(value, least - 1)
     if count < least:
         raise InputError(
-            f"expected a number of {of}, at least {least}, got {name}={value!r}. Give an integer, "
-            f"{name}={least} or more."
+            f"expected a number of {unit}, at least {least}, got {name}={value!r}. Give an "
+            f"integer, {name}={least} or more."
         )
     return count
 
@@ -72,23 +72,23 @@ def checked_choice(name: str, value: Any, choices: Collection[str]) -> str:
     )
 
 
-def checked_dtype(name: str, given: Any) -> Any:
+def checked_dtype(name: str, dtype_like: Any) -> Any:
     """Return a dtype with elements. Raises `InputError` for any other value."""
     import numpy as np
 
     try:
-        dtype = np.dtype(given)
+        dtype = np.dtype(dtype_like)
     except (TypeError, ValueError):
         dtype = np.dtype("V0")
     if dtype.kind == "V" and not dtype.itemsize:
         raise InputError(
-            f"{name}: expected a dtype, got {given!r:.80}. Give a type such as float, or a text "
-            f"such as 'float32'."
+            f"{name}: expected a dtype, got {dtype_like!r:.80}. Give a type such as float, or a "
+            f"text such as 'float32'."
         )
     return dtype
 
 
-def name_of_function(function: Any) -> str:
+def describe_function(function: Any) -> str:
     """Return the name of a user's function in errors, with its place.
 
     >>> name_of_function(len)
@@ -101,10 +101,10 @@ def name_of_function(function: Any) -> str:
     return f"{name} at {basename(code.co_filename)}, line {code.co_firstlineno}"
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """Return the known name that is most similar to another one.
 
     >>> nearest("workers", ["name", "n_workers", "worker_class"])
     'n_workers'
     """
-    return max(sorted(known), key=lambda other: SequenceMatcher(None, name, other).ratio())
+    return max(sorted(candidates), key=lambda text: SequenceMatcher(None, name, text).ratio())

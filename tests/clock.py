@@ -36,8 +36,8 @@ class Timers:
     def advance(self, by_s):
         """Let time pass: timers whose time has come then are called, the earliest first."""
         until_s = self.clock() + by_s
-        while due := [each for each in self._waiting if each.when_s <= until_s]:
-            first = min(due, key=lambda each: each.when_s)
+        while due_timers := [timer for timer in self._waiting if timer.when_s <= until_s]:
+            first = min(due_timers, key=lambda timer: timer.when_s)
             self.clock.now_s = first.when_s
             first.cancel()
             first.function()
@@ -67,10 +67,10 @@ class _Selector(selectors.DefaultSelector):
     def select(self, timeout=None):
         if timeout is None:  # a thread may still call the loop
             return super().select()
-        found = super().select(0)
-        if not found:
+        events = super().select(0)
+        if not events:
             self._clock.advance(max(timeout, 0))
-        return found
+        return events
 
 
 class ClockedLoop(asyncio.SelectorEventLoop):
@@ -90,7 +90,7 @@ class ClockedLoop(asyncio.SelectorEventLoop):
 
     def has_timers(self):
         """Whether something is still to be called later."""
-        return any(not each.cancelled() and each.when() > self.time() for each in self.timers)
+        return any(not timer.cancelled() and timer.when() > self.time() for timer in self.timers)
 
 
 def run_clocked(main):

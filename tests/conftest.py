@@ -97,16 +97,16 @@ def file_order(items):
     Of files with clusters, and of the others, those that take long go first: no process is left
     alone with one at the end. A test with a cluster takes about as long as ten others.
     """
-    with_clusters, others = Counter(), Counter()
+    with_clusters, without = Counter(), Counter()
     for item in items:
         if item.get_closest_marker("cluster"):
             with_clusters[item.path] += 10
         else:
-            others[item.path] += 1
+            without[item.path] += 1
     for path in with_clusters:
-        with_clusters[path] += others.pop(path, 0)
+        with_clusters[path] += without.pop(path, 0)
     order = {}
-    for weights in (with_clusters, others):
+    for weights in (with_clusters, without):
         before = 0
         for path, weight in weights.most_common():
             order[path] = before / weights.total()
@@ -152,24 +152,24 @@ may_start_clusters = False
 def starts_cluster(item):
     """Return whether a test, one of its fixtures, or a helper of theirs names a cluster class."""
     fixtures = item._fixtureinfo.name2fixturedefs.values()  # with those that they override
-    functions = [each.func for of_name in fixtures for each in of_name]
+    functions = [fixture.func for of_name in fixtures for fixture in of_name]
     return any(map(names_starter, [item.function, *functions]))
 
 
 @cache  # cases of one test have it in common, and fixtures
 def names_starter(function):
     """Search the names in a function of the tests, in the functions that it names, and so on."""
-    left, seen = [function], set()
-    while left:
-        function = inspect.unwrap(left.pop())
-        if not inspect.isfunction(function) or function in seen:
+    pending, visited = [function], set()
+    while pending:
+        function = inspect.unwrap(pending.pop())
+        if not inspect.isfunction(function) or function in visited:
             continue
-        seen.add(function)
+        visited.add(function)
         if function.__module__.startswith(("tests", "conftest")):
             names = names_in(function.__code__)
             if names & STARTERS:
                 return True
-            left += map(function.__globals__.get, names)
+            pending += map(function.__globals__.get, names)
     return False
 
 
@@ -185,13 +185,13 @@ def skip_without_gpus(items):
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    there = gpu_count()
+    gpus = gpu_count()
     for item in marked:
-        is_shared = there and item.config.getoption("--share-gpu") and "tests/gpu" in item.nodeid
+        is_shared = gpus and item.config.getoption("--share-gpu") and "tests/gpu" in item.nodeid
         args = item.get_closest_marker("gpu").args
-        needed = args[0] if args else 1
-        if there < needed and not (is_shared and needed == SHARING):
-            item.add_marker(pytest.mark.skip(reason=f"needs {needed} GPU(s), there are {there}"))
+        required = args[0] if args else 1
+        if gpus < required and not (is_shared and required == SHARING):
+            item.add_marker(pytest.mark.skip(reason=f"needs {required} GPU(s), there are {gpus}"))
 
 
 @pytest.fixture(scope="session", autouse=True)

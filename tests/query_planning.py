@@ -72,18 +72,18 @@ def check_rechunk_and_map_overlap():
     }
     for name, (y, expected) in results.items():
         assert type(y) is da.Array
-        other, values = (x.T, array.T) if y.shape != x.shape else (x, array)
-        for text, result, wanted in (
+        second, values = (x.T, array.T) if y.shape != x.shape else (x, array)
+        for text, result, values_after in (
             ("", y, expected),
             ("sum", y.sum(), expected.sum()),
-            ("added", y + other, expected + values),
-            ("subtracted from", (other - y)[1:], (values - expected)[1:]),
+            ("added", y + second, expected + values),
+            ("subtracted from", (second - y)[1:], (values - expected)[1:]),
             ("transposed", y.T, expected.T),
         ):
-            np.testing.assert_array_equal(result.compute(), wanted, f"{name} {text}")
+            np.testing.assert_array_equal(result.compute(), values_after, f"{name} {text}")
     for cut_too in (x, cut):
-        both = dask_p2p.map_overlap(np.add, x, cut_too, depth=1, boundary="reflect")
-        np.testing.assert_array_equal(both.compute(), array * 2)
+        sums = dask_p2p.map_overlap(np.add, x, cut_too, depth=1, boundary="reflect")
+        np.testing.assert_array_equal(sums.compute(), array * 2)
     floats = dask_p2p.map_overlap(np.sqrt, x, 1)
     assert floats.dtype == "f8"
     np.testing.assert_array_equal(floats.compute(), np.sqrt(array))
@@ -124,7 +124,7 @@ def check_sections(ranks=1):
         u, before = 2 * u - before + array / 100 * (halo[2:] - halo[:-2]), u
     levels = dask_p2p.iterate(leapfrog, (x + 1, x), [{0: 1}, 0], 3, constants=(speed,), ranks=ranks)
     total = array / array.sum()
-    for y, wanted in (
+    for y, expected in (
         *zip(levels, (u, before), strict=True),
         (dask_p2p.spmd(normalized, x.rechunk((4, 3)), ranks=ranks), total),
         (dask_p2p.spmd(normalized, (x * 2)[:, ::-1], ranks=ranks), total[:, ::-1]),
@@ -132,15 +132,15 @@ def check_sections(ranks=1):
         assert type(y) is da.Array
         assert dask_p2p.estimate(y).workers == ranks
         for result, values in (
-            (y, wanted),
-            (y[:1], wanted[:1]),
-            (y.T + 1, wanted.T + 1),
-            (x.rechunk((4, 6)) - y, array - wanted),
-            (dask_p2p.rechunk(y, (-1, 1)), wanted),
+            (y, expected),
+            (y[:1], expected[:1]),
+            (y.T + 1, expected.T + 1),
+            (x.rechunk((4, 6)) - y, array - expected),
+            (dask_p2p.rechunk(y, (-1, 1)), expected),
         ):
             np.testing.assert_allclose(result.compute(), values, rtol=1e-14)
-    for y, wanted in zip(dask.compute(*levels), (u, before), strict=True):
-        np.testing.assert_allclose(y, wanted, rtol=1e-14)
+    for y, level in zip(dask.compute(*levels), (u, before), strict=True):
+        np.testing.assert_allclose(y, level, rtol=1e-14)
     gangs = {key[0] for y in levels for key in y.__dask_graph__() if "-ranks-" in str(key[0])}
     assert len(gangs) == 1, "both are made by the same members"
 
@@ -151,15 +151,15 @@ def check_fused(ranks):
     x = da.from_array(array, chunks=(4, 6))
     y = dask_p2p.map_overlap(doubled, x, depth=1, boundary="periodic", dtype=x.dtype)
     y = dask_p2p.transpose(y) - y.sum() / 8
-    both = dask_p2p.fused(y, (y.rechunk((3, 16)) + 1)[2:], ranks=ranks)
+    results = dask_p2p.fused(y, (y.rechunk((3, 16)) + 1)[2:], ranks=ranks)
     expected = 2 * array.T - 2 * array.sum() / 8
-    for z, wanted in zip(both, (expected, expected[2:] + 1), strict=True):
+    for z, a in zip(results, (expected, expected[2:] + 1), strict=True):
         assert type(z) is da.Array
         assert {key[0] for key in z.__dask_graph__() if "p2p-fused-ranks" in str(key)}
-        for result, values in ((z, wanted), (z[:3], wanted[:3]), (z.T + 1, wanted.T + 1)):
+        for result, values in ((z, a), (z[:3], a[:3]), (z.T + 1, a.T + 1)):
             np.testing.assert_array_equal(result.compute(), values)
-        np.testing.assert_array_equal(dask_p2p.rechunk(z, (-1, 5)).compute(), wanted)
-    for z, wanted in zip(dask.compute(*both), (expected, expected[2:] + 1), strict=True):
+        np.testing.assert_array_equal(dask_p2p.rechunk(z, (-1, 5)).compute(), a)
+    for z, wanted in zip(dask.compute(*results), (expected, expected[2:] + 1), strict=True):
         np.testing.assert_array_equal(z, wanted)
     again = dask_p2p.fused(x.persist() * 2 + 1, ranks=ranks)
     np.testing.assert_array_equal(again.persist().compute(), 2 * array + 1)
@@ -176,14 +176,14 @@ def check_compiled(ranks):
     array = indexed((16, 12)).astype(float)
     x = da.from_array(array, chunks=(4, 6))
     compiled = dask_p2p.compile(lambda u: (stencils(u), (u.T + 1)[2:]), x, ranks=ranks)
-    for given, values in ((x * 2, array * 2), ((x - 1).persist(), array - 1)):
+    for argument, values in ((x * 2, array * 2), ((x - 1).persist(), array - 1)):
         expected = 16 * values - 16 * values.sum() / 8, values.T[2:] + 1
-        for z, wanted in zip(compiled(given), expected, strict=True):
+        for z, value in zip(compiled(argument), expected, strict=True):
             assert type(z) is da.Array
-            np.testing.assert_array_equal(z.compute(), wanted)
-            np.testing.assert_array_equal((z + 1)[:3].compute(), wanted[:3] + 1)
-        for z, wanted in zip(dask.compute(*compiled(given)), expected, strict=True):
-            np.testing.assert_array_equal(z, wanted)
+            np.testing.assert_array_equal(z.compute(), value)
+            np.testing.assert_array_equal((z + 1)[:3].compute(), value[:3] + 1)
+        for z, expected_value in zip(dask.compute(*compiled(argument)), expected, strict=True):
+            np.testing.assert_array_equal(z, expected_value)
 
 
 def check_resident_and_option():
@@ -197,14 +197,14 @@ def check_resident_and_option():
     assert dask_p2p.explain(stencils(x)).startswith("by one gang: ")
     with dask.config.set({"p2p.fuse": "on"}):
         np.testing.assert_array_equal(stencils(x).compute(), expected)
-        (run,) = [each for each in dask_p2p.last_runs() if each.operation == "p2p-fused"][:1]
-        both = dask.compute(stencils(x) * 3, x + 1)
-        kept = (stencils(x) - 1).persist()
+        (run,) = [record for record in dask_p2p.last_runs() if record.operation == "p2p-fused"][:1]
+        results = dask.compute(stencils(x) * 3, x + 1)
+        persisted = (stencils(x) - 1).persist()
         np.testing.assert_array_equal(stencils(x).compute(scheduler="sync"), expected)
     assert run.steps > 1
-    np.testing.assert_array_equal(both[0], expected * 3)
-    np.testing.assert_array_equal(both[1], array + 1)
-    np.testing.assert_array_equal(kept.compute(), expected - 1)
+    np.testing.assert_array_equal(results[0], expected * 3)
+    np.testing.assert_array_equal(results[1], array + 1)
+    np.testing.assert_array_equal(persisted.compute(), expected - 1)
 
 
 def check_groups():
@@ -219,11 +219,11 @@ def check_groups():
 def check_only_what_is_needed_runs():
     ran = []
 
-    def seen(block):
+    def record_block(block):
         ran.append(block.shape)
         return block
 
-    x = da.from_array(indexed((8, 8)), chunks=(2, 8)).map_blocks(seen, dtype="i8")
+    x = da.from_array(indexed((8, 8)), chunks=(2, 8)).map_blocks(record_block, dtype="i8")
     by_columns = dask_p2p.rechunk(x, (4, -1))
     halo = dask_p2p.map_overlap(lambda block: block, x, 1, dtype="i8")
     for y, blocks in ((by_columns[:2], 2), (halo[:1], 2), (halo[:3], 3), (by_columns, 4)):
@@ -250,7 +250,7 @@ def rechunked_while_installed():
     x = da.from_array(array, chunks=(8, -1))
     by_method = {"array.rechunk.method": "p2p"}
     with dask_p2p.install() as used:
-        made = {
+        results = {
             "method": x.rechunk((-1, 6), method="p2p"),
             "function": da.rechunk(x + 0, {1: 6}, method="p2p"),
             "balanced": x.rechunk((-1, 10), balance=True, method="p2p"),
@@ -258,22 +258,22 @@ def rechunked_while_installed():
             "twice": x.rechunk((-1, 6), method="p2p").rechunk((6, -1), method="p2p"),
         }
         with dask.config.set(by_method):
-            made["option"] = x.rechunk((-1, 6))
-            made["size in bytes"] = x.rechunk("auto", block_size_limit=1000)
+            results["option"] = x.rechunk((-1, 6))
+            results["size in bytes"] = x.rechunk("auto", block_size_limit=1000)
     assert used.counts == {"rechunk": 7}, used
-    return array, made
+    return array, results
 
 
 def check_computed_after_uninstalling():
-    array, made = rechunked_while_installed()
-    for name, y in made.items():
+    array, results = rechunked_while_installed()
+    for name, y in results.items():
         for way, values in computed(y):
             np.testing.assert_array_equal(values, array, f"{name} {way}")
-    assert made["balanced"].numblocks == (1, 5)
+    assert results["balanced"].numblocks == (1, 5)
     dask_p2p.install()
-    lasting = made["option"].T.rechunk((6, -1), method="p2p")
+    rechunked = results["option"].T.rechunk((6, -1), method="p2p")
     dask_p2p.uninstall()
-    np.testing.assert_array_equal(lasting.compute(), array.T)
+    np.testing.assert_array_equal(rechunked.compute(), array.T)
     # The method is that of the call: without a client tasks, and with one this package.
     x = da.from_array(array, chunks=(8, -1))
     with dask_p2p.install() as used:

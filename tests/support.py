@@ -87,9 +87,9 @@ def ran(*arguments, cwd=None, stdin=None, **variables):
 
 def output_of(*arguments, **options):
     """Return the output of Python in another process, which has to succeed: see `ran`."""
-    done = ran(*arguments, **options)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    process = ran(*arguments, **options)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 def die_once(path):
@@ -121,8 +121,8 @@ def spread(client, x, workers=None):
     for key in flatten(x.__dask_keys__()):
         keys_of[workers[sum(key[1:]) % len(workers)]].append(key)
     for worker, keys in keys_of.items():
-        made = client.get(graph, keys, workers=[worker], sync=False)
-        futures |= zip(keys, made, strict=True)
+        spread_futures = client.get(graph, keys, workers=[worker], sync=False)
+        futures |= zip(keys, spread_futures, strict=True)
     wait([*futures.values()])
     client.run_on_scheduler(_loosen, {*graph})
     rebuild, arguments = x.__dask_postpersist__()
@@ -171,14 +171,14 @@ def layers_of(x):
     if hasattr(graph, "layers"):
         graph.validate()
         return graph.layers
-    found = {}
+    layers = {}
     for key, task in graph.items():
-        found.setdefault(key[0] if isinstance(key, tuple) else key, {})[key] = task
-    for name, tasks in reversed([*found.items()]):
+        layers.setdefault(key[0] if isinstance(key, tuple) else key, {})[key] = task
+    for name, tasks in reversed([*layers.items()]):
         if all(isinstance(task, Alias) for task in tasks.values()):
             for target in {task.target[0] for task in tasks.values()}:
-                found[name] = found.pop(target)
-    return found
+                layers[name] = layers.pop(target)
+    return layers
 
 
 def result_of(client, future, timeout_s=BOUND_S):
@@ -204,14 +204,14 @@ def given_up(client):
 
     workers = sorted(workers_of(client))
 
-    async def look(dask_worker):
+    async def find_obstacles(dask_worker):
         context = dask_worker.plugins[PLUGIN_NAME].context
         obstacle = context.router.transports["cma"].holder_obstacle
-        others = [worker for worker in workers if worker != dask_worker.address]
-        whys = {other: await context.offload(obstacle, other) for other in others}
-        return dict(context.router.failures), {other: why for other, why in whys.items() if why}
+        peers = [worker for worker in workers if worker != dask_worker.address]
+        whys = {peer: await context.offload(obstacle, peer) for peer in peers}
+        return dict(context.router.failures), {peer: why for peer, why in whys.items() if why}
 
-    return client.run(look)
+    return client.run(find_obstacles)
 
 
 def run_of(client, y):
@@ -290,10 +290,10 @@ def pairwise(*lists):
         {(a, case[a][0], b, case[b][0]) for a, b in itertools.combinations(range(len(lists)), 2)}
         for case in every
     ]
-    left, cases = set().union(*pairs_of), []
-    while left:
-        best = max(range(len(every)), key=lambda number: len(left & pairs_of[number]))
-        left -= pairs_of[best]
+    pending, cases = set().union(*pairs_of), []
+    while pending:
+        best = max(range(len(every)), key=lambda number: len(pending & pairs_of[number]))
+        pending -= pairs_of[best]
         cases.append(tuple(value for _, value in every[best]))
     return cases
 
@@ -318,17 +318,17 @@ def bits(positions, dtype):
 
 def parameter_names(*names):
     """All names of parameters of all functions and classes of modules, which are given by name."""
-    found = set()
+    parameters = set()
     for module in map(importlib.import_module, names):
         values = [value for value in vars(module).values() if inspect.isroutine(value)]
         for cls in filter(inspect.isclass, vars(module).values()):
             values += [cls, *filter(inspect.isfunction, vars(cls).values())]
         for value in values:
             with suppress(TypeError, ValueError):
-                found.update(inspect.signature(value).parameters)
-    return sorted(found)
+                parameters.update(inspect.signature(value).parameters)
+    return sorted(parameters)
 
 
-def added(*blocks, **given):
+def added(*blocks, **keywords):
     """A function of blocks that takes any keyword, and returns other values for each value."""
-    return sum(blocks) + sum(given.values())
+    return sum(blocks) + sum(keywords.values())

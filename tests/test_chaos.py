@@ -68,9 +68,9 @@ class FaultInjector(threading.Thread):
         self.join()
 
 
-def cut(choose, length, most):
+def cut(choose, length, max_blocks):
     """Cut an axis into uneven blocks, empty ones now and then."""
-    bounds = sorted(choose.randint(0, length) for _ in range(choose.randint(0, most - 1)))
+    bounds = sorted(choose.randint(0, length) for _ in range(choose.randint(0, max_blocks - 1)))
     if choose.random() < 0.9:
         bounds = sorted({*bounds} - {0, length})
     bounds = [0, *bounds, length]
@@ -91,10 +91,10 @@ def make_block(dtype, shape, block_info=None):
     return bits(positions(block_info, shape), dtype)
 
 
-def equal(got, expected):
-    assert got.dtype == expected.dtype
-    assert got.shape == expected.shape
-    assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
+def equal(result, expected):
+    assert result.dtype == expected.dtype
+    assert result.shape == expected.shape
+    assert result.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 _SLOW = [], [pytest.mark.slow]
@@ -114,12 +114,12 @@ def test_a_run_with_kills(seed):
     ndim = choose.randint(1, 4)
     longest = int(choose.choice([20, 20_000, 300_000]) ** (1 / ndim))
     shape = tuple(choose.randint(0 if choose.random() < 0.05 else 1, longest) for _ in range(ndim))
-    most = {1: 12, 2: 6, 3: 3, 4: 2}[ndim]  # blocks along an axis
+    max_blocks = {1: 12, 2: 6, 3: 3, 4: 2}[ndim]  # blocks along an axis
     axes = choose.sample(range(ndim), ndim)
-    to = [None, tuple(cut(choose, shape[axis], most) for axis in axes)][choose.random() < 0.7]
-    back = [int(axis) for axis in np.argsort(axes)]
+    to = [None, tuple(cut(choose, shape[axis], max_blocks) for axis in axes)][choose.random() < 0.7]
+    inverse = [int(axis) for axis in np.argsort(axes)]
     x = da.map_blocks(
-        make_block, dtype, shape, chunks=tuple(cut(choose, n, most) for n in shape),
+        make_block, dtype, shape, chunks=tuple(cut(choose, n, max_blocks) for n in shape),
         dtype=dtype, meta=np.empty((0,) * ndim, dtype),
     )  # fmt: skip
     expected = bits(np.arange(math.prod(shape)).reshape(shape), dtype)
@@ -138,7 +138,7 @@ def test_a_run_with_kills(seed):
         started_s = time.monotonic()
         with trouble:
             y = client.persist(dask_p2p.transpose(x, axes, chunks=to))
-            z = dask_p2p.transpose(y, back, chunks=x.chunks)
+            z = dask_p2p.transpose(y, inverse, chunks=x.chunks)
             equal(client.compute(z).result(timeout=BOUND_S), expected)
             equal(client.compute(y).result(timeout=BOUND_S), expected.transpose(axes))
         assert time.monotonic() - started_s < BOUND_S
@@ -155,10 +155,10 @@ def fused_program(choose, x):
     have = [x, x + 1]
     for _ in range(choose.randint(3, 10)):
         operation = choose.choice(OPERATIONS)
-        made = operation(choose.choice(have), choose.choice(have), choose.randint(0, 99))
+        array = operation(choose.choice(have), choose.choice(have), choose.randint(0, 99))
         if choose.random() < 0.5:
-            made = made.map_blocks(slowly, choose.random() / 20, dtype=made.dtype)
-        have.append(made)
+            array = array.map_blocks(slowly, choose.random() / 20, dtype=array.dtype)
+        have.append(array)
     return have[-1], have[-1].sum(axis=0)
 
 
@@ -184,5 +184,5 @@ def test_a_fused_graph_with_kills(seed):
         trouble = FaultInjector(choose, list(client.run(os.getpid).values()))
         with trouble, dask.config.set({"p2p.fuse": "off" if mode == "fused" else mode}):
             futures = client.compute([*arrays])
-            for future, each in zip(futures, expected, strict=True):
-                equal(future.result(timeout=BOUND_S), each)
+            for future, value in zip(futures, expected, strict=True):
+                equal(future.result(timeout=BOUND_S), value)

@@ -36,9 +36,9 @@ def test_defaults_satisfy_the_schema():
 
 
 def test_schema_refuses_unknown_options():
-    wrong = {"p2p": {"attempts": 3, "modus": 1}}
+    config = {"p2p": {"attempts": 3, "modus": 1}}
     with pytest.raises(jsonschema.ValidationError, match="modus"):
-        jsonschema.validate(wrong, load("p2p-schema.yaml"))
+        jsonschema.validate(config, load("p2p-schema.yaml"))
 
 
 def test_schema_describes_every_default():
@@ -91,7 +91,7 @@ def test_a_wrong_option_is_named(name, value, expected):
 
 
 @pytest.mark.parametrize(
-    ("setting", "wrong", "nearest"),
+    ("setting", "unknown", "nearest"),
     [
         ({"p2p.transport.order": ["comm"]}, "p2p.transport.order", "p2p.transports.order"),
         ({"p2p.order": ["comm"]}, "p2p.order", "p2p.transports.order"),
@@ -109,10 +109,10 @@ def test_a_wrong_option_is_named(name, value, expected):
     ],
 )
 @pytest.mark.parametrize("operation", [dask_p2p.transpose, dask_p2p.estimate])
-def test_a_misspelt_option_is_named_with_the_nearest(setting, wrong, nearest, operation):
+def test_a_misspelt_option_is_named_with_the_nearest(setting, unknown, nearest, operation):
     with dask.config.set(setting), pytest.raises(ConfigError) as caught:
         operation(da.ones((4, 4), chunks=2))
-    assert f"got {wrong}; the nearest is {nearest}" in str(caught.value)
+    assert f"got {unknown}; the nearest is {nearest}" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -54,16 +54,16 @@ def test_the_transport(example, tmp_path):
 
 
 def test_the_backend(example, monkeypatch):
-    made = example("tagged")
-    monkeypatch.setitem(backends.BACKENDS, "tagged", made.TaggedBackend())
+    module = example("tagged")
+    monkeypatch.setitem(backends.BACKENDS, "tagged", module.TaggedBackend())
     x = indexed((6, 8))
     blocks = da.from_array(x, chunks=(2, 8)).map_blocks(
-        lambda block: block.view(made.Array), meta=np.empty((0, 0), x.dtype).view(made.Array)
+        lambda block: block.view(module.Array), meta=np.empty((0, 0), x.dtype).view(module.Array)
     )
     y = dask_p2p.transpose(blocks)
     np.testing.assert_array_equal(y.compute(scheduler="sync"), x.T)
     (block, *_), *_ = y.to_delayed()
-    assert type(block.compute(scheduler="sync")) is made.Array
+    assert type(block.compute(scheduler="sync")) is module.Array
     with pytest.raises(dask_p2p.UnsupportedArrayError, match=r"expected a tagged\.Array"):
         backends.backend_named("tagged").check(x)
 

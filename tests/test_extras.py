@@ -30,7 +30,7 @@ PROGRAMS = {
         "import xarray as xr, dask_p2p.xarray\n"
         "xr.DataArray([1.0], dims='x', name='a').p2p.to_zarr('a.zarr')",
     ),
-    "zarr, read": ("zarr", "zarr", "from dask_p2p.cli.files import opened; opened('.')"),
+    "zarr, read": ("zarr", "zarr", "from dask_p2p.cli.files import open_array; open_array('.')"),
     "zarr, command": (
         "zarr",
         "zarr",
@@ -87,8 +87,8 @@ def output_without(missing, folder, program):
     (folder / "sitecustomize.py").write_text(WITHOUT)
     (folder / "program.py").write_text(f"if __name__ == '__main__':\n    {indented(program)}\n")
     variables = {"PYTHONPATH": f"{folder}:{import_path()}", "MISSING_PACKAGES": missing}
-    done = ran(folder / "program.py", cwd=folder, **variables)
-    return done.stdout + done.stderr
+    process = ran(folder / "program.py", cwd=folder, **variables)
+    return process.stdout + process.stderr
 
 
 def indented(program):
@@ -111,8 +111,8 @@ def test_the_package_without_any_extra(tmp_path):
         "x = da.arange(12, chunks=3).reshape(4, 3)\n"
         "print(dask_p2p.transpose(x).compute().tolist())"
     )
-    said = output_without(",".join(sorted(names)), tmp_path, program)
-    assert said == "[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]\n"
+    output = output_without(",".join(sorted(names)), tmp_path, program)
+    assert output == "[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]\n"
 
 
 def test_errors_of_packages_that_are_there():

@@ -35,12 +35,12 @@ def numbers(shape, dtype="D"):
     return (x + 1j * rng.standard_normal(shape) if np.dtype(dtype).kind == "c" else x).astype(dtype)
 
 
-def assert_close(got, expected, char="d"):
+def assert_close(result, expected, char="d"):
     """The largest error is small beside the largest value."""
-    got = got.compute(scheduler="sync") if isinstance(got, da.Array) else got
-    assert got.shape == expected.shape
+    result = result.compute(scheduler="sync") if isinstance(result, da.Array) else result
+    assert result.shape == expected.shape
     largest = np.abs(expected).max(initial=0)
-    assert np.abs(got - expected).max(initial=0) <= PRECISION[char] * largest
+    assert np.abs(result - expected).max(initial=0) <= PRECISION[char] * largest
 
 
 def in_double(x):
@@ -48,8 +48,8 @@ def in_double(x):
 
 
 @st.composite
-def cut_shapes(draw, least=1, most=3, shortest=1):
-    lengths = draw(st.lists(st.integers(shortest, 9), min_size=least, max_size=most))
+def cut_shapes(draw, least=1, max_ndim=3, shortest=1):
+    lengths = draw(st.lists(st.integers(shortest, 9), min_size=least, max_size=max_ndim))
     chunks = []
     for length in lengths:
         inner = draw(st.lists(st.integers(0, length), max_size=2))
@@ -75,23 +75,23 @@ def test_along_one_axis(case, name, axis, n, norm, char):
     if n is None and name in ("irfft", "hfft") and shape[axis] == 1:
         n = 1
     x = numbers(shape, char)
-    got = getattr(fft, name)(da.from_array(x, chunks=chunks), n, axis, norm)
+    result = getattr(fft, name)(da.from_array(x, chunks=chunks), n, axis, norm)
     expected = getattr(np.fft, name)(in_double(x), n, axis, norm)
-    check(got, expected, char)
+    check(result, expected, char)
 
 
-def check(got, expected, char):
+def check(result, expected, char):
     """Dtype and chunks are as declared, values as expected."""
     single, is_complex = char in "fF", expected.dtype.kind == "c"
-    assert got.dtype == np.dtype(
+    assert result.dtype == np.dtype(
         {(1, 1): "F", (1, 0): "f", (0, 1): "D", (0, 0): "d"}[single, is_complex]
     )
-    assert got.compute(scheduler="sync").dtype == got.dtype
-    layers_of(got)
-    for index in np.ndindex(got.numblocks):
-        shape = tuple(sizes[i] for sizes, i in zip(got.chunks, index, strict=True))
-        assert got.blocks[index].compute(scheduler="sync").shape == shape
-    assert_close(got, expected, char)
+    assert result.compute(scheduler="sync").dtype == result.dtype
+    layers_of(result)
+    for index in np.ndindex(result.numblocks):
+        shape = tuple(sizes[i] for sizes, i in zip(result.chunks, index, strict=True))
+        assert result.blocks[index].compute(scheduler="sync").shape == shape
+    assert_close(result, expected, char)
 
 
 @given(st.data())
@@ -109,8 +109,8 @@ def test_along_several_axes(data):
         s = tuple(shape[axis] for axis in axes)
     norm = data.draw(NORMS)
     x = numbers(shape, char)
-    got = getattr(fft, name)(da.from_array(x, chunks=chunks), s, axes, norm)
-    check(got, getattr(np.fft, name)(in_double(x), s, axes, norm), char)
+    result = getattr(fft, name)(da.from_array(x, chunks=chunks), s, axes, norm)
+    check(result, getattr(np.fft, name)(in_double(x), s, axes, norm), char)
 
 
 @given(cut_shapes(2), st.booleans(), st.data())
@@ -119,24 +119,24 @@ def test_chunks_of_the_result(case, is_real, data):
     x = numbers(shape, "d" if is_real else "D")
     transform = np.fft.rfftn if is_real else np.fft.fftn
     expected = transform(x)
-    wanted = tuple(data.draw(st.integers(1, n)) for n in expected.shape)
-    got = getattr(fft, transform.__name__)(da.from_array(x, chunks=chunks), chunks=wanted)
-    assert got.chunks == da.core.normalize_chunks(wanted, expected.shape)
-    assert_close(got, expected)
+    chunks_after = tuple(data.draw(st.integers(1, n)) for n in expected.shape)
+    result = getattr(fft, transform.__name__)(da.from_array(x, chunks=chunks), chunks=chunks_after)
+    assert result.chunks == da.core.normalize_chunks(chunks_after, expected.shape)
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("n", [1, 2, 97, 360, 3**5 * 7 * 11, 2 * 3 * 5 * 7 * 11 * 13, 65521, 2**20])
 @pytest.mark.parametrize("char", ["F", "D"])
 def test_long_axes_of_any_factors(n, char):
     x = numbers((1, n), char)
-    got = fft.fft(da.from_array(x, chunks=(1, -(-n // 3))))
-    assert_close(got, np.fft.fft(in_double(x)), char)
+    result = fft.fft(da.from_array(x, chunks=(1, -(-n // 3))))
+    assert_close(result, np.fft.fft(in_double(x)), char)
 
 
 @pytest.fixture
 def lose_scipy():
     """Have it not be there, to the end of the test."""
-    choose = local_fft._fft_module
+    choose = local_fft._import_fft_module
     with pytest.MonkeyPatch.context() as patch:
 
         def lose():
@@ -159,12 +159,12 @@ def test_dtypes_are_what_the_docs_say(char, name, has_scipy, lose_scipy):
     if not has_scipy:
         lose_scipy()
     x = np.ones((4, 6), char)
-    got = getattr(fft, name)(da.from_array(x, chunks=(2, 3)))
+    result = getattr(fft, name)(da.from_array(x, chunks=(2, 3)))
     single = char in "efF"
     expected = np.dtype("F" if single else "G" if char in "gG" else "D")
     expected = np.empty(0, expected).real.dtype if name == "irfftn" else expected
-    values = got.compute(scheduler="sync")
-    assert got.dtype == values.dtype == expected
+    values = result.compute(scheduler="sync")
+    assert result.dtype == values.dtype == expected
     wide = getattr(np.fft, name)(x.astype("D" if x.dtype.kind == "c" else "d"))
     np.testing.assert_allclose(values, wide, atol=1e-5 if single else 1e-13)
 
@@ -181,15 +181,15 @@ def test_scipy_is_used_where_it_is_and_numpy_where_not(lose_scipy, monkeypatch):
             noting = partial(noted, library, getattr(library, name))
             monkeypatch.setattr(library, name, noting)
     y = fft.fftn(da.from_array(numbers((6, 8), "D"), chunks=(2, 8)))
-    for there in ("scipy.fft", "numpy.fft"):
+    for module in ("scipy.fft", "numpy.fft"):
         used.clear()
         y.compute(scheduler="sync")
-        assert used == {there}
+        assert used == {module}
         lose_scipy()
 
 
-def layers(y, of="p2p-fft"):
-    return sum(name.startswith(of) for name in layers_of(y))
+def layers(y, prefix="p2p-fft"):
+    return sum(name.startswith(prefix) for name in layers_of(y))
 
 
 @pytest.mark.parametrize("name", ["fftn", "rfftn", "ifftn"])
@@ -264,19 +264,19 @@ def test_chunks_of_before_are_left_where_they_do_not_fit_or_cost_more():
 @pytest.mark.parametrize("name", ["fft", "rfft", "irfft"])
 def test_short_and_empty_arrays(shape, name):
     x = numbers(shape, "d")
-    got = getattr(fft, name)(da.from_array(x, chunks=(4,) * x.ndim), 6)
-    assert_close(got, getattr(np.fft, name)(x, 6))
+    result = getattr(fft, name)(da.from_array(x, chunks=(4,) * x.ndim), 6)
+    assert_close(result, getattr(np.fft, name)(x, 6))
 
 
 @pytest.mark.parametrize("chunks", [((4, 0, 4), (0, 6)), ((0, 8), (3, 0, 3)), ((1,) * 8, (1,) * 6)])
 @pytest.mark.parametrize("name", ["fft2", "rfft2", "irfft2"])
 def test_empty_blocks_and_more_blocks_than_elements(chunks, name):
     a = numbers((8, 6), "d")
-    got = getattr(fft, name)(da.from_array(a).rechunk(chunks))
-    assert_close(got, getattr(np.fft, name)(a))
-    few = fft.fft2(da.from_array(a[:, :2], chunks=(1, 2)))  # eight blocks along an axis of two
-    assert few.numblocks == (1, 2)
-    assert_close(few, np.fft.fft2(a[:, :2]))
+    result = getattr(fft, name)(da.from_array(a).rechunk(chunks))
+    assert_close(result, getattr(np.fft, name)(a))
+    short = fft.fft2(da.from_array(a[:, :2], chunks=(1, 2)))  # eight blocks along an axis of two
+    assert short.numblocks == (1, 2)
+    assert_close(short, np.fft.fft2(a[:, :2]))
 
 
 def test_the_input_keeps_its_values():
@@ -311,16 +311,16 @@ def test_blocks_lie_with_the_transformed_axis_last_on_gpus(on_device, monkeypatc
 @pytest.mark.parametrize("d", [1.0, 0.3])
 @pytest.mark.parametrize("name", ["fftfreq", "rfftfreq"])
 def test_frequencies(n, d, name):
-    got = getattr(fft, name)(n, d, chunks=3, like=np.ones(2))
-    assert set(got.chunks[0][:-1]) <= {3}
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), getattr(np.fft, name)(n, d))
+    result = getattr(fft, name)(n, d, chunks=3, like=np.ones(2))
+    assert set(result.chunks[0][:-1]) <= {3}
+    np.testing.assert_array_equal(result.compute(scheduler="sync"), getattr(np.fft, name)(n, d))
 
 
 @pytest.mark.parametrize("chunks", [(1, 4), [2, 3], (1, 0, 4), ((2, 3),), (5,), {0: (1, 4)}])
 def test_chunks_of_frequencies_are_those_of_arange(chunks):
     expected = da.arange(5, chunks=chunks).chunks if not isinstance(chunks, dict) else ((1, 4),)
-    for got in (fft.fftfreq(5, chunks=chunks), fft.rfftfreq(8, chunks=chunks)):
-        assert got.chunks == expected
+    for frequencies in (fft.fftfreq(5, chunks=chunks), fft.rfftfreq(8, chunks=chunks)):
+        assert frequencies.chunks == expected
 
 
 @given(cut_shapes(1, 3, 0), st.data())
@@ -330,10 +330,10 @@ def test_shifts(case, data):
     after = data.draw(st.one_of(st.none(), st.just(tuple((n // 2, n - n // 2) for n in shape))))
     x = np.arange(int(np.prod(shape))).reshape(shape)
     for name in ("fftshift", "ifftshift"):
-        got = getattr(fft, name)(da.from_array(x, chunks=chunks), axes, chunks=after)
-        assert got.chunks == (after or chunks)
+        result = getattr(fft, name)(da.from_array(x, chunks=chunks), axes, chunks=after)
+        assert result.chunks == (after or chunks)
         expected = getattr(np.fft, name)(x, axes)
-        np.testing.assert_array_equal(got.compute(scheduler="sync"), expected)
+        np.testing.assert_array_equal(result.compute(scheduler="sync"), expected)
 
 
 X = da.ones((8, 8), chunks=(4, 4))
@@ -396,8 +396,8 @@ def test_wrong_input_is_refused(call, error, words):
 
 def test_lengths_of_minus_one_of_an_axis_of_one_element():
     a = numbers((5, 1))
-    got = fft.irfftn(da.from_array(a, chunks=(2, 1)), (9, -1), (0, 1))
-    np.testing.assert_allclose(got.compute(), np.fft.irfftn(a, (9, -1), (0, 1)), atol=1e-12)
+    result = fft.irfftn(da.from_array(a, chunks=(2, 1)), (9, -1), (0, 1))
+    np.testing.assert_allclose(result.compute(), np.fft.irfftn(a, (9, -1), (0, 1)), atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["fftn", "ifftn", "fft2", "ifft2"])
@@ -406,10 +406,10 @@ def test_no_axes_leave_an_array_as_it_is(name, char):
     a = numbers((5, 11), char)
     x = da.from_array(a, chunks=(2, 4))
     of_none, function = getattr(np.fft, name)(a, axes=()), getattr(fft, name)
-    for got in (function(x, axes=()), function(x, (), ()), function(x, axes=[], chunks=(5, 2))):
-        assert got.dtype == of_none.dtype
-        np.testing.assert_array_equal(got.compute(scheduler="sync"), of_none)
-    assert got.chunks == ((5,), (2, 2, 2, 2, 2, 1))
+    for result in (function(x, axes=()), function(x, (), ()), function(x, axes=[], chunks=(5, 2))):
+        assert result.dtype == of_none.dtype
+        np.testing.assert_array_equal(result.compute(scheduler="sync"), of_none)
+    assert result.chunks == ((5,), (2, 2, 2, 2, 2, 1))
     point = x[0, 0]
     assert fft.fftn(point).compute(scheduler="sync") == np.fft.fftn(a[0, 0])
 
@@ -417,11 +417,12 @@ def test_no_axes_leave_an_array_as_it_is(name, char):
 def test_unknown_sizes_stay_where_nothing_moves():
     a = numbers((8, 6))
     x = da.from_array(a, chunks=(3, -1))
-    got = fft.fft(x[x[:, 0].real > 0], 5, norm="ortho")
-    assert np.isnan(got.shape[0])
-    kept = a[a[:, 0].real > 0]
-    np.testing.assert_allclose(got.compute(), np.fft.fft(kept, 5, norm="ortho"), atol=1e-14)
-    np.testing.assert_allclose(fft.ifft(got).compute(), np.fft.ifft(got.compute()), atol=1e-14)
+    result = fft.fft(x[x[:, 0].real > 0], 5, norm="ortho")
+    assert np.isnan(result.shape[0])
+    selected = a[a[:, 0].real > 0]
+    np.testing.assert_allclose(result.compute(), np.fft.fft(selected, 5, norm="ortho"), atol=1e-14)
+    inverse = np.fft.ifft(result.compute())
+    np.testing.assert_allclose(fft.ifft(result).compute(), inverse, atol=1e-14)
 
 
 def test_the_module_loads_with_its_first_use():
@@ -438,9 +439,9 @@ def test_on_workers(client, chunks):
     z = persisted(client, fft.irfftn(y, s=a.shape))
     assert_close(z.compute(), a)
     assert run_of(client, y).moved_bytes > 0
-    for made in (y, z):
-        run = run_of(client, made)
-        assert (run.operation, run.shape, run.blocks) == ("p2p-fft", made.shape, made.numblocks)
+    for array in (y, z):
+        run = run_of(client, array)
+        assert (run.operation, run.shape, run.blocks) == ("p2p-fft", array.shape, array.numblocks)
     np.testing.assert_array_equal(x.compute(), a)
 
 

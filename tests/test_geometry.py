@@ -13,7 +13,7 @@ from dask_p2p.geometry import (
     box_shape,
     box_size,
     box_slices,
-    normal_axes,
+    normalize_axes,
     split_box,
     taper_last,
 )
@@ -40,8 +40,8 @@ def test_split_box_covers_it_once_within_the_limit(box, max_elements, axis, leas
         assert 0 < box_size(part) <= max_elements or all(n == 1 for n in shape)
         count[box_slices(part)] += 1
         if axis is not None and axis < len(box) and any(n > 1 for n in shape[1:-1]):
-            wanted = min(least, box_shape(box)[axis])
-            assert axis != 0 or shape[0] >= wanted or part[0][1] == box[0][1]
+            least_length = min(least, box_shape(box)[axis])
+            assert axis != 0 or shape[0] >= least_length or part[0][1] == box[0][1]
     expected = np.zeros_like(count)
     expected[box_slices(box)] = 1
     np.testing.assert_array_equal(count, expected)
@@ -92,7 +92,7 @@ def test_tapered_parts_keep_runs():
     ],
 )
 def test_normal_axes(axes, ndim, expected):
-    assert normal_axes(axes, ndim) == expected
+    assert normalize_axes(axes, ndim) == expected
 
 
 def test_block_indices_and_shapes():

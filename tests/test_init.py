@@ -41,9 +41,9 @@ print(json.dumps({
 
 
 def test_importing_loads_no_gpu_library_and_sets_no_variable():
-    seen = json.loads(output_of("-c", LOOK))
+    state = json.loads(output_of("-c", LOOK))
     top, light, by_distributed = (
-        {name.partition(".")[0] for name in seen[when]}
+        {name.partition(".")[0] for name in state[when]}
         for when in ("modules", "light", "by distributed")
     )
     assert light.isdisjoint({"distributed", "numpy"}), "`dask` pays for this at each start"
@@ -51,7 +51,7 @@ def test_importing_loads_no_gpu_library_and_sets_no_variable():
     # where they are installed.
     loaded = top & {"cupy", "cupy_backends", "ucxx", "cuda", "rmm", "dask_cuda", "pynvml"}
     assert loaded <= by_distributed - {"cupy", "ucxx", "dask_cuda"}
-    assert seen["environment"] == {}
+    assert state["environment"] == {}
 
 
 def test_all_is_what_is_there():

@@ -17,9 +17,9 @@ def test_what_is_no_open_client(function, cluster):
         pass
     with pytest.raises(InputError, match="the client is closed"):
         function(closed)
-    for other in (cluster, cluster.scheduler_address):
+    for value in (cluster, cluster.scheduler_address):
         with pytest.raises(InputError, match=r"expected a distributed\.Client, got .*tcp://"):
-            function(other)
+            function(value)
 
 
 async def test_an_asynchronous_client_that_is_closed(cluster):
@@ -32,21 +32,21 @@ async def test_an_asynchronous_client_that_is_closed(cluster):
 
 def test_numbers_that_may_be_zero():
     assert checked_count("things", 0, n=0) == 0
-    for wrong in (-1, False, None):
-        with pytest.raises(InputError, match=rf"at least 0, got n={wrong!r}"):
-            checked_count("things", 0, n=wrong)
+    for value in (-1, False, None):
+        with pytest.raises(InputError, match=rf"at least 0, got n={value!r}"):
+            checked_count("things", 0, n=value)
 
 
 def test_choices():
     assert checked_choice("op", "sum", {"sum": 1, "max": 2}) == "sum"
-    for wrong in ("mean", None, 1, ["sum"], {"sum": 1}, np.zeros(2), np.array(["sum", "max"])):
+    for value in ("mean", None, 1, ["sum"], {"sum": 1}, np.zeros(2), np.array(["sum", "max"])):
         with pytest.raises(InputError, match=r"op: expected one of sum, max, got .* Name one"):
-            checked_choice("op", wrong, ("sum", "max"))
+            checked_choice("op", value, ("sum", "max"))
 
 
 def test_dtypes():
     assert checked_dtype("dtype", "f4") == np.float32
     assert checked_dtype("dtype", [("a", "i4"), ("b", "f8")]).names == ("a", "b")
-    for wrong in ("x", 3, 1.5, True, [], {}, (), [1], (1, 2, 3), {"a": 1}, np.zeros(2), object()):
+    for value in ("x", 3, 1.5, True, [], {}, (), [1], (1, 2, 3), {"a": 1}, np.zeros(2), object()):
         with pytest.raises(InputError, match=r"dtype: expected a dtype, got .* Give a type such"):
-            checked_dtype("dtype", wrong)
+            checked_dtype("dtype", value)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dask_p2p.loading import loaded, when_imported
+from dask_p2p.loading import call_when_imported, load_module
 from tests.support import output_of
 
 
@@ -15,11 +15,11 @@ def module(tmp_path, monkeypatch):
     """Give a function that makes a module of a text, and returns its name."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def made(text):
+    def write_module(text):
         (tmp_path / "made_for_loading.py").write_text(text)
         return "made_for_loading"
 
-    yield made
+    yield write_module
     sys.modules.pop("made_for_loading", None)
 
 
@@ -42,13 +42,13 @@ def collections():
 
 
 def test_a_threshold_that_an_import_sets_stays(module, collections):
-    loaded(module("import gc\ngc.set_threshold(5000)"))
+    load_module(module("import gc\ngc.set_threshold(5000)"))
     assert gc.get_threshold()[0] == 5000
 
 
 def test_collections_go_on_after_an_import_that_fails(module, collections):
     with pytest.raises(ZeroDivisionError):
-        loaded(module("1 / 0"))
+        load_module(module("1 / 0"))
     assert gc.get_threshold() == (700, 10, 10)
 
 
@@ -80,15 +80,15 @@ of_later_imports = pytest.mark.usefixtures("_finders")
 
 
 def test_an_action_on_a_module_that_is_imported_already():
-    seen = []
-    forget = when_imported("sys", seen.append)
-    assert seen == [sys]
+    modules = []
+    forget = call_when_imported("sys", modules.append)
+    assert modules == [sys]
     forget()
 
 
 @of_later_imports
 def test_an_action_on_a_module_that_does_not_exist():
-    forget = when_imported("missing_in_a_test", lambda found: pytest.fail("called"))
+    forget = call_when_imported("missing_in_a_test", lambda module: pytest.fail("called"))
     with pytest.raises(ModuleNotFoundError, match="missing_in_a_test"):
         importlib.import_module("missing_in_a_test")
     forget()
@@ -96,13 +96,13 @@ def test_an_action_on_a_module_that_does_not_exist():
 
 @of_later_imports
 def test_an_action_on_a_module_whose_first_import_fails(module):
-    name, seen = module("import sys\nif not hasattr(sys, 'may_load'): 1 / 0"), []
-    when_imported(name, seen.append)
+    name, modules = module("import sys\nif not hasattr(sys, 'may_load'): 1 / 0"), []
+    call_when_imported(name, modules.append)
     with pytest.raises(ZeroDivisionError):
         importlib.import_module(name)
-    assert not seen
+    assert not modules
     sys.may_load = True
     try:
-        assert seen == [importlib.import_module(name)]
+        assert modules == [importlib.import_module(name)]
     finally:
         del sys.may_load

@@ -35,10 +35,10 @@ SCHEMAS = {
 
 def is_valid(path, schema):
     command = [Path(sys.executable).parent / "check-jsonschema", "--builtin-schema"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, f"vendor.{schema}", path], capture_output=True, text=True, check=False
     )
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -50,8 +50,8 @@ def test_files_are_what_their_readers_take(name, tmp_path):
 
 
 def test_all_files_are_held_against_a_schema():
-    found = {str(path.relative_to(ROOT)) for path in GITHUB.rglob("*.yml")}
-    assert found == {name for name in SCHEMAS if name.startswith(".github")}
+    workflows = {str(path.relative_to(ROOT)) for path in GITHUB.rglob("*.yml")}
+    assert workflows == {name for name in SCHEMAS if name.startswith(".github")}
 
 
 GPU_EXTRAS = {"cuda12": "12", "cuda13": "13"}
@@ -60,9 +60,9 @@ GPU_EXTRAS = {"cuda12": "12", "cuda13": "13"}
 def test_the_extras_for_gpus_are_the_same_but_for_cuda():
     listed = [
         {
-            re.sub(rf"(cu|cuda){cuda}(x?)\b", r"\1\2", each)
-            for each in PROJECT["optional-dependencies"][extra]
-            if not each.startswith("cuda-bindings")
+            re.sub(rf"(cu|cuda){cuda}(x?)\b", r"\1\2", requirement)
+            for requirement in PROJECT["optional-dependencies"][extra]
+            if not requirement.startswith("cuda-bindings")
         }
         for extra, cuda in GPU_EXTRAS.items()
     ]
@@ -75,7 +75,7 @@ def test_the_extras_for_gpus_can_be_resolved(extra):
     """Nothing is installed: uv finds releases that go with each other."""
     uv = Path(sys.executable).parent / "uv"
     command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", f"--extra={extra}"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, "--python-version=3.11", "--python-platform=linux", "pyproject.toml"],
         cwd=ROOT,
         capture_output=True,
@@ -83,31 +83,31 @@ def test_the_extras_for_gpus_can_be_resolved(extra):
         check=False,
         timeout=200,
     )
-    if "error sending request" in done.stderr or "dns error" in done.stderr:
+    if "error sending request" in process.stderr or "dns error" in process.stderr:
         pytest.skip("no package index can be reached")
-    assert done.returncode == 0, done.stderr
-    found = dict(line.split("==") for line in done.stdout.splitlines())
+    assert process.returncode == 0, process.stderr
+    versions = dict(line.split("==") for line in process.stdout.splitlines())
     cuda = GPU_EXTRAS[extra]
-    assert found["cuda-bindings"].startswith(f"{cuda}.")
+    assert versions["cuda-bindings"].startswith(f"{cuda}.")
     for name in (f"cupy-cuda{cuda}x", f"rmm-cu{cuda}", f"ucxx-cu{cuda}", f"libucx-cu{cuda}"):
-        assert name in found
-    (other,) = {*GPU_EXTRAS.values()} - {cuda}
-    assert not [name for name in found if re.search(rf"-cu(da)?{other}x?$", name)]
+        assert name in versions
+    (other_cuda,) = {*GPU_EXTRAS.values()} - {cuda}
+    assert not [name for name in versions if re.search(rf"-cu(da)?{other_cuda}x?$", name)]
 
 
 def requirement(name, extra=None):
-    given = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
-    (found,) = [each for each in map(Requirement, given) if each.name == name]
-    return found.specifier
+    lines = PROJECT["dependencies"] if extra is None else PROJECT["optional-dependencies"][extra]
+    (match,) = [candidate for candidate in map(Requirement, lines) if candidate.name == name]
+    return match.specifier
 
 
 def test_the_range_of_dask_is_the_same_everywhere():
-    wanted = SpecifierSet(DASK_RELEASES)
+    releases = SpecifierSet(DASK_RELEASES)
     for name in ("dask", "distributed"):
-        assert requirement(name) == wanted
+        assert requirement(name) == releases
         for extra in GPU_EXTRAS:
             (pinned,) = requirement(name, extra)
-            assert wanted.contains(pinned.version), "what dask-cuda needs is inside"
+            assert releases.contains(pinned.version), "what dask-cuda needs is inside"
             assert f"dask-cuda names, {pinned.version}" in (ROOT / "README.md").read_text()
     run = recipe()["requirements"]["run"]
     for name in ("dask-core", "distributed"):
@@ -123,11 +123,11 @@ def test_the_conda_recipe_is_one():
     rattler_build = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed")
     text = (ROOT / "deploy" / "conda" / "recipe.yaml").read_text()
     (variant,) = rattler_build.Stage0Recipe.from_yaml(text).render(rattler_build.VariantConfig())
-    made = variant.recipe.to_dict()
-    assert made["package"] == {"name": "dask-p2p", "version": PROJECT["version"]}
-    wanted = {Requirement(each).name for each in PROJECT["dependencies"]} - {"dask"}
-    assert {each.split()[0] for each in made["requirements"]["run"]} == {
-        *wanted,
+    recipe = variant.recipe.to_dict()
+    assert recipe["package"] == {"name": "dask-p2p", "version": PROJECT["version"]}
+    names = {Requirement(dependency).name for dependency in PROJECT["dependencies"]} - {"dask"}
+    assert {dependency.split()[0] for dependency in recipe["requirements"]["run"]} == {
+        *names,
         "dask-core",
         "python",
     }
@@ -169,9 +169,9 @@ def test_links_of_what_an_index_shows_are_absolute():
     links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)", text)
     assert links
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    own = re.compile(r"https://\S+/dask-p2p/dask-p2p/(?:(?:blob|raw|tree)/)?main/([^)\s#\"]+)")
+    pattern = re.compile(r"https://\S+/dask-p2p/dask-p2p/(?:(?:blob|raw|tree)/)?main/([^)\s#\"]+)")
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
-        for path in own.findall((ROOT / name).read_text()):
+        for path in pattern.findall((ROOT / name).read_text()):
             assert (ROOT / path).exists(), (name, path)
 
 
@@ -179,24 +179,24 @@ def test_each_python_is_tested_and_named():
     matrix = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["test"][
         "strategy"
     ]["matrix"]["include"]
-    tested = {each["python"] for each in matrix}
+    tested = {job["python"] for job in matrix}
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     supported = SpecifierSet(PROJECT["requires-python"])
     assert tested == set(named) == {f"3.{n}" for n in range(30) if supported.contains(f"3.{n}")}
-    assert {"oldest", "newest"} <= {each["dask"] for each in matrix}
+    assert {"oldest", "newest"} <= {job["dask"] for job in matrix}
 
 
 @pytest.mark.parametrize(
-    ("which", "expected"),
+    ("kind", "expected"),
     [
         ("oldest", "dask==2025.12"),
         ("2026.7.1", "dask==2026.7.1\ndistributed==2026.7.1\n"),
         ("newest", "dask>=2025.12,<2026"),
     ],
 )
-def test_constraints(which, expected):
-    said = output_of(ROOT / ".ci" / "constraints.py", which)
-    assert said.startswith(expected)
-    if which != "2026.7.1":
-        names = {re.split("[=<>]", line)[0] for line in said.splitlines()}
-        assert names == {Requirement(each).name for each in PROJECT["dependencies"]}
+def test_constraints(kind, expected):
+    output = output_of(ROOT / ".ci" / "constraints.py", kind)
+    assert output.startswith(expected)
+    if kind != "2026.7.1":
+        names = {re.split("[=<>]", line)[0] for line in output.splitlines()}
+        assert names == {Requirement(dependency).name for dependency in PROJECT["dependencies"]}

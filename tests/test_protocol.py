@@ -48,10 +48,10 @@ OPTIONS = replace(
     options(), transports=("ipc", "comm"), attempts=ATTEMPTS, retain_blocks_s=RETAIN_S
 )
 
-whiches = st.integers(0, 5)  # of those that there are
+numbers = st.integers(0, 5)  # of those that there are
 keys = st.sampled_from(KEYS)
 # When something happens: when a task, or what it waits for, halts somewhere for the n-th time.
-moments = st.none() | st.tuples(whiches, st.sampled_from(PLACES), st.integers(1, 2))
+moments = st.none() | st.tuples(numbers, st.sampled_from(PLACES), st.integers(1, 2))
 
 
 def values(key, run):
@@ -79,18 +79,18 @@ class Protocol(RuleBasedStateMachine):
         self.rescheduled = []  # columns
         self.attempts = {}  # by worker and task: those that failed one after the other
 
-    def worker(self, which):
+    def worker(self, number):
         """One of those that live."""
         alive = sorted(self.world.alive)
-        return self.world.alive[alive[which % len(alive)]]
+        return self.world.alive[alive[number % len(alive)]]
 
     def reach(self, moment):
         """Bring a task on to some moment of its work."""
         if moment is not None:
-            which, *place = moment
+            number, *place = moment
             if not self.tasks:
-                self.send(self.worker(which), which % 2, set(), OPTIONS.transports)
-            for task in self.task(which):
+                self.send(self.worker(number), number % 2, set(), OPTIONS.transports)
+            for task in self.task(number):
                 self.bring_on(task, *place)
         self.settle()
 
@@ -100,41 +100,41 @@ class Protocol(RuleBasedStateMachine):
     def begin(self, columns):
         for address in ADDRESSES:
             self.world.join(address)
-        for which, key in enumerate(KEYS):
-            self.make(which, key)
-        for which, column in enumerate(columns):
-            self.send(self.worker(which), column, set(), OPTIONS.transports)
+        for number, key in enumerate(KEYS):
+            self.make(number, key)
+        for number, column in enumerate(columns):
+            self.send(self.worker(number), column, set(), OPTIONS.transports)
 
-    @rule(which=whiches, key=keys, at=moments)
-    def make(self, which, key, at=None):
+    @rule(number=numbers, key=keys, at=moments)
+    def make(self, number, key, at=None):
         """Make a block: anew, if there was one."""
         self.reach(at)
         for worker in self.world.alive.values():
             worker.release(key)
         self.run += 1
         self.runs[key] = self.run
-        self.worker(which).put(key, values(key, self.run))
+        self.worker(number).put(key, values(key, self.run))
         for task in self.tasks:
             task.runs[key].add(self.run)
 
-    @rule(key=keys, which=whiches, moved=st.booleans(), at=moments)
-    def copy(self, key, which, moved, at):
+    @rule(key=keys, number=numbers, moved=st.booleans(), at=moments)
+    def copy(self, key, number, moved, at):
         self.reach(at)
         if key not in self.runs:
             return
-        to = self.worker(which)
+        to = self.worker(number)
         if key not in to.data:
             to.put(key, values(key, self.runs[key]))
         for worker in self.holders(key) if moved else ():
             if worker is not to:
                 worker.release(key)
 
-    @rule(key=keys, which=whiches, at=moments)
-    def release(self, key, which, at):
+    @rule(key=keys, number=numbers, at=moments)
+    def release(self, key, number, at):
         self.reach(at)
         holders = self.holders(key)
         if holders:
-            holders[which % len(holders)].release(key)
+            holders[number % len(holders)].release(key)
             self.look_who_holds()
 
     def holders(self, key):
@@ -146,10 +146,10 @@ class Protocol(RuleBasedStateMachine):
     # --- workers ---
 
     @precondition(lambda self: len(self.world.alive) > 1)
-    @rule(which=whiches, at=moments)
-    def kill(self, which, at):
+    @rule(number=numbers, at=moments)
+    def kill(self, number, at):
         self.reach(at)
-        self.worker(which).kill()
+        self.worker(number).kill()
         self.look_who_holds()
         self.settle()
 
@@ -160,27 +160,27 @@ class Protocol(RuleBasedStateMachine):
         self.world.join(min(set(ADDRESSES) - set(self.world.alive)))
 
     @precondition(lambda self: any(worker.news for worker in self.world.alive.values()))
-    @rule(which=whiches)
-    def hear_of_the_dead(self, which):
-        if self.worker(which).news:
-            self.worker(which).hear()
+    @rule(number=numbers)
+    def hear_of_the_dead(self, number):
+        if self.worker(number).news:
+            self.worker(number).hear()
 
     # --- tasks ---
 
     @precondition(lambda self: len(self.tasks) < 4)
     @rule(
-        which=whiches,
+        number=numbers,
         column=st.integers(0, 1),
         stale=st.sets(st.sampled_from(ADDRESSES)),
         transports=st.sampled_from([("ipc", "comm"), ("ipc", "comm"), ("comm",)]),
     )
-    def start(self, which, column, stale, transports):
+    def start(self, number, column, stale, transports):
         """Send a worker a task. That others run it does not matter, nor that some hold nothing."""
         for key in [key for key in KEYS if key not in self.runs]:  # Dask would compute it first
-            self.make(which + 1, key)
+            self.make(number + 1, key)
         if self.rescheduled:
             column = self.rescheduled.pop(0)
-        self.send(self.worker(which), column, stale, transports)
+        self.send(self.worker(number), column, stale, transports)
 
     def send(self, worker, column, stale, transports):
         while worker.news:  # comes before what the scheduler sends after it
@@ -189,7 +189,7 @@ class Protocol(RuleBasedStateMachine):
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
             return None  # no worker runs a task twice at a time
         output = OutputSpec(("x",), np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
-        spec = AssembleTask.of(("y", *index), PLAN, index, output, Blocks(*KEYS))
+        spec = AssembleTask.create(("y", *index), PLAN, index, output, Blocks(*KEYS))
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
         if worker.started is None:
@@ -198,42 +198,42 @@ class Protocol(RuleBasedStateMachine):
         self.tasks.append(Running(worker.started, index, runs))
         return self.tasks[-1]
 
-    def task(self, which):
+    def task(self, number):
         """One of those that run, if there is any."""
-        return self.tasks[which % len(self.tasks) :][:1] if self.tasks else []
+        return self.tasks[number % len(self.tasks) :][:1] if self.tasks else []
 
     @precondition(lambda self: self.world.ready())
-    @rule(which=whiches, steps=st.integers(1, 6))
-    def go_on(self, which, steps):
+    @rule(number=numbers, steps=st.integers(1, 6))
+    def go_on(self, number, steps):
         """Let a thread run to one of its next halts, or a message arrive."""
         ready = self.world.ready()
-        one = ready[which % len(ready)]
+        one = ready[number % len(ready)]
         for _ in range(steps):
             if one.ready:
                 one.go_on()
         self.settle()
 
     @precondition(lambda self: self.tasks)
-    @rule(which=whiches, raises=st.booleans(), at=moments)
-    def cancel(self, which, raises, at):
+    @rule(number=numbers, raises=st.booleans(), at=moments)
+    def cancel(self, number, raises, at):
         """Cancel a task. Its thread goes on for a while, or gives up in the middle."""
         self.reach(at)
-        for task in self.task(which):
+        for task in self.task(number):
             task.cancelled = True
             task.actor.trouble = GaveUpError() if raises else None
 
     @precondition(lambda self: self.tasks)
-    @rule(which=whiches, at=moments)
-    def break_off(self, which, at):
+    @rule(number=numbers, at=moments)
+    def break_off(self, number, at):
         """Have a transport fail a task, wherever that is."""
         self.reach(at)
-        for task in self.task(which):
+        for task in self.task(number):
             task.actor.trouble = TransferError("broke off")
 
     @precondition(lambda self: self.world.messages)
-    @rule(which=whiches)
-    def duplicate(self, which):
-        self.world.messages[which % len(self.world.messages)].serve()
+    @rule(number=numbers)
+    def duplicate(self, number):
+        self.world.messages[number % len(self.world.messages)].serve()
         self.world.settle()
 
     @rule(seconds=st.sampled_from([0.2, 3.0, 40.0]), at=moments)
@@ -249,9 +249,9 @@ class Protocol(RuleBasedStateMachine):
         if task.actor.done:
             return
         for _ in range(1000):
-            others = [other.actor for other in self.tasks if other is not task]
+            actors = [peer.actor for peer in self.tasks if peer is not task]
             ready = self.world.ready()
-            helpful = [one for one in ready if one not in others]
+            helpful = [one for one in ready if one not in actors]
             for one in [task.actor] if task.actor in ready else helpful:
                 if one.ready:
                     one.go_on()
@@ -355,8 +355,8 @@ class Protocol(RuleBasedStateMachine):
         self.world.pass_time(10.0)
         self.world.pass_time(10.0)
         for worker in self.world.alive.values():
-            held = usage_of_worker(worker.plugin.context)
-            assert {what for what, count in held.items() if count} <= {"ipc.mapped"}, held
+            usage = usage_of_worker(worker.plugin.context)
+            assert {resource for resource, count in usage.items() if count} <= {"ipc.mapped"}, usage
         if any(worker.memory.used > len(worker.data) for worker in self.world.alive.values()):
             gc.collect()
         for worker in self.world.alive.values():

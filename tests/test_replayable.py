@@ -119,9 +119,9 @@ def marks(u, out):
     return u
 
 
-def remembers(u, seen=[]):  # noqa: B006
-    seen.append(u)
-    return u * len(seen)
+def remembers(u, memory=[]):  # noqa: B006
+    memory.append(u)
+    return u * len(memory)
 
 
 def weighted(u):

@@ -65,7 +65,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory):
+def other_version(tmp_path_factory):
     """A folder with a package that differs from this one in its version."""
     folder = tmp_path_factory.mktemp("other")
     shutil.copytree(Path(ROOT, "dask_p2p"), folder / "dask_p2p")
@@ -154,24 +154,26 @@ def names_both(text):
     return all(f"dask_p2p {version}" in text for version in BOTH)
 
 
-def test_a_client_of_another_version_harms_nobody(bare, other, programs):
+def test_a_client_of_another_version_harms_nobody(bare, other_version, programs):
     precious = bare.scatter({"a": 1, "b": 2}, broadcast=True)
     workers = set(workers_of(bare))
     for _ in range(2):  # the second time with the plugins, which the end of this registers
-        process = python(programs / "client.py", other, bare.scheduler.address, other)
-        said, _ = process.communicate(timeout=200)
-        assert said.startswith("RegistrationError: expected values of dask_p2p ")
-        assert names_both(said)
+        process = python(
+            programs / "client.py", other_version, bare.scheduler.address, other_version
+        )
+        output, _ = process.communicate(timeout=200)
+        assert output.startswith("RegistrationError: expected values of dask_p2p ")
+        assert names_both(output)
         assert set(workers_of(bare)) == workers
         assert bare.gather(precious) == {"a": 1, "b": 2}
         x, y = x_and_lazy()
         np.testing.assert_array_equal(result_of(bare, bare.compute(y)), x.T)
 
 
-def test_a_cluster_of_another_version_is_not_harmed(other, programs):
+def test_a_cluster_of_another_version_is_not_harmed(other_version, programs):
     x = indexed((40, 12))
     with (
-        cluster_of(programs / "cluster.py", other) as address,
+        cluster_of(programs / "cluster.py", other_version) as address,
         Client(address) as client,
     ):
         precious = client.scatter({"a": 1, "b": 2}, broadcast=True)
@@ -182,16 +184,16 @@ def test_a_cluster_of_another_version_is_not_harmed(other, programs):
             assert names_both(str(refused.value))
         assert set(workers_of(client)) == workers
         assert client.gather(precious) == {"a": 1, "b": 2}
-        process = python(programs / "client.py", other, address, other)
-        said, _ = process.communicate(timeout=200)
-        assert said.splitlines() == [str(x.T.shape)]
+        process = python(programs / "client.py", other_version, address, other_version)
+        output, _ = process.communicate(timeout=200)
+        assert output.splitlines() == [str(x.T.shape)]
 
 
-def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other, programs):
+def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other_version, programs):
     def hide():
         sys.modules["dask_p2p.versions"] = None
 
-    with cluster_of(programs / "cluster.py", other) as address, Client(address) as client:
+    with cluster_of(programs / "cluster.py", other_version) as address, Client(address) as client:
         client.run_on_scheduler(hide)
         with pytest.raises(RegistrationError) as refused:
             x_and_lazy()
@@ -199,12 +201,12 @@ def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other, progr
         assert f"on the scheduler, got dask_p2p {OTHER}" in str(refused.value)
 
 
-def test_a_worker_of_another_version_is_named_and_not_lost(before, bare, other):
-    there = set(workers_of(bare))
-    path = os.pathsep.join([other, ROOT])
-    with worker_process(bare.scheduler.address, cwd=other, PYTHONPATH=path):
+def test_a_worker_of_another_version_is_named_and_not_lost(before, bare, other_version):
+    workers = set(workers_of(bare))
+    path = os.pathsep.join([other_version, ROOT])
+    with worker_process(bare.scheduler.address, cwd=other_version, PYTHONPATH=path):
         bare.wait_for_workers(3, timeout=200)
-        (stranger,) = set(workers_of(bare)) - there
+        (stranger,) = set(workers_of(bare)) - workers
         precious = bare.scatter({"a": 1}, workers=[stranger])
         with pytest.raises(
             RegistrationError, match=f"got worker {stranger}: dask_p2p {OTHER}"

@@ -11,20 +11,20 @@ from dask_p2p.transports.ucx import UcxTransport
 
 def usage(transport):
     """Count what one transport holds, by what it is."""
-    held = {}
+    counts = {}
     if isinstance(transport, SameHostTransport):
-        held["published"] = len(transport.directory)
+        counts["published"] = len(transport.directory)
     if isinstance(transport, PackedTransport):
-        held["opened"] = len(transport.opened)
-        held["requested"] = sum(len(reading.calls) for reading in list(transport.opened))
+        counts["opened"] = len(transport.opened)
+        counts["requested"] = sum(len(reading.calls) for reading in list(transport.opened))
     if isinstance(transport, IpcTransport):
-        held["mapped"] = len(transport.mappings)
+        counts["mapped"] = len(transport.mappings)
     if isinstance(transport, PinnedTransport):
-        held["mapped"] = len(transport.mapped)
+        counts["mapped"] = len(transport.mapped)
     if isinstance(transport, UcxTransport):
         messenger = transport._messenger
-        held["messages"] = 0 if messenger is None else messenger.under_way
-    return held
+        counts["messages"] = 0 if messenger is None else messenger.in_flight
+    return counts
 
 
 def usage_of_worker(context):
@@ -33,8 +33,7 @@ def usage_of_worker(context):
     Everything is zero when no task runs, and all that readers asked for is sent, except for what is
     kept a while on purpose: mappings of `ipc`, published blocks, blocks read from disk.
     """
-    calls = sum(map(len, list(context.calls.values())))
-    held = {"calls": calls, "from disk": len(context.from_disk)}
+    counts = {"from disk": len(context.from_disk)}
     for name, transport in context.router.transports.items():
-        held |= {f"{name}.{what}": count for what, count in usage(transport).items()}
-    return held
+        counts |= {f"{name}.{resource}": count for resource, count in usage(transport).items()}
+    return counts

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends import device as device_module
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, as_it_lies
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, memory_order
 from dask_p2p.backends.device import MEMCPY_DEFAULT, StreamTimings, is_managed
 from dask_p2p.backends.host import MakeTimer, RepeatingTimer
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch
@@ -35,7 +35,7 @@ class Slot:
     results: dict[Any, Any] = field(default_factory=dict)
 
 
-class KeptSlots:
+class SlotCache:
     """Unused slots that are kept for the next queue, whose first copy an allocation would delay.
 
     They are freed after a while without use, or when memory runs out.
@@ -47,7 +47,7 @@ class KeptSlots:
         clock: Callable[[], float] = time.monotonic,
         timer: MakeTimer = threading.Timer,
     ) -> None:
-        self._kept: dict[int | None, list[list[Slot]]] = {}  # by device
+        self._slots: dict[int | None, list[list[Slot]]] = {}  # by device
         self._used_s, self._clock = 0.0, clock
         self._timer = RepeatingTimer(keep_s, self._expire, timer)
         self._lock = threading.Lock()
@@ -56,9 +56,9 @@ class KeptSlots:
         """Return slots that meet both minimums, or an empty list; free smaller slots."""
         small = []  # freed after the lock is released
         with self._lock:
-            kept = self._kept.get(device, [])
-            while kept:
-                slots = kept.pop()
+            unused = self._slots.get(device, [])
+            while unused:
+                slots = unused.pop()
                 if len(slots) >= count and slots[0].memory.nbytes >= slot_bytes:
                     return slots
                 small.append(slots)
@@ -67,15 +67,15 @@ class KeptSlots:
     def keep(self, device: int | None, slots: list[Slot]) -> None:
         """Keep slots, which may be in use until their events happen."""
         with self._lock:
-            self._kept.setdefault(device, []).append(slots)
+            self._slots.setdefault(device, []).append(slots)
             self._used_s = self._clock()
         self._timer.start()
 
     def clear(self) -> bool:
         """Free all slots; return true if there were any."""
         with self._lock:
-            kept, self._kept = self._kept, {}
-        return any(kept.values())
+            unused, self._slots = self._slots, {}
+        return any(unused.values())
 
     def _expire(self) -> bool:
         with self._lock:
@@ -85,28 +85,28 @@ class KeptSlots:
         return False
 
 
-class BeingRead:
+class UnreadArrays:
     """Arrays that are kept until a device has read them, because their memory may be reused.
 
-    At most `most` arrays are kept; adding another one waits for the oldest.
+    At most `max_arrays` arrays are kept; adding another one waits for the oldest.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._kept: deque[tuple[Any, Any]] = deque()  # events, and the arrays read until then
+    def __init__(self, max_arrays: int) -> None:
+        self._max_arrays = max_arrays
+        self._arrays: deque[tuple[Any, Any]] = deque()  # events, and the arrays read until then
 
     def add(self, array: Array, read: Any) -> None:
         """Keep an array until this event has happened."""
-        self._kept.append((read, array))
-        while len(self._kept) > self._most or (self._kept and self._kept[0][0].done):
+        self._arrays.append((read, array))
+        while len(self._arrays) > self._max_arrays or (self._arrays and self._arrays[0][0].done):
             # The array gets a name, because it must outlive the event.
-            event, oldest = self._kept.popleft()
+            event, oldest = self._arrays.popleft()
             event.synchronize()
             del oldest
 
     def clear(self) -> None:
         """Drop all arrays; only after all work with them."""
-        self._kept.clear()
+        self._arrays.clear()
 
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class DeviceQueue:
 
     pinned_output = False
     _per_thread = threading.local()  # streams by device
-    _kept_slots = KeptSlots()
+    _kept_slots = SlotCache()
 
     def __init__(
         self, kind: Kind, leave_bandwidth: bool = False, has_own_streams: bool = False
@@ -158,18 +158,19 @@ class DeviceQueue:
         self._kernels = kernels
         self._low_occupancy = leave_bandwidth
         self.kind = kind
-        known: dict[Any, Any] = {} if has_own_streams else self._per_thread.__dict__
+        streams_by_device: dict[Any, Any] = {} if has_own_streams else self._per_thread.__dict__
         self._device = device = cupy.cuda.runtime.getDevice()
-        if device not in known:
+        if device not in streams_by_device:
             make = cupy.cuda.Stream
             first, second, third, last = (
                 make(non_blocking=True, priority=p) for p in (0, 0, 0, _FIRST)
             )
-            known[device] = (first, second, third, last)
-        self._all = self._stream, self._copies, self._concurrent, self._emptying = known[device]
+            streams_by_device[device] = (first, second, third, last)
+        self._all = streams_by_device[device]
+        self._stream, self._copies, self._concurrent, self._emptying = self._all
         self._slots: deque[Slot] = deque()  # least recently used first
         self._in_place = False  # true without memory for slots
-        self._unread = BeingRead(MOST_UNREAD)
+        self._unread = UnreadArrays(MOST_UNREAD)
         self._private = device_module.private_stream()
         self._timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._allocated: list[Any] = []  # arrays of `empty` since the last `synchronize`
@@ -260,10 +261,12 @@ class DeviceQueue:
         self._permute_on(self._stream, dst, everywhere, range(dst.ndim))
 
     def prefetch(self, src: Array, slot_bytes: int) -> _Prefetched:
-        lies, back, pitch = src, None, engine_pitch(src.shape, src.strides, src.itemsize)
+        view, order = src, tuple(range(src.ndim))
+        pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         if pitch is None:
-            lies, back = as_it_lies(src)
-            pitch = engine_pitch(lies.shape, lies.strides, lies.itemsize)
+            order = memory_order(src.strides)
+            view = src.transpose(order)
+            pitch = engine_pitch(view.shape, view.strides, view.itemsize)
         if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
         slot = self._slots[0]
@@ -272,10 +275,12 @@ class DeviceQueue:
         self._slots.rotate(-1)
         if slot.is_used:
             self._copies.wait_event(slot.free)
-        copy = self._cupy.ndarray(lies.shape, src.dtype, slot.memory.data)
-        self._copy(copy, lies, pitch)
+        copy = self._cupy.ndarray(view.shape, src.dtype, slot.memory.data)
+        self._copy(copy, view, pitch)
         slot.full.record(self._copies)
-        return _Prefetched(copy if back is None else back(copy), slot)
+        if view is not src:
+            copy = copy.transpose(tuple(map(order.index, range(src.ndim))))
+        return _Prefetched(copy, slot)
 
     def permute_prefetched(self, dst: Array, part: _Prefetched, axes: Sequence[int]) -> None:
         if part.slot is None:
@@ -295,13 +300,13 @@ class DeviceQueue:
         """
         event = self._event
         event.record(stream)
-        for own in self._all:
-            own.wait_event(event)
+        for queue_stream in self._all:
+            queue_stream.wait_event(event)
         try:
             yield
         finally:
-            for own in self._all:
-                event.record(own)
+            for queue_stream in self._all:
+                event.record(queue_stream)
                 stream.wait_event(event)
 
     @cached_property
@@ -366,8 +371,8 @@ class DeviceQueue:
         """Return true if there is memory for slots; otherwise parts are read in place, slower."""
         if not self._slots and not self._in_place:
             try:
-                kept = self._kept_slots.take(self._device, slot_bytes)
-                self._slots.extend(kept or self._new_slots(slot_bytes))
+                slots = self._kept_slots.take(self._device, slot_bytes)
+                self._slots.extend(slots or self._new_slots(slot_bytes))
             except MemoryError as exc:  # from CuPy or RMM
                 logger.debug("no memory for slots, reading parts in place: %s", exc)
                 self._in_place = True

@@ -23,14 +23,14 @@ _CPU = 1  # DLPack's number of host memory
 _REFUSALS = (BufferError, TypeError, ValueError, RuntimeError)
 
 
-def checked_library(given: Any) -> str | None:
+def checked_library(library: Any) -> str | None:
     """Return the argument `as_library`; raise `InputError` for an unknown library."""
-    if given is None or (isinstance(given, str) and given in LIBRARIES):
-        name: str | None = given
+    if library is None or (isinstance(library, str) and library in LIBRARIES):
+        name: str | None = library
         return name
     raise InputError(
         f"as_library: expected one of {', '.join(LIBRARIES)}, or None for NumPy and CuPy arrays, "
-        f"got {given!r}. Name one of these."
+        f"got {library!r}. Name one of these."
     )
 
 
@@ -52,7 +52,7 @@ class LibraryFunction:
 
     def __init__(self, function: Callable[..., Any], library: str) -> None:
         self.function, self.library = function, library
-        self._kept = _Kept()
+        self._returned = _ReturnedArrays()
 
     def __reduce__(self) -> Any:
         return LibraryFunction, (self.function, self.library)  # each copy keeps arrays of its own
@@ -62,46 +62,46 @@ class LibraryFunction:
         return getattr(self.function, "__name__", repr(self.function))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        library = _loaded(self.library)
-        self._kept.drop()
-        with library.ordered():
-            given = (_converted(each, library.viewed) for each in args)
-            named = {name: _converted(each, library.viewed) for name, each in kwargs.items()}
-            return self._taken(library, self.function(*given, **named))
+        library = _load_library(self.library)
+        self._returned.drop()
+        with library.follow_stream():
+            view = library.view_block
+            arguments = (_convert_arrays(value, view) for value in args)
+            named = {name: _convert_arrays(value, view) for name, value in kwargs.items()}
+            return self._return_blocks(library, self.function(*arguments, **named))
 
-    def _taken(self, library: _Library, value: Any) -> Any:
+    def _return_blocks(self, library: _Library, value: Any) -> Any:
         """Return the arrays of a returned value as NumPy and CuPy arrays."""
         if isinstance(value, library.kind):
             if library.frees_early:
-                self._kept.add(value)
-            return library.taken(value)
+                self._returned.add(value)
+            return library.export_array(value)
         if isinstance(value, Mapping):
-            return {name: self._taken(library, each) for name, each in value.items()}
+            return {name: self._return_blocks(library, element) for name, element in value.items()}
         if type(value) in (tuple, list):
-            return type(value)(self._taken(library, each) for each in value)
+            return type(value)(self._return_blocks(library, element) for element in value)
         return value
 
 
-def in_library(function: Callable[..., Any], library: str | None) -> Callable[..., Any]:
+def wrap_in_library(function: Callable[..., Any], library: str | None) -> Callable[..., Any]:
     """Return a function that calls `function` with arrays of a library; None: unchanged."""
     return function if library is None else LibraryFunction(function, library)
 
 
-def own_function(function: Any) -> Any:
+def copy_for_thread(function: Any) -> Any:
     """Return a function for one thread: that of another library keeps arrays of its own."""
     return copy(function) if isinstance(function, LibraryFunction) else function
 
 
-def _converted(value: Any, convert: Callable[[Array], Any]) -> Any:
-    """Return a value with its arrays converted."""
+def _convert_arrays(value: Any, convert: Callable[[Array], Any]) -> Any:
     if is_block(value):
         return convert(value)
     if type(value) is tuple:
-        return tuple(_converted(each, convert) for each in value)
+        return tuple(_convert_arrays(element, convert) for element in value)
     if isinstance(value, SimpleNamespace):
-        return SimpleNamespace(**{name: convert(each) for name, each in vars(value).items()})
-    own: Callable[[Any], Any] | None = getattr(value, "with_indices", None)
-    return value if own is None else own(convert)
+        return SimpleNamespace(**{name: convert(array) for name, array in vars(value).items()})
+    convert_indexed: Callable[[Any], Any] | None = getattr(value, "with_indices", None)
+    return value if convert_indexed is None else convert_indexed(convert)
 
 
 def is_block(value: Any) -> bool:
@@ -112,7 +112,7 @@ def is_block(value: Any) -> bool:
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
-class _Kept:
+class _ReturnedArrays:
     """Arrays that a function has returned, kept until the GPU has read them.
 
     Without a reference, its library may reuse their memory on a stream of its own.
@@ -146,17 +146,17 @@ class _Library:
     def __init__(self, module: Any) -> None:
         self._module = module
 
-    def ordered(self) -> AbstractContextManager[Any]:
+    def follow_stream(self) -> AbstractContextManager[Any]:
         """Return a context in which the library's work follows CuPy's current stream."""
         return nullcontext()
 
-    def viewed(self, array: Array) -> Any:
+    def view_block(self, array: Array) -> Any:
         """Return an array of the library over the memory of an array.
 
         Raises `InputError` if the library cannot hold such an array.
         """
         try:
-            return self._imported(_writable(array))
+            return self._import_array(_as_writable(array))
         except InputError:
             raise
         except _REFUSALS as exc:
@@ -167,10 +167,10 @@ class _Library:
                 f"library's version for this device."
             ) from exc
 
-    def _imported(self, array: Array) -> Any:
+    def _import_array(self, array: Array) -> Any:
         return self._module.from_dlpack(array)
 
-    def taken(self, value: Any) -> Any:
+    def export_array(self, value: Any) -> Any:
         """Return a NumPy or CuPy array over the memory of an array of the library.
 
         Raises `BlockMismatchError` if DLPack cannot describe it.
@@ -201,7 +201,7 @@ class _Torch(_Library):
         super().__init__(module)
         self.kind = module.Tensor
 
-    def ordered(self) -> AbstractContextManager[Any]:
+    def follow_stream(self) -> AbstractContextManager[Any]:
         cupy, cuda = sys.modules.get("cupy"), self._module.cuda
         if cupy is None or not cuda.is_available():
             return nullcontext()
@@ -226,21 +226,22 @@ class _Jax(_Library):
         super().__init__(module)
         self.kind = module.Array
 
-    def _imported(self, array: Array) -> Any:
+    def _import_array(self, array: Array) -> Any:
         pack = np if isinstance(array, np.ndarray) else sys.modules["cupy"]
-        made = self._module.dlpack.from_dlpack(pack.ascontiguousarray(array).reshape(array.shape))
-        if made.dtype != array.dtype:
+        array = pack.ascontiguousarray(array).reshape(array.shape)
+        jax_array = self._module.dlpack.from_dlpack(array)
+        if jax_array.dtype != array.dtype:
             raise InputError(
                 f"as_library: expected JAX with arrays of {array.dtype}, got one that makes "
-                f"{made.dtype} of them. To use such arrays, {_X64}; or convert the arrays, "
-                f"x.astype({str(made.dtype)!r})."
+                f"{jax_array.dtype} of them. To use such arrays, {_X64}; or convert the arrays, "
+                f"x.astype({str(jax_array.dtype)!r})."
             )
-        return made
+        return jax_array
 
-    def taken(self, value: Any) -> Any:
+    def export_array(self, value: Any) -> Any:
         if not _is_on_gpu(value):
             value.block_until_ready()
-        return super().taken(value)
+        return super().export_array(value)
 
 
 def _is_on_gpu(array: Any) -> bool:
@@ -250,7 +251,7 @@ def _is_on_gpu(array: Any) -> bool:
         return False  # such as an array of several devices, which cannot be exported
 
 
-def _writable(array: Array) -> Array:
+def _as_writable(array: Array) -> Array:
     """Return an array that DLPack exports: a read-only one over writable memory, or a copy."""
     if not isinstance(array, np.ndarray) or array.flags.writeable:
         return array
@@ -263,7 +264,7 @@ def _writable(array: Array) -> Array:
 
 
 @cache
-def _loaded(name: str) -> _Library:
+def _load_library(name: str) -> _Library:
     """Return a library of `LIBRARIES`; raise `MissingPackageError` if it is not installed."""
     try:
         if name == "torch":

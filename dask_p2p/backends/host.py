@@ -42,7 +42,7 @@ from uuid import UUID
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends.base import Backend, Timer, transposed
+from dask_p2p.backends.base import Backend, Timer, transpose_view
 from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.geometry import box_slices, split_box, whole_box
@@ -53,7 +53,7 @@ _CACHE_WAY_BYTES = 4096  # addresses that are equal modulo this size compete for
 
 def permute_into(dst: Array, src: Array, axes: Sequence[int]) -> None:
     """Do ``dst[...] = src.transpose(axes)``, bit for bit; see `Backend.permute_into`."""
-    view = transposed(dst, src, axes)
+    view = transpose_view(dst, src, axes)
     if dst.dtype.names and not dst.dtype.hasobject:
         # NumPy would copy structures field by field, without their padding.
         raw = f"V{dst.dtype.itemsize}"
@@ -96,18 +96,16 @@ def block_shape(
     column_axis = min(moving, key=lambda a: abs(src_strides[a]))
     # Number of cache lines that are used before the first one is used again.
     lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
-    sizes, cached_rows = tuning.current, _cached_rows(src_strides[row_axis])
+    sizes = tuning.current
+    # Rows at this distance that fit into the first-level cache.
+    rows_per_way = _CACHE_WAY_BYTES // competing_bytes(src_strides[row_axis])
+    cached_rows = sizes.cache_ways * rows_per_way
     most_rows = sizes.most_block_rows
     if lines <= (sizes.unblocked_rows if cached_rows >= most_rows else cached_rows):
         return None
     columns = min(shape[column_axis], sizes.block_columns)
     rows = max(min(cached_rows, most_rows), sizes.least_block_rows, sizes.block_items // columns)
-    return _grown(shape, by_dst, {column_axis: columns, row_axis: rows})
-
-
-def _cached_rows(stride_bytes: int) -> int:
-    """Return the number of rows at this distance that fit into the first-level cache."""
-    return tuning.current.cache_ways * (_CACHE_WAY_BYTES // competing_bytes(stride_bytes))
+    return _grow(shape, by_dst, {column_axis: columns, row_axis: rows})
 
 
 def competing_bytes(stride_bytes: int) -> int:
@@ -115,7 +113,7 @@ def competing_bytes(stride_bytes: int) -> int:
     return gcd(stride_bytes, _CACHE_WAY_BYTES)
 
 
-def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
+def _grow(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
     """Extend a two-dimensional tile over the other axes."""
     block, most_items = [1] * len(shape), tuning.current.grown_block_items
     for axis, extent in tile.items():
@@ -146,30 +144,30 @@ _LEAST_COPY_BYTES = 2**20  # least size of a copy by other threads
 _BYTES_EACH = 2**22  # least for each thread: a submission takes as long as a copy of half a MiB
 
 
-def copy_on_host(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> None:
+def copy_on_host(to: np.ndarray[Any, Any], src: np.ndarray[Any, Any]) -> None:
     """Copy an array of the host, by several threads if it is large, and wait for the end."""
-    begin_copy(to, of)()
+    start_copy(to, src)()
 
 
-def begin_copy(to: np.ndarray[Any, Any], of: np.ndarray[Any, Any]) -> Callable[[], None]:
+def start_copy(to: np.ndarray[Any, Any], src: np.ndarray[Any, Any]) -> Callable[[], None]:
     """Start to copy an array of the host by threads; return a function that waits for the end.
 
     A small array is copied before the call returns.
     """
 
     def copy(part: Any) -> None:
-        permute_into(to[part], of[part], range(of.ndim))
+        permute_into(to[part], src[part], range(src.ndim))
 
-    if of.nbytes < _LEAST_COPY_BYTES:
+    if src.nbytes < _LEAST_COPY_BYTES:
         copy(...)
         return lambda: None
-    box, count = whole_box(of.shape), min(thread_count(), -(-of.nbytes // _BYTES_EACH))
-    parts = map(box_slices, split_box(box, -(-of.size // count)))
+    box, count = whole_box(src.shape), min(thread_count(), -(-src.nbytes // _BYTES_EACH))
+    parts = map(box_slices, split_box(box, -(-src.size // count)))
     copies = [pool().submit(copy, part) for part in parts]
 
     def wait() -> None:
-        for each in copies:
-            each.result()
+        for copy_future in copies:
+            copy_future.result()
 
     return wait
 
@@ -252,7 +250,7 @@ def kernel_and_namespace() -> tuple[str, str]:
         return file.read().strip(), os.readlink("/proc/self/ns/pid")
 
 
-def on_gpu() -> bool:
+def computes_on_gpu() -> bool:
     """Return true if this process computes on a GPU, without loading a library.
 
     It has loaded CuPy, or dask-cuda started it; then it may load CuPy with its first block.
@@ -325,7 +323,7 @@ def pool() -> ThreadPoolExecutor:
 _T = TypeVar("_T")
 
 
-class KeptResults(Generic[_T]):
+class IdentityCache(Generic[_T]):
     """Results by object, and by another key. Thread-safe.
 
     The objects are kept, so that no other object gets the identity of one of them.
@@ -333,32 +331,32 @@ class KeptResults(Generic[_T]):
 
     def __init__(
         self,
-        most: int = 1024,  # sum of the sizes of results: then all are dropped
+        max_size: int = 1024,  # sum of the sizes of results: then all are dropped
         size: Callable[[_T], int] = lambda _: 1,
     ) -> None:
-        self._most, self._size = most, size
+        self._max_size, self._size = max_size, size
         self._results: dict[tuple[int, Hashable], tuple[Any, _T]] = {}
         self._sum = 0  # of the sizes
         self._lock = Lock()  # held while a result is added
 
-    def of(self, known: Any, key: Hashable, compute: Callable[[], _T]) -> _T:
+    def get(self, instance: Any, key: Hashable, compute: Callable[[], _T]) -> _T:
         """Return the result for an object and a key; compute it if it is not kept."""
-        which = id(known), key
-        found = self._results.get(which)
-        if found is None:
-            found = known, compute()
-            self._keep(which, found)
-        return found[1]
+        identity = id(instance), key
+        cached = self._results.get(identity)
+        if cached is None:
+            cached = instance, compute()
+            self._keep(identity, cached)
+        return cached[1]
 
-    def _keep(self, which: tuple[int, Hashable], found: tuple[Any, _T]) -> None:
-        size = self._size(found[1])
+    def _keep(self, identity: tuple[int, Hashable], cached: tuple[Any, _T]) -> None:
+        size = self._size(cached[1])
         with self._lock:
-            if which in self._results:  # by another thread
+            if identity in self._results:  # by another thread
                 return
-            if self._sum + size > self._most:
+            if self._sum + size > self._max_size:
                 self._results.clear()
                 self._sum = 0
-            self._results[which] = found
+            self._results[identity] = cached
             self._sum += size
 
 

@@ -7,10 +7,10 @@
     run                       [part 0][part 1][part 2]        [part 3]
     down                              [part 0][part 1][part 2]
 
-`dask_p2p.plans.base.steps` defines the order of steps and their dependencies. This module executes
-them, with an event for each stream and slot. If an array lies in pinned memory, copies begin or end
-there, and the host does not fill or empty slots. The next block may start when all work of a block
-is queued; it follows in the same memory, slot by slot.
+`dask_p2p.plans.base.schedule_steps` defines the order of steps and their dependencies. This module
+executes them, with an event for each stream and slot. If an array lies in pinned memory, copies
+begin or end there, and the host does not fill or empty slots. The next block may start when all
+work of a block is queued; it follows in the same memory, slot by slot.
 
 Methods import CuPy; the import of this module does not.
 """
@@ -30,11 +30,11 @@ import numpy as np
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import SLOTS, Timer
 from dask_p2p.backends.device import MEMCPY_DEFAULT, StreamTimings
-from dask_p2p.backends.device_queue import KeptSlots, Slot
-from dask_p2p.backends.host import begin_copy, copy_on_host
-from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, is_pinned, registered
+from dask_p2p.backends.device_queue import Slot, SlotCache
+from dask_p2p.backends.host import copy_on_host, start_copy
+from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, is_pinned, pin_in_place
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch
-from dask_p2p.plans.base import Part, PartPlan, Step, steps
+from dask_p2p.plans.base import Part, PartPlan, Step, schedule_steps
 from dask_p2p.types import Array
 
 # Slots in device and host memory, which the parts of one block use in turn.
@@ -87,7 +87,7 @@ class Ring:
         return array
 
     @contextmanager
-    def queued(
+    def queue_action(
         self, action: str, part: int, after: Iterable[tuple[str, int]] = ()
     ) -> Iterator[Any]:
         """Return a context that queues an action of a part, after these actions of parts.
@@ -102,8 +102,8 @@ class Ring:
         event.record(stream)
         self.parts = max(self.parts, part + 1)
         # A part frees its slot on the host after "up", and that of the device after "down".
-        for each in (self._host_slots if action == "up" else self.slots)[slot : slot + 1]:
-            each.free, each.is_used = event, True
+        for freed_slot in (self._host_slots if action == "up" else self.slots)[slot : slot + 1]:
+            freed_slot.free, freed_slot.is_used = event, True
 
     def wait(self, action: str, part: int) -> None:
         """Wait for an action of a part."""
@@ -145,8 +145,8 @@ class HostStreams:
     """
 
     _streams: ClassVar[dict[int, dict[str, Any]]] = {}  # by device
-    _kept_slots = KeptSlots()
-    _kept_host_slots = KeptSlots()
+    _kept_slots = SlotCache()
+    _kept_host_slots = SlotCache()
 
     def __init__(self, warn: Callable[..., None]) -> None:
         import cupy
@@ -154,28 +154,29 @@ class HostStreams:
         self.cupy = cupy
         self._device = device = cupy.cuda.runtime.getDevice()
         if device not in self._streams:
-            made = {action: cupy.cuda.Stream(non_blocking=True) for action in ("up", "run", "down")}
-            self._streams.setdefault(device, made)  # another thread may do this concurrently
+            new_stream = partial(cupy.cuda.Stream, non_blocking=True)
+            streams = {action: new_stream() for action in ("up", "run", "down")}
+            self._streams.setdefault(device, streams)  # another thread may do this concurrently
         self.streams = self._streams[device]
         self.timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._warn = warn
 
     def device_slots(self, count: int, size_bytes: int) -> list[Slot]:
         """Return device memory for `count` parts."""
-        if kept := self._kept_slots.take(self._device, size_bytes, count):
-            return kept
+        if slots := self._kept_slots.take(self._device, size_bytes, count):
+            return slots
         with self.streams["up"]:  # the stream that fills it, which therefore does not wait
-            return _slots(self.cupy.empty((count * size_bytes,), np.uint8), count)
+            return _divide_memory(self.cupy.empty((count * size_bytes,), np.uint8), count)
 
     def host_slots(self, count: int, size_bytes: int) -> list[Slot]:
         """Return host memory for `count` parts, pinned if possible."""
-        if kept := self._kept_host_slots.take(None, size_bytes, count):
-            return kept
+        if slots := self._kept_host_slots.take(None, size_bytes, count):
+            return slots
         try:
-            return _slots(np.asarray(Pinned(count * size_bytes)), count)
+            return _divide_memory(np.asarray(Pinned(count * size_bytes)), count)
         except (OSError, MemoryError, self.cupy.cuda.runtime.CUDARuntimeError) as exc:
             self._warn(CANNOT_PIN, f"{type(exc).__name__}: {exc}")
-            return _slots(np.empty(count * size_bytes, np.uint8), count)
+            return _divide_memory(np.empty(count * size_bytes, np.uint8), count)
 
     @classmethod
     def drop_slots(cls) -> None:
@@ -184,34 +185,34 @@ class HostStreams:
 
     def keep(self, slots: list[Slot], host_slots: list[Slot]) -> None:
         """Keep memory for a while for the next block, which waits until it is free."""
-        for kept, device, each in (
+        for cache, device, unused_slots in (
             (self._kept_slots, self._device, slots),
             (self._kept_host_slots, None, host_slots),
         ):
-            if each:
-                kept.keep(device, each)
+            if unused_slots:
+                cache.keep(device, unused_slots)
 
-    def copy_up(self, to: Array, of: np.ndarray[Any, Any], pitch: Pitch | None = None) -> None:
+    def copy_up(self, to: Array, src: np.ndarray[Any, Any], pitch: Pitch | None = None) -> None:
         """Queue a copy of a host array with this pitch to device memory; None: it is contiguous."""
-        ptr, pitch = to.data.ptr, pitch or _contiguous(of)
-        self._copy(ptr, pitch.run_bytes, of.ctypes.data, pitch.stride_bytes, pitch, "up")
+        ptr, pitch = to.data.ptr, pitch or _contiguous_pitch(src)
+        self._copy(ptr, pitch.run_bytes, src.ctypes.data, pitch.stride_bytes, pitch, "up")
 
-    def copy_down(self, to: np.ndarray[Any, Any], of: Array, pitch: Pitch | None = None) -> None:
+    def copy_down(self, to: np.ndarray[Any, Any], src: Array, pitch: Pitch | None = None) -> None:
         """Queue a copy of device memory to a host array with this pitch; None: contiguous."""
-        ptr, pitch = of.data.ptr, pitch or _contiguous(to)
+        ptr, pitch = src.data.ptr, pitch or _contiguous_pitch(to)
         self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
     def _copy(
-        self, to: int, to_stride: int, of: int, of_stride: int, pitch: Pitch, action: str
+        self, to: int, to_stride: int, src: int, of_stride: int, pitch: Pitch, action: str
     ) -> None:
         runtime, stream = self.cupy.cuda.runtime, self.streams[action].ptr
         size_bytes, rows = pitch.run_bytes, pitch.rows
         if rows > 1:
             runtime.memcpy2DAsync(
-                to, to_stride, of, of_stride, size_bytes, rows, MEMCPY_DEFAULT, stream
+                to, to_stride, src, of_stride, size_bytes, rows, MEMCPY_DEFAULT, stream
             )
         elif size_bytes:
-            runtime.memcpyAsync(to, of, size_bytes, MEMCPY_DEFAULT, stream)
+            runtime.memcpyAsync(to, src, size_bytes, MEMCPY_DEFAULT, stream)
 
     def synchronize(self) -> None:
         """Wait for all three streams; afterwards no copy uses the blocks' memory."""
@@ -219,7 +220,7 @@ class HostStreams:
             stream.synchronize()
 
 
-def _slots(memory: Any, count: int) -> list[Slot]:
+def _divide_memory(memory: Any, count: int) -> list[Slot]:
     size_bytes = memory.nbytes // count
     return [Slot(memory[at * size_bytes :][:size_bytes], None, None) for at in range(count)]
 
@@ -227,11 +228,11 @@ def _slots(memory: Any, count: int) -> list[Slot]:
 def pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:
     """Return the pitch of a view of host memory; None if copy engines cannot copy it."""
     if view.flags.c_contiguous:
-        return _contiguous(view)
+        return _contiguous_pitch(view)
     return engine_pitch(view.shape, view.strides, view.itemsize)
 
 
-def _contiguous(view: np.ndarray[Any, Any]) -> Pitch:
+def _contiguous_pitch(view: np.ndarray[Any, Any]) -> Pitch:
     return Pitch(1, view.nbytes, view.nbytes)
 
 
@@ -254,12 +255,12 @@ class GpuMapWork(Protocol):
     def call(self, part: Part, inputs: Sequence[Array]) -> Array:
         """Return the function's result for a part in device memory, on the current stream."""
 
-    def combined(self, part: Part, made: Array | None, result: Array) -> Array:
+    def combine(self, part: Part, combined: Array | None, result: Array) -> Array:
         """Return the combination of the previous parts' results with this part's result."""
 
 
 @dataclass(slots=True)
-class Copied:
+class GpuTraffic:
     """Bytes that went through a GPU, and seconds of the device, without waits."""
 
     up_bytes: int = 0
@@ -293,7 +294,7 @@ class PartStreams(HostStreams):
         on_issued: OnIssued | None = None,
     ) -> None:
         super().__init__(warn)
-        self.copied = Copied()
+        self.copied = GpuTraffic()
         self._register_from_bytes = register_from_bytes
         self._on_issued = on_issued
 
@@ -306,7 +307,7 @@ class PartStreams(HostStreams):
         device_module.order_after_null_stream([self.streams["run"]])
         block = _BlockInTransit(self, work, out)
         try:
-            for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
+            for step in schedule_steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 block.do(step)
             if self._on_issued is None or not is_pinned(out):  # others need more work
                 block.wait()
@@ -320,35 +321,35 @@ class PartStreams(HostStreams):
         finally:
             block.close()
 
-    def registered(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
+    def pin(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
         """Pin a large array in place; return the function that unpins it, or None."""
-        return registered(array) if array.nbytes >= self._register_from_bytes else None
+        return pin_in_place(array) if array.nbytes >= self._register_from_bytes else None
 
 
 class _BlockInTransit:
     """One block in transit through the GPU."""
 
-    def __init__(self, of: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
-        self._of, self._work, self._out = of, work, out
+    def __init__(self, streams: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
+        self._streams, self._work, self._out = streams, work, out
         self._plan = work.plan
         count, slot_bytes = min(SLOTS, len(work.plan.parts)), work.plan.slot_bytes
-        self.ring = Ring(of, count, slot_bytes, work.plan.host_slot_bytes)
+        self.ring = Ring(streams, count, slot_bytes, work.plan.host_slot_bytes)
         self._filling: defaultdict[int, list[Callable[[], None]]] = defaultdict(list)  # by part
-        self._made: Any = None  # combined result of all parts so far
+        self._combined: Any = None  # combined result of all parts so far
         self._unregister: list[Callable[[], None]] = []
         self._reached = [is_pinned(array) or self._registers(array) for array in work.arrays]
         self._reaches_out = is_pinned(out)
 
     def _registers(self, array: np.ndarray[Any, Any]) -> bool:
-        if (unregister := self._of.registered(array)) is not None:
+        if (unregister := self._streams.pin(array)) is not None:
             self._unregister.append(unregister)
         return unregister is not None
 
     def wait(self) -> None:
         """Wait for the last part on all streams, and thereby for all parts."""
-        for action in self._of.streams:
+        for action in self._streams.streams:
             self.ring.wait(action, len(self._plan.parts) - 1)
-        self._of.timings.read()
+        self._streams.timings.read()
 
     def close(self) -> None:
         """Return all memory; only after the streams' work with it."""
@@ -356,7 +357,7 @@ class _BlockInTransit:
             self._wait_until_filled(number)
         for slot in self.ring.slots:
             slot.results.pop(self, None)
-        self._made = None
+        self._combined = None
         for unregister in self._unregister:
             unregister()
         self.ring.give_back()
@@ -368,12 +369,12 @@ class _BlockInTransit:
             return
         if step.action == "up":
             self._wait_until_filled(step.part)
-        timer = getattr(self._of.copied, step.action)
+        timer = getattr(self._streams.copied, step.action)
         with (
-            self.ring.queued(step.action, step.part, step.after) as stream,
-            self._of.timings.group(timer),
+            self.ring.queue_action(step.action, step.part, step.after) as stream,
+            self._streams.timings.group(timer),
         ):
-            self._of.timings.begin(stream)
+            self._streams.timings.begin(stream)
             getattr(self, f"_{step.action}")(step.part, stream)
 
     def _fill(self, step: Step) -> None:
@@ -381,7 +382,7 @@ class _BlockInTransit:
         for number, (view, index) in enumerate(self._inputs(step.part)):
             if view.size and self._pitch(number, view) is None:
                 to = self.ring.to_fill(step.part, index, view, step.after)
-                self._filling[step.part].append(begin_copy(to, view))
+                self._filling[step.part].append(start_copy(to, view))
 
     def _wait_until_filled(self, number: int) -> None:
         for wait in self._filling.pop(number, ()):
@@ -391,8 +392,8 @@ class _BlockInTransit:
         for nth, (view, index) in enumerate(self._inputs(number)):
             pitch = self._pitch(nth, view)
             source = view if pitch else self.ring.on_host(number, index, view)
-            self._of.copy_up(self.ring.on_device(number, index, view), source, pitch)
-            self._of.copied.up_bytes += view.nbytes
+            self._streams.copy_up(self.ring.on_device(number, index, view), source, pitch)
+            self._streams.copied.up_bytes += view.nbytes
 
     def _run(self, number: int, stream: Any) -> None:
         # The results dropped here have been copied down before the stream continues, so that the
@@ -403,15 +404,16 @@ class _BlockInTransit:
         with stream:
             result = self._work.call(part, inputs)
             if self._work.is_reduced:
-                result = self._work.combined(part, self._made, result)
+                result = self._work.combine(part, self._combined, result)
                 if 0 <= result.data.ptr - slot.memory.data.ptr < slot.memory.nbytes:
-                    result = self._copied(result)  # its slot will be filled again
-                self._made = result
-            slot.results[self] = result if result.flags.c_contiguous else self._copied(result)
+                    result = self._contiguous_copy(result)  # its slot will be filled again
+                self._combined = result
+            is_contiguous = result.flags.c_contiguous
+            slot.results[self] = result if is_contiguous else self._contiguous_copy(result)
 
-    def _copied(self, array: Array) -> Array:
-        copy = self._of.cupy.empty(array.shape, array.dtype)
-        self._of.cupy.copyto(copy, array)
+    def _contiguous_copy(self, array: Array) -> Array:
+        copy = self._streams.cupy.empty(array.shape, array.dtype)
+        self._streams.cupy.copyto(copy, array)
         return copy
 
     def _down(self, number: int, stream: Any) -> None:
@@ -419,8 +421,8 @@ class _BlockInTransit:
         pitch = pitch_of(target) if self._reaches_out else None
         if pitch is None:
             target = self.ring.on_host(number, self._plan.slot_bytes, target)
-        self._of.copy_down(target, result, pitch)
-        self._of.copied.down_bytes += result.nbytes
+        self._streams.copy_down(target, result, pitch)
+        self._streams.copied.down_bytes += result.nbytes
 
     def _empty(self, step: Step) -> None:
         """Copy a result out of a host slot by threads, if it went there."""

@@ -38,7 +38,7 @@ from dask_p2p.backends import (
     device_of,
 )
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.host_memory import temporaries_kept
+from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.config import Options
 from dask_p2p.engine.context import (
     SMALLER_CHUNKS,
@@ -80,7 +80,6 @@ class OutputSpec:
     chunks: Chunks | None = None  # chunks of the array after `epilogue`, for records
 
     def key(self, source: Index) -> tuple[Any, ...]:
-        """Return the Dask key of an input block."""
         return self.array + source
 
     def need(
@@ -130,8 +129,8 @@ class Assembly:
         keys = [output.key(source) for source in plan.sources]
         self.local = HeldBlocks(plan, keys, output.dtype, self.options, context)
         for number, block in enumerate(blocks):
-            there = self._remote if self._is_remote(block) else self.local.blocks
-            there[number] = block
+            is_remote = isinstance(block, BlockRef) and context.address not in block.holders
+            (self._remote if is_remote else self.local.blocks)[number] = block
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # kernels of stage 0
@@ -139,9 +138,6 @@ class Assembly:
         self._local_queued = False
         self._input_bytes = 0  # memory of this worker's own blocks
         self._out: Any = None
-
-    def _is_remote(self, block: Any) -> bool:
-        return isinstance(block, BlockRef) and self.context.address not in block.holders
 
     def key(self, source_number: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -192,7 +188,7 @@ class Assembly:
         if self.output.epilogue is None:
             return block
         is_large = block.nbytes >= _KEEP_FROM_BYTES
-        keeping = temporaries_kept() if is_large else nullcontext()
+        keeping = keep_temporaries() if is_large else nullcontext()
         with device_work(), device_of(block), self.epilogue, keeping:
             # A view: the block itself is marked as written. A function may overwrite its argument
             # on a stream and return it, and then the mark would be false.
@@ -209,20 +205,20 @@ class Assembly:
         """
         queue = backend_named(kind).queue(leave_bandwidth=bool(self._remote))
         try:
-            wanted = self.sources.in_stage_order(self._remote, kind, has_local=bool(self.local))
+            sources = self.sources.in_stage_order(self._remote, kind, has_local=bool(self.local))
             while True:
-                while wanted:  # each source by the best route that works
+                while sources:  # each source by the best route that works
                     local, remote = list[RemoteSource](), list[RemoteSource]()
-                    for source in wanted:
+                    for source in sources:
                         is_local = source.route.transport.within_host
                         (local if is_local else remote).append(source)
                     same_host_lane = self._lane(local, queue, iter(()))
                     for _ in chain(self._lane(remote, queue, same_host_lane), same_host_lane):
                         pass
-                    wanted = self.sources.given_up(wanted)
+                    sources = self.sources.switch_routes(sources)
                 self._queue_local(queue)
                 queue.synchronize()
-                if not (wanted := self.sources.unconfirmed()):
+                if not (sources := self.sources.confirm_reads()):
                     return self._out
         finally:
             self._finish(queue)
@@ -307,7 +303,7 @@ class Assembly:
 
     def _place_first(self, ahead: _Ahead, queue: Queue, same_host_lane: Iterator[bool]) -> bool:
         """Put the first region into the output on arrival; until then step through the lane."""
-        while not ahead[0][1].is_here() and next(same_host_lane, False):
+        while not ahead[0][1].is_ready() and next(same_host_lane, False):
             pass
         fetch, region = ahead.popleft()
         source = fetch.sources[region.request]
@@ -377,16 +373,16 @@ class HeldBlocks:
         Raises `BlockMismatchError` or `UnsupportedArrayError` if a block differs from its array's
         declaration.
         """
-        found = {}
-        for number, given in self.blocks.items():
-            if not isinstance(given, BlockRef):
-                found[number] = self.blocks[number] = self._checked(number, given)
+        blocks = {}
+        for number, block in self.blocks.items():
+            if not isinstance(block, BlockRef):
+                blocks[number] = self.blocks[number] = self._check_block(number, block)
                 continue
             try:
-                found[number] = self._checked(number, self._context.in_memory(given.key))
+                blocks[number] = self._check_block(number, self._context.in_memory(block.key))
             except KeyError:  # spilled or released
                 continue
-        return found
+        return blocks
 
     def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
         """Return the known kinds of the blocks, each with the number of one block of this kind."""
@@ -413,8 +409,8 @@ class HeldBlocks:
     def hold(self, queue: Queue) -> None:
         """Keep references to the blocks in GPU memory, and make the queue wait for their values."""
         if backend_named(queue.kind).on_device:
-            found = self.in_memory()
-            self._being_read = {n: found[n] for n in found if backend_for(found[n]).on_device}
+            blocks = self.in_memory()
+            self._being_read = {n: blocks[n] for n in blocks if backend_for(blocks[n]).on_device}
             queue.wait_until_written(self._being_read.values(), any_stream=self._any_stream)
 
     def release(self) -> None:
@@ -431,21 +427,19 @@ class HeldBlocks:
         for piece in self._plan.pieces:
             if piece.source in self.blocks:
                 pieces[piece.source].append(piece)
-        for number, own in pieces.items():
+        for number, block_pieces in pieces.items():
             if number in self._being_read:
-                self._put_at_once(out, queue, self._being_read[number], own)
+                block = self._being_read[number]
+                for piece in block_pieces:
+                    region = block[box_slices(piece.src)]
+                    target = out[box_slices(piece.dst)]
+                    queue.permute(target, region, self._plan.axes, concurrent=True)
             else:
-                self._put_by_parts(out, queue, self._found(number), own)
-
-    def _put_at_once(self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            region = block[box_slices(piece.src)]
-            queue.permute(out[box_slices(piece.dst)], region, self._plan.axes, concurrent=True)
+                self._put_by_parts(out, queue, self._load_block(number), block_pieces)
 
     def _put_by_parts(
         self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]
     ) -> None:
-        """Queue a block's pieces, in parts if the block goes to a GPU."""
         if backend_for(block).on_device:  # unspilled as a whole
             queue.wait_until_written([block], any_stream=self._any_stream)
         for piece in pieces:
@@ -458,21 +452,20 @@ class HeldBlocks:
             return iter([piece.src])
         return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
 
-    def _found(self, number: int) -> Any:
-        """Return a block from memory or from disk. A spilled block stays spilled."""
+    def _load_block(self, number: int) -> Any:
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
             try:
                 block = self._context.block(key)
             except KeyError:
-                here = self._context.address
+                address = self._context.address
                 raise TransferError(
-                    f"block {key!r} is no longer on {here}", scope="block"
+                    f"block {key!r} is no longer on {address}", scope="block"
                 ) from None
             except OSError as exc:
                 raise TransferError(f"block {key!r} cannot be read from disk: {exc}") from exc
-        return self._checked(number, block)
+        return self._check_block(number, block)
 
-    def _checked(self, number: int, block: Any) -> Any:
+    def _check_block(self, number: int, block: Any) -> Any:
         shape = self._plan.source_shapes[number]
         return checked_block(as_array(block), self._keys[number], shape, self._dtype)

@@ -17,8 +17,8 @@ from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import REASON_CHARS, Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
-from dask_p2p.transports import Route
 from dask_p2p.transports.base import Reading, Region, Request
+from dask_p2p.transports.router import Route
 from dask_p2p.types import Array, DType, Key, Kind
 
 _T = TypeVar("_T")
@@ -50,7 +50,6 @@ class RemoteSource:
 
     @property
     def route(self) -> Route:
-        """The current route."""
         return self.routes[0]
 
     @property
@@ -73,7 +72,9 @@ class RemoteSource:
         route, error = self.routes.pop(0), self.error
         self.causes.append(f"{route.transport.name}: {error}")
         if error.scope in ("block", "holder"):  # the same with every transport
-            self.routes = [other for other in self.routes if other.holder != route.holder]
+            self.routes = [
+                alternative for alternative in self.routes if alternative.holder != route.holder
+            ]
         self.error = None
 
 
@@ -112,7 +113,7 @@ class Fetch:
         return self.route.transport.in_place
 
     @property
-    def coming(self) -> list[RemoteSource]:
+    def live_sources(self) -> list[RemoteSource]:
         """The sources of this fetch that have not failed, complete or not."""
         return [source for source in self.sources if source.fetch is self]
 
@@ -121,7 +122,7 @@ class Fetch:
         regions = iter(self.reading)
         try:
             while True:
-                yield self._timed(next, regions)
+                yield self._time_wait(next, regions)
         except StopIteration:
             return
 
@@ -134,15 +135,14 @@ class Fetch:
         """
         limit_s = self.options.request_timeout_s + tuning.current.event_loop_grace_s
         try:
-            return self._timed(region.result, limit_s, target)
+            return self._time_wait(region.result, limit_s, target)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
                 f"no answer from {self.route.holder} in time, and the worker's event loop did not "
                 "respond"
             ) from None
 
-    def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that waits for the holder."""
+    def _time_wait(self, wait: Callable[..., _T], *args: Any) -> _T:
         start_s = perf_counter()
         try:
             return wait(*args)
@@ -170,20 +170,19 @@ class Fetch:
 
     def confirm(self) -> None:
         """Raise `TransferError` if the regions may be corrupt, or some are missing."""
-        coming = self.coming
-        if coming:
+        live_sources = self.live_sources
+        if live_sources:
             self.reading.confirm()
-        for source in coming:
+        for source in live_sources:
             if source.missing:
                 raise TransferError(f"{source.key!r} arrived incomplete")
 
     def progress(self) -> Stage:
         """Return the stage's record so far. Any thread may call this."""
-        is_coming = any(source.missing for source in self.coming)
+        is_coming = any(source.missing for source in self.live_sources)
         return self._stage((perf_counter() if is_coming else self.last_s) - self.begun_s)
 
     def stage(self) -> Stage:
-        """Return the stage's final record."""
         copied_s = self.copies.seconds or None
         return self._stage(copied_s if self.in_place else self.last_s - self.begun_s)
 
@@ -191,7 +190,8 @@ class Fetch:
         return Stage(
             holder=self.route.holder,
             transport=self.route.transport.name,
-            nbytes=sum(source.size - source.missing for source in self.coming) * self.itemsize,
+            nbytes=sum(source.size - source.missing for source in self.live_sources)
+            * self.itemsize,
             waited_s=self.waited_s,
             wire_s=wire_s,
             begun_s=self.begun_s - self.start_s,
@@ -229,19 +229,21 @@ class RemoteSources:
         for piece in self.plan.pieces:
             pieces[piece.source].append(piece)
         order = self.order = self.options.order(kind)
-        known: dict[tuple[str, ...], tuple[str, list[Route]]] = {}  # by holders of a block
+        routes_by_holders: dict[
+            tuple[str, ...], tuple[str, list[Route]]
+        ] = {}  # by holders of a block
         sources = []
         for number, ref in refs.items():
-            if ref.holders not in known:
+            if ref.holders not in routes_by_holders:
                 holders = self._nearest_first(ref.holders)
-                routes = self.context.router.routes(holders, kind, self.dtype, order)
-                known[ref.holders] = holders[0], routes
-            nearest, routes = known[ref.holders]
+                routes = self.context.router.find_routes(holders, kind, self.dtype, order)
+                routes_by_holders[ref.holders] = holders[0], routes
+            nearest, routes = routes_by_holders[ref.holders]
             sources.append(RemoteSource(number, ref.key, nearest, pieces[number], [*routes]))
         # A worker with local blocks is one of the holders. Its rank among them keeps the workers
         # in step: each holder serves one reader per stage.
         read = {source.nearest for source in sources}
-        hosts = self.context.router.hosts([own_address, *read])
+        hosts = self.context.router.find_hosts([own_address, *read])
         ranked = [*read, *([own_address] if has_local else [])]
         stages = stage_order(ranked, own_address, hosts.__getitem__)
         stage_of = {holder: stage for stage, holder in enumerate(stages)}
@@ -255,10 +257,10 @@ class RemoteSources:
         """
         if len(holders) == 1:
             return holders
-        here, router = self.context.address, self.context.router
-        hosts = router.hosts([here, *holders])
-        order = stage_order(holders, here)
-        return tuple(sorted(order, key=lambda h: hosts[h] != hosts[here]))
+        own_address, router = self.context.address, self.context.router
+        hosts = router.find_hosts([own_address, *holders])
+        order = stage_order(holders, own_address)
+        return tuple(sorted(order, key=lambda h: hosts[h] != hosts[own_address]))
 
     def begin(self, sources: list[RemoteSource], kind: Kind) -> Fetch | None:
         """Start the read of sources with a common route. Return None if the transport fails."""
@@ -281,7 +283,7 @@ class RemoteSources:
         fast_axis = self.plan.axes[-1] if self.plan.axes else None
         return Request(source.key, source.route.holder, shape, self.dtype, kind, boxes, fast_axis)
 
-    def given_up(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
+    def switch_routes(self, sources: Sequence[RemoteSource]) -> list[RemoteSource]:
         """Return the sources that were given up. Each of them is now on its next route.
 
         Raises `TransferError` if a source has no route left.
@@ -292,41 +294,40 @@ class RemoteSources:
         return given_up
 
     def _next_route(self, source: RemoteSource) -> None:
-        """Leave the failed route. Raise `TransferError` if none is left."""
         assert source.error is not None
         route, error = source.route, source.error
         source.leave_route()
         router = self.context.router
         if error.scope == "route":
-            last = not any(other.holder == route.holder for other in source.routes)
+            last = not any(alternative.holder == route.holder for alternative in source.routes)
             router.record_failure(route, error, last)
         if not source.routes:
             causes = "; ".join(source.causes)
             failure = type(error) if len(source.causes) == 1 else TransferError
             raise failure(f"block {source.key!r} could not be read: {causes}")
 
-    def unconfirmed(self) -> list[RemoteSource]:
+    def confirm_reads(self) -> list[RemoteSource]:
         """End all reads. Return the sources to read again, each on its next route.
 
         Call only when all kernels are synchronised.
 
         Raises `TransferError` if a source has no route left.
         """
-        wrong: list[RemoteSource] = []
+        failed_sources: list[RemoteSource] = []
         while self.open:
             fetch = self.open.pop(0)
             try:
                 fetch.confirm()
-                if fetch.coming:
+                if fetch.live_sources:
                     self.stages.append(fetch.stage())
             except TransferError as exc:
-                coming = fetch.coming
-                for source in coming:
+                live_sources = fetch.live_sources
+                for source in live_sources:
                     source.give_up(exc)
-                wrong += self.given_up(coming)
+                failed_sources += self.switch_routes(live_sources)
             finally:
                 fetch.reading.close()
-        return wrong
+        return failed_sources
 
     def progress(self) -> tuple[Stage, ...]:
         """Return the stages so far. Any thread may call this during the work."""
@@ -338,7 +339,7 @@ class RemoteSources:
         return tuple(
             Fallback(stage.holder, name, failure.text[:REASON_CHARS])
             for stage in self.stages
-            for name, failure in self.context.router.given_up(
+            for name, failure in self.context.router.list_failed(
                 stage.holder, stage.transport, self.order
             )
         )

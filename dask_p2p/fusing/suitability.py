@@ -370,7 +370,7 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
         return optimize(dict(read.dask_tasks) if choice.is_known else graph, keys), None
     names = [read.tasks.outputs, sorted(map(str, read.dask_tasks))]
     described = read.tasks, choice.programs, names, choice.first, choice.kind, options
-    gang = GangTasks.of(work := fused_gang(*described, (), {}, choice.most_bytes))
+    gang = GangTasks.for_inputs(work := fused_gang(*described, (), {}, choice.most_bytes))
     output_layer = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
     layers = {
         f"{gang.name}-inputs": MaterializedLayer(dict(read.dask_tasks)),

@@ -49,15 +49,15 @@ def functions_of(x: Any) -> Any:
 
 def check_one_library(arrays: Iterable[Any]) -> None:
     """Raise `UnsupportedArrayError` for lazy arrays of several libraries."""
-    found = dict.fromkeys(filter(None, map(library_of, arrays)))
-    if len(found) > 1:
+    names = dict.fromkeys(filter(None, map(library_of, arrays)))
+    if len(names) > 1:
         raise UnsupportedArrayError(
-            f"expected arrays of one library in a call, got arrays of {' and of '.join(found)}. "
+            f"expected arrays of one library in a call, got arrays of {' and of '.join(names)}. "
             f"Make all of them with one library."
         )
 
 
-def with_fixed_blocks(x: Any) -> Any:
+def fix_blocks(x: Any) -> Any:
     """Return the array, whose optimiser keeps its chunks; `dask_array` may choose others."""
     return x.freeze_chunks() if is_of_dask_array(x) else x
 

@@ -28,19 +28,25 @@ from dask_p2p.backends import (
 from dask_p2p.backends.base import check_plain
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
-from dask_p2p.backends.dlpack import LibraryFunction, is_block, own_function
+from dask_p2p.backends.dlpack import LibraryFunction, copy_for_thread, is_block
 from dask_p2p.backends.host import HostQueue, register_from_bytes
 from dask_p2p.backends.host_memory import warn_once
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines import Copied, OnIssued, PartStreams
+from dask_p2p.backends.pipelines import GpuTraffic, OnIssued, PartStreams
 from dask_p2p.config import Options, options
-from dask_p2p.engine.context import MemoryNeed, TaskContext, is_out_of_memory, recorded, where_is
+from dask_p2p.engine.context import (
+    MemoryNeed,
+    TaskContext,
+    is_out_of_memory,
+    record_attempt,
+    where_is,
+)
 from dask_p2p.engine.task import (
     FUSABLE,
     current_worker,
     drops_frames,
-    go_elsewhere,
     is_fusable,
+    reschedule_elsewhere,
     run_name,
 )
 from dask_p2p.errors import BlockMismatchError, ConfigError, DeviceLostError
@@ -60,7 +66,7 @@ class GpuMapFunction:
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Return the output block of this index."""
-        arrays, kind = self._checked(block_id, blocks)
+        arrays, kind = self._check_blocks(block_id, blocks)
         if self.mapped.has_block_id:
             keywords = {**keywords, "block_id": block_id}
         worker, context = current_worker()
@@ -70,8 +76,8 @@ class GpuMapFunction:
             run: Callable[[], Any] = partial(block.run, context)
         elif (obstacle := gpu_obstacle()) is None:
             block = block_of(CUPY.name)
-            on_issued = _on_issued(worker, context, block)
-            run = partial(block.through_gpu, context, where_is(context), on_issued)
+            on_issued = _waiting_context(worker, context, block)
+            run = partial(block.run_through_gpu, context, where_is(context), on_issued)
         elif self.mapped.fallback is not None:
             block = block_of(kind)
             run = partial(block.run, context)
@@ -83,18 +89,16 @@ class GpuMapFunction:
                 f"function on NumPy arrays."
             )
         try:
-            with _recorded(worker, context, block), device_work(), device_of(*arrays):
+            with _record_work(worker, context, block), device_work(), device_of(*arrays):
                 return run()
         except DeviceLostError as exc:
-            go_elsewhere(context, exc)
+            reschedule_elsewhere(context, exc)
 
-    def _checked(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
+    def _check_blocks(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
         """Return the input blocks as arrays, and their kind."""
         arrays = [
-            checked_block(
-                as_array(block), each.own_index(block_id), each.shape(block_id), each.dtype
-            )
-            for block, each in zip(blocks, self.mapped.arguments, strict=True)
+            checked_block(as_array(block), x.own_index(block_id), x.shape(block_id), x.dtype)
+            for block, x in zip(blocks, self.mapped.arguments, strict=True)
         ]
         kinds = {backend_for(array).name for array in arrays}
         if len(kinds) > 1:
@@ -106,7 +110,7 @@ class GpuMapFunction:
         return arrays, kinds.pop()
 
 
-def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
+def _waiting_context(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
     """Return a context for the task's last copies: the worker may start its next task during it.
 
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
@@ -119,8 +123,7 @@ def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssue
 
 
 @contextmanager
-def _recorded(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
-    """Return a context that records the work done in it with the worker."""
+def _record_work(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
     if worker is None:
         yield
         return
@@ -131,7 +134,7 @@ def _recorded(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator
     key = (name, *block.index)
     run = getattr(worker.state.tasks.get(task), "run_id", 0)
     record = partial(block.record, key, time.time(), context.address, run=run)
-    with recorded(context, key, record):
+    with record_attempt(context, key, record):
         yield
 
 
@@ -140,36 +143,37 @@ class GpuMapBlock:
 
     def __init__(
         self,
-        of: GpuMap,
+        gpu_map: GpuMap,
         arrays: Sequence[Array],
         index: Index,
         keywords: Mapping[str, Any],
         kind: Kind,
         part_bytes: int | None = None,
     ) -> None:
-        self.of, self.arrays, self.index, self.keywords = of, arrays, index, keywords
-        self.function, self.reduce = own_function(of.function), own_function(of.reduce)
+        self.gpu_map, self.arrays, self.index, self.keywords = gpu_map, arrays, index, keywords
+        self.function = copy_for_thread(gpu_map.function)
+        self.reduce = copy_for_thread(gpu_map.reduce)
         self.kind = kind  # kind of the function's arguments and result
-        self.is_reduced = of.reduce is not None
-        self.plan = of.plan(index, part_bytes)
-        self.copied = Copied()
+        self.is_reduced = gpu_map.reduce is not None
+        self.plan = gpu_map.plan(index, part_bytes)
+        self.copied = GpuTraffic()
 
     def run(self, context: TaskContext) -> Any:
         """Return the output block, computed in the memory that holds the inputs."""
         if backend_named(self.kind).on_device:
-            wait_until_written(self.arrays, any_stream=self.of.options.any_producer_stream)
-        is_empty = not prod(block_shape(self.of.chunks, self.index))
+            wait_until_written(self.arrays, any_stream=self.gpu_map.options.any_producer_stream)
+        is_empty = not prod(block_shape(self.gpu_map.chunks, self.index))
         if not self.is_reduced and (is_empty or len(self.plan.parts) > 1):
-            out = self._output(context, backend_named(self.kind).queue())
+            out = self._empty_output(context, backend_named(self.kind).queue())
             for part in () if is_empty else self.plan.parts:
-                out[self.output_slices(part)] = self._called(part)
+                out[self.output_slices(part)] = self._call_on_copies(part)
             return out
-        made: Any = None
+        result: Any = None
         for part in self.plan.parts:
-            made = self.combined(part, made, self._called(part))
-        return made
+            result = self.combine(part, result, self._call_on_copies(part))
+        return result
 
-    def _called(self, part: Part) -> Any:
+    def _call_on_copies(self, part: Part) -> Any:
         inputs = [view.copy() for view in self.views(part)]
         with self.copied.run:
             return self.call(part, inputs)
@@ -179,14 +183,14 @@ class GpuMapBlock:
         """Bytes of all inputs."""
         return sum(array.nbytes for array in self.arrays)
 
-    def through_gpu(
+    def run_through_gpu(
         self, context: TaskContext, where: str, on_issued: OnIssued | None = None
     ) -> Any:
         """Return the output block, computed on a GPU by `PartStreams` and copied back.
 
         Raises `MemoryLimitError` if the GPU has too little memory even for the smallest parts.
         """
-        out = self._output(context, HostQueue(NUMPY, pinned_output=True))
+        out = self._empty_output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
             return out
         warn = partial(warn_once, context.warn, where)
@@ -202,34 +206,33 @@ class GpuMapBlock:
                 cause = f"{type(exc).__name__}: {exc}"
                 traceback.clear_frames(exc.__traceback__)  # drop the function's arrays
                 PartStreams.drop_slots()
-            self._shrink(cause, where)
+            self._shrink_parts(cause, where)
             warn("out of memory of its GPU", cause, "Parts are made smaller. Give part_bytes=.")
 
-    def _shrink(self, cause: str, where: str) -> None:
-        """Plan parts of half the size."""
-        smaller = self.of.plan(self.index, self.plan.slot_bytes // 2)
+    def _shrink_parts(self, cause: str, where: str) -> None:
+        smaller = self.gpu_map.plan(self.index, self.plan.slot_bytes // 2)
         if len(smaller.parts) == len(self.plan.parts):
             parts_bytes, results_bytes = self.plan.device_bytes(SLOTS)
             slots = {"for parts": parts_bytes, "for their results": results_bytes}
             raise MemoryNeed(slots, kind=self.kind).error(
                 cause,
-                f"a block in parts of one element along axis {self.of.axis}",
+                f"a block in parts of one element along axis {self.gpu_map.axis}",
                 where,
                 "The function's own memory is not included. Choose another axis=, or use smaller "
                 "chunks along the other axes.",
             )
         self.plan = smaller
 
-    def _output(self, context: TaskContext, queue: Queue) -> Any:
+    def _empty_output(self, context: TaskContext, queue: Queue) -> Any:
         """Return memory for the output block, reused from released outputs if possible."""
-        shape = block_shape(self.of.chunks, self.index)
-        return context.empty_output(shape, self.of.dtype, queue)
+        shape = block_shape(self.gpu_map.chunks, self.index)
+        return context.empty_output(shape, self.gpu_map.dtype, queue)
 
     def record(
-        self, key: Key, start_s: float, worker: str, is_running: bool = False, **others: Any
+        self, key: Key, start_s: float, worker: str, is_running: bool = False, **fields: Any
     ) -> TaskRecord:
         """Return a record of the work so far, with these additional fields. Thread-safe."""
-        chunks, copied = self.of.chunks, self.copied
+        chunks, copied = self.gpu_map.chunks, self.copied
         shape = block_shape(chunks, self.index)
         return TaskRecord(
             key=key,
@@ -237,8 +240,8 @@ class GpuMapBlock:
             stop_s=time.time(),
             worker=worker,
             shape=shape,
-            dtype=str(self.of.dtype),
-            nbytes=prod(shape) * self.of.dtype.itemsize,
+            dtype=str(self.gpu_map.dtype),
+            nbytes=prod(shape) * self.gpu_map.dtype.itemsize,
             array_shape=tuple(map(sum, chunks)),
             blocks=tuple(map(len, chunks)),
             wanted_bytes=0 if is_running else None,
@@ -248,37 +251,37 @@ class GpuMapBlock:
             up_s=copied.up.seconds,
             function_s=copied.run.seconds,
             down_s=copied.down.seconds,
-            **others,
+            **fields,
         )
 
     def views(self, part: Part) -> Iterator[Array]:
-        for array, each, read in zip(self.arrays, self.plan.inputs, part.reads, strict=True):
-            if read is None or each.axis is None:
+        for array, source, read in zip(self.arrays, self.plan.inputs, part.reads, strict=True):
+            if read is None or source.axis is None:
                 yield array
             else:
-                yield array[(slice(None),) * each.axis + (slice(*read),)]
+                yield array[(slice(None),) * source.axis + (slice(*read),)]
 
     def output_slices(self, part: Part) -> Any:
         if self.is_reduced:
             return ()
-        return (slice(None),) * self.of.axis + (slice(*part.own),)
+        return (slice(None),) * self.gpu_map.axis + (slice(*part.output_range),)
 
     def call(self, part: Part, inputs: Sequence[Array]) -> Any:
         """Return the function's result for a part, without its halo.
 
         Raises `BlockMismatchError` if the result has an unexpected type, shape or dtype.
         """
-        with self._named(part):
-            result = self._owned(self.function(*inputs, **self.keywords))
-            self._check(result, self.of.result_shape(self.index, part.result_length))
-        if self.of.reduce is not None:
+        with self._note_part(part):
+            result = self._copy_foreign(self.function(*inputs, **self.keywords))
+            self._check(result, self.gpu_map.result_shape(self.index, part.result_length))
+        if self.gpu_map.reduce is not None:
             return result
-        halo = [self.of.halo(axis, self.index) for axis in range(result.ndim)]
-        halo[self.of.axis] = part.result_halo
+        halo = [self.gpu_map.halo(axis, self.index) for axis in range(result.ndim)]
+        halo[self.gpu_map.axis] = part.result_halo
         sides = zip(halo, result.shape, strict=True)
         return result[tuple(slice(before, n - after) for (before, after), n in sides)]
 
-    def _owned(self, result: Any) -> Any:
+    def _copy_foreign(self, result: Any) -> Any:
         """Return a result in memory of NumPy or CuPy.
 
         Another library may reuse the memory of its arrays while other streams still read it.
@@ -287,44 +290,44 @@ class GpuMapBlock:
         is_other = isinstance(self.function, LibraryFunction) and is_block(array)
         return array.copy() if is_other else array
 
-    def combined(self, part: Part, made: Array | None, result: Array) -> Any:
+    def combine(self, part: Part, combined: Array | None, result: Array) -> Any:
         """Return the combined result of all parts so far."""
-        if made is None or self.reduce is None:
+        if combined is None or self.reduce is None:
             return result
-        with self._named(part):
-            both = self._owned(self.reduce(made, result))
-            self._check(both, self.of.result_shape(self.index, 0))
-        return both
+        with self._note_part(part):
+            reduced = self._copy_foreign(self.reduce(combined, result))
+            self._check(reduced, self.gpu_map.result_shape(self.index, 0))
+        return reduced
 
     def _check(self, result: Any, shape: tuple[int, ...]) -> None:
-        check_plain(f"the result of {funcname(self.of.function)}", result)
+        check_plain(f"the result of {funcname(self.gpu_map.function)}", result)
         module = backend_named(self.kind).module
         if (
             isinstance(result, module.ndarray)
             and result.shape == shape
-            and result.dtype == self.of.dtype
+            and result.dtype == self.gpu_map.dtype
         ):
             return
-        got = f"{type(result).__module__}.{type(result).__qualname__}"
+        actual = f"{type(result).__module__}.{type(result).__qualname__}"
         if hasattr(result, "shape") and hasattr(result, "dtype"):
-            got += f" of {result.dtype} {tuple(result.shape)}"
+            actual += f" of {result.dtype} {tuple(result.shape)}"
         raise BlockMismatchError(
-            f"expected a {module.__name__}.ndarray of {self.of.dtype} {shape} from "
-            f"{funcname(self.of.function)}{'' if self.of.reduce is None else ' and reduce'}, got "
-            f"{got}. Give dtype= and chunks= of the result, with the array's number of axes."
+            f"expected a {module.__name__}.ndarray of {self.gpu_map.dtype} {shape} from "
+            f"{funcname(self.gpu_map.function)}{' and reduce' if self.gpu_map.reduce else ''}, "
+            f"got {actual}. Give dtype= and chunks= of the result, with the array's number of axes."
         )
 
     @contextmanager
-    def _named(self, part: Part) -> Iterator[None]:
+    def _note_part(self, part: Part) -> Iterator[None]:
         """Return a context that adds the block and the part to errors as a note."""
         try:
             yield
         except Exception as exc:
-            number, (start, stop) = self.plan.parts.index(part) + 1, part.own
+            number, (start, stop) = self.plan.parts.index(part) + 1, part.output_range
             exc.add_note(
-                f"In map_on_gpu({funcname(self.of.function)}, ...): block {self.index}, part "
+                f"In map_on_gpu({funcname(self.gpu_map.function)}, ...): block {self.index}, part "
                 f"{number} of {len(self.plan.parts)}, which is {start} to {stop} of the block "
-                f"along axis {self.of.axis}."
+                f"along axis {self.gpu_map.axis}."
             )
             raise
 
@@ -346,8 +349,8 @@ class Argument:
 
     def own_index(self, index: Index) -> Index:
         """Return the index of this array's block for an output block."""
-        own = index[len(index) - len(self.chunks) :]
-        return tuple(i if len(sizes) > 1 else 0 for i, sizes in zip(own, self.chunks, strict=True))
+        along = zip(index[len(index) - len(self.chunks) :], self.chunks, strict=True)
+        return tuple(i if len(sizes) > 1 else 0 for i, sizes in along)
 
     def shape(self, index: Index) -> tuple[int, ...]:
         """Return the shape of this array's block for an output block, with its halo."""
@@ -358,9 +361,9 @@ class Argument:
 
     def own_axis(self, axis: int, sizes: Chunks) -> int | None:
         """Return this array's axis for an axis of the output; None if it is broadcast along it."""
-        own = axis - len(sizes) + len(self.chunks)
-        is_whole = own < 0 or sum(self.chunks[own]) != sum(sizes[axis])
-        return None if is_whole else own
+        array_axis = axis - len(sizes) + len(self.chunks)
+        is_whole = array_axis < 0 or sum(self.chunks[array_axis]) != sum(sizes[axis])
+        return None if is_whole else array_axis
 
 
 @shared  # one for all tasks of an array
@@ -384,9 +387,9 @@ class GpuMap:
 
     def halo(self, axis: int, index: Index) -> Range:
         """Return the halo of the result along an axis, by the first array with this axis."""
-        for each in self.arguments:
-            if (own := each.own_axis(axis, self.sizes)) is not None:
-                return each.halo[own][each.own_index(index)[own]]
+        for argument in self.arguments:
+            if (array_axis := argument.own_axis(axis, self.sizes)) is not None:
+                return argument.halo[array_axis][argument.own_index(index)[array_axis]]
         return 0, 0
 
     def result_shape(self, index: Index, length: int) -> tuple[int, ...]:
@@ -400,14 +403,12 @@ class GpuMap:
     def plan(self, index: Index, part_bytes: int | None = None) -> PartPlan:
         """Return the division of the block with this index into parts."""
         inputs = []
-        for each in self.arguments:
-            own = each.own_axis(self.axis, self.sizes)
-            halo = (
-                () if own is None else (each.halo[own][each.own_index(index)[own]], each.depth[own])
-            )
-            inputs.append(Input(each.shape(index), each.dtype.itemsize, own, *halo))
+        for x in self.arguments:
+            axis = x.own_axis(self.axis, self.sizes)
+            halo = () if axis is None else (x.halo[axis][x.own_index(index)[axis]], x.depth[axis])
+            inputs.append(Input(x.shape(index), x.dtype.itemsize, axis, *halo))
         if part_bytes is None:
-            block_bytes = sum(prod(each.shape) * each.item_bytes for each in inputs)
+            block_bytes = sum(prod(block.shape) * block.item_bytes for block in inputs)
             part_bytes = min(self.part_bytes, max(_LEAST_PART_BYTES, block_bytes // _PARTS))
         plan = plan_parts(
             inputs,
@@ -416,7 +417,7 @@ class GpuMap:
             prod(self.result_shape(index, 1)) * self.dtype.itemsize,
             is_reduced=self.reduce is not None,
         )
-        has_halo = any(map(any, (width for each in self.arguments for width in each.depth)))
+        has_halo = any(map(any, (width for argument in self.arguments for width in argument.depth)))
         return replace(plan, has_halo=has_halo and self.reduce is None)
 
     def device_bytes(self) -> tuple[int, int]:
@@ -426,13 +427,13 @@ class GpuMap:
     def largest_plans(self) -> Iterator[PartPlan]:
         """Yield plans whose largest memory bounds that of every block."""
         # As if every block had a halo of full width. The division into parts is the same.
-        whole = tuple(
-            replace(each, halo=tuple((width,) * len(sizes) for width, sizes in pairs))
-            for each in self.arguments
-            for pairs in [zip(each.depth, each.chunks, strict=True)]
+        full_halos = tuple(
+            replace(argument, halo=tuple((width,) * len(sizes) for width, sizes in pairs))
+            for argument in self.arguments
+            for pairs in [zip(argument.depth, argument.chunks, strict=True)]
         )
         along = (
-            {sizes: i for i, sizes in enumerate(zip(*both, strict=True))}.values()
-            for both in zip(self.sizes, self.chunks, strict=True)
+            {sizes: i for i, sizes in enumerate(zip(*pair_of_chunks, strict=True))}.values()
+            for pair_of_chunks in zip(self.sizes, self.chunks, strict=True)
         )
-        return map(replace(self, arguments=whole).plan, product(*along))
+        return map(replace(self, arguments=full_halos).plan, product(*along))

@@ -16,8 +16,8 @@ from dask.utils import funcname, has_keyword
 
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.dlpack import checked_library, in_library
-from dask_p2p.config import checked_options, positive_bytes
+from dask_p2p.backends.dlpack import checked_library, wrap_in_library
+from dask_p2p.config import checked_options, parse_positive_bytes
 from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
@@ -32,8 +32,8 @@ from dask_p2p.ops.arguments import (
     checked_boundaries,
     checked_depths,
 )
-from dask_p2p.ops.rechunk import aligned
-from dask_p2p.plans import GridPlan, halo_plan
+from dask_p2p.ops.rechunk import align_chunks
+from dask_p2p.plans import GridPlan, plan_halo
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import (
@@ -147,18 +147,18 @@ def map_on_gpu(
     check_names(func, len(arrays), map_on_gpu, locals())
     options = checked_options()
     check_functions(func, reduce)
-    func, reduce = portable(func), portable(reduce)
+    func, reduce = make_portable(func), make_portable(reduce)
     library = checked_library(as_library)
     inputs = checked_arrays(arrays)
     sizes = common_chunks(inputs)
     along = checked_axis(axis, len(sizes))
     depths, beyond = checked_halo(inputs, sizes, depth, boundary)
     has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
-    func = in_library(func, library)
-    reduce = None if reduce is None else in_library(reduce, library)
+    func = wrap_in_library(func, library)
+    reduce = None if reduce is None else wrap_in_library(reduce, library)
     block_ids = {"block_id": (0,) * len(sizes)} if has_block_id else {}
     plans = [
-        halo_plan(x.chunks, widths, kinds)
+        plan_halo(x.chunks, widths, kinds)
         for x, widths, kinds in zip(inputs, depths, beyond, strict=True)
     ]
     mapped = GpuMap(
@@ -178,10 +178,10 @@ def map_on_gpu(
         options=options,
     )
     register_if_possible()
-    return _mapped_by_dask(mapped, inputs, plans, kwargs)
+    return _map_by_dask(mapped, inputs, plans, kwargs)
 
 
-def _mapped_by_dask(
+def _map_by_dask(
     mapped: GpuMap,
     inputs: Sequence[DaskArray],
     plans: Sequence[GridPlan],  # of the inputs' halos
@@ -191,7 +191,7 @@ def _mapped_by_dask(
     with_halo = arrays_with_halos(inputs, plans, mapped.options)
     # As `da.map_blocks`, which for array-expr loses the name of a function with `block_id`.
     axes = tuple(range(len(mapped.sizes)))
-    made: DaskArray = functions_of(inputs[0]).blockwise(
+    output: DaskArray = functions_of(inputs[0]).blockwise(
         GpuMapFunction(mapped),
         axes,
         ArrayBlockIdDep(mapped.chunks),
@@ -204,7 +204,7 @@ def _mapped_by_dask(
         meta=meta_from_array(inputs[0]._meta, len(axes), mapped.dtype),
         keywords=kwargs,
     )
-    return made
+    return output
 
 
 def check_functions(func: Any, reduce: Any) -> None:
@@ -214,7 +214,7 @@ def check_functions(func: Any, reduce: Any) -> None:
         raise InputError(f"expected a function of two parts' results, got reduce={reduce!r}.")
 
 
-def portable(function: Any) -> Any:
+def make_portable(function: Any) -> Any:
     """Return NumPy's ufunc in place of CuPy's, which cannot be pickled; others unchanged.
 
     NumPy's ufunc calls CuPy's for CuPy arrays. Raises `InputError` if NumPy has none of that name.
@@ -222,12 +222,12 @@ def portable(function: Any) -> Any:
     if type(function).__name__ != "ufunc" or not type(function).__module__.startswith("cupy"):
         return function
     name = function.name.removeprefix("cupy_")
-    if not isinstance(found := getattr(np, name, None), np.ufunc):
+    if not isinstance(ufunc := getattr(np, name, None), np.ufunc):
         raise InputError(
             f"expected a function that can be pickled, got CuPy's ufunc {function.name}. Wrap "
             f"it in a function: lambda a: ...(a)."
         )
-    return found
+    return ufunc
 
 
 def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
@@ -252,7 +252,7 @@ def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
             f"expected arrays of one library, got blocks of {' and '.join(sorted(kinds))}. Convert "
             f"them to one library, such as by map_blocks(cupy.asarray)."
         )
-    inputs = list(arrays) if len(arrays) == 1 else aligned(arrays)
+    inputs = list(arrays) if len(arrays) == 1 else align_chunks(arrays)
     if not max(x.ndim for x in inputs):
         raise InputError(
             "expected an array with at least one axis, got one without axes. Add one: x[None]."
@@ -282,20 +282,20 @@ def checked_halo(
     A list has one entry for each array; any other value applies to the axes of the output.
     """
     shape = tuple(map(sum, sizes))
-    own = [shape[len(shape) - x.ndim :] for x in inputs]
+    shapes = [shape[len(shape) - x.ndim :] for x in inputs]
 
-    def of_each(checked: Callable[..., list[tuple[Any, ...]]], given: Any) -> list[Any]:
-        if isinstance(given, list):
-            return checked(given, own)
-        (widths,) = checked(given, [shape])
+    def of_each(checked: Callable[..., list[tuple[Any, ...]]], argument: Any) -> list[Any]:
+        if isinstance(argument, list):
+            return checked(argument, shapes)
+        (widths,) = checked(argument, [shape])
         return [widths[len(shape) - x.ndim :] for x in inputs]
 
     depths = [
         tuple(
-            (0, 0) if n == 1 != whole else width
-            for n, whole, width in zip(x.shape, lengths, widths, strict=True)
+            (0, 0) if n == 1 != length else width
+            for n, length, width in zip(x.shape, lengths, widths, strict=True)
         )
-        for x, lengths, widths in zip(inputs, own, of_each(checked_depths, depth), strict=True)
+        for x, lengths, widths in zip(inputs, shapes, of_each(checked_depths, depth), strict=True)
     ]
     return depths, of_each(checked_boundaries, boundary)
 
@@ -315,26 +315,24 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
         return ones
     try:
         pairs = zip(chunks, sizes, strict=True)
-        found = tuple(_sizes_of_blocks(given, len(along)) for given, along in pairs)
+        block_sizes = tuple(
+            tuple(map(as_int, n if isinstance(n, (tuple, list)) else (n,) * len(along)))
+            for n, along in pairs
+        )
     except (TypeError, ValueError):
-        found = ()
-    if tuple(map(len, found)) != tuple(map(len, sizes)):
+        block_sizes = ()
+    if tuple(map(len, block_sizes)) != tuple(map(len, sizes)):
         raise InputError(
             f"expected one entry for each of {len(sizes)} axes, a size for all output blocks or a "
             f"tuple of sizes for {tuple(map(len, sizes))} blocks, got chunks={chunks!r}."
         )
-    if not is_reduced and found[axis] != sizes[axis]:
+    if not is_reduced and block_sizes[axis] != sizes[axis]:
         raise InputError(
             f"expected output blocks of the arrays' sizes {sizes[axis]} along axis {axis}, which "
-            f"is split into parts, got {found[axis]}. Split along another axis with axis=, or pass "
-            f"reduce=."
+            f"is split into parts, got {block_sizes[axis]}. Split along another axis with axis=, "
+            f"or pass reduce=."
         )
-    return found
-
-
-def _sizes_of_blocks(given: Any, count: int) -> tuple[int, ...]:
-    each = given if isinstance(given, (tuple, list)) else (given,) * count
-    return tuple(map(as_int, each))
+    return block_sizes
 
 
 def checked_fallback(fallback: Any) -> Kind | None:
@@ -350,7 +348,7 @@ def checked_fallback(fallback: Any) -> Kind | None:
 def checked_part_bytes(part_bytes: Any) -> int:
     """Return the largest size of a part."""
     try:
-        return positive_bytes(part_bytes)
+        return parse_positive_bytes(part_bytes)
     except ValueError as exc:
         raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
 
@@ -368,12 +366,12 @@ def checked_dtype(
             raise InputError(f"expected an empty array, like blocks of the output, got {meta=}.")
         dtype = meta.dtype
     elif dtype is None:
-        return _found_dtype(partial(func, **keywords), inputs)
+        return _infer_dtype(partial(func, **keywords), inputs)
     checked: DType = np.dtype(dtype)
     return checked
 
 
-def _found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
+def _infer_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
     """Return the dtype of the function's result, found by calls with small arrays.
 
     The calls pass empty arrays first, then arrays of one element. Raises `InputError` if all fail.

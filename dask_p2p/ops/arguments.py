@@ -14,10 +14,10 @@ from dask.array.rechunk import _balance_chunksizes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.geometry import Chunks, normal_axes
+from dask_p2p.geometry import Chunks, normalize_axes
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.inputs import name_of_function
-from dask_p2p.plans.halo import BOUNDARIES, ODD
+from dask_p2p.inputs import describe_function
+from dask_p2p.plans.halo import BOUNDARIES, ODD, both_ends
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
 # Instructions for making a Dask array, by package and class.
@@ -48,12 +48,12 @@ _OF_DASK = {"align_arrays", "allow_rechunk", "boundary", "depth", "trim"} | {
 _NAMES = "For names of dimensions see dask_p2p.xarray."
 
 
-def check_function(func: Any, of: str, call: str) -> None:
+def check_function(func: Any, argument: str, call: str) -> None:
     """Raise `InputError` if `func` is not callable; `call` is the example in its message."""
     if not callable(func):
         raise InputError(
-            f"expected a function of {of}, got {func!r:.200}. Pass the function first and the "
-            f"arrays after it: {call}."
+            f"expected a function of {argument}, got {func!r:.200}. Pass the function first and "
+            f"the arrays after it: {call}."
         )
 
 
@@ -61,7 +61,7 @@ def check_names(
     func: Callable[..., Any],
     count: int,  # number of leading parameters, which receive arrays
     operation: Callable[..., Any],
-    given: Mapping[str, Any],  # the operation's arguments, by name
+    arguments: Mapping[str, Any],  # the operation's arguments, by name
 ) -> None:
     """Raise `InputError` for a keyword that both the operation and the function take.
 
@@ -72,16 +72,17 @@ def check_names(
         parameters = list(signature(func).parameters.values())[count:]
     except (TypeError, ValueError):
         return  # functions of extension modules may have no signature
-    theirs = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     if isinstance(func, partial):
-        theirs -= func.keywords.keys()
-    for name, own in signature(operation).parameters.items():
-        is_given = own.default is not own.empty and given[name] is not own.default
-        if is_given and name in theirs - _OF_DASK:
+        keywords -= func.keywords.keys()
+    for name, parameter in signature(operation).parameters.items():
+        default = parameter.default
+        is_given = default is not parameter.empty and arguments[name] is not default
+        if is_given and name in keywords - _OF_DASK:
             raise InputError(
-                f"expected an unambiguous keyword, got {name}={given[name]!r:.80}, which "
-                f"{operation.__name__} and {name_of_function(func)} both take. Bind the function's "
-                f"own one with functools.partial(func, {name}=...)."
+                f"expected an unambiguous keyword, got {name}={arguments[name]!r:.80}, which "
+                f"{operation.__name__} and {describe_function(func)} both take. Bind the "
+                f"function's own one with functools.partial(func, {name}=...)."
             )
 
 
@@ -128,7 +129,7 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
     Raises `InputError` if `axes` is not a permutation.
     """
-    order = normal_axes(axes, ndim)
+    order = normalize_axes(axes, ndim)
     if order is None:
         raise InputError(
             f"expected a permutation of the {ndim} axes of the array, "
@@ -150,9 +151,9 @@ def checked_chunks(
     """
     shape = tuple(map(sum, before))
     try:
-        given = _chunks_by_axis(chunks, before)
+        axis_chunks = _chunks_by_axis(chunks, before)
         result = normalize_chunks(
-            given, shape, limit=block_size_limit, dtype=dtype, previous_chunks=before
+            axis_chunks, shape, limit=block_size_limit, dtype=dtype, previous_chunks=before
         )
         if balance:
             result = tuple(_balance_chunksizes(along) if sum(along) else along for along in result)
@@ -182,8 +183,8 @@ def _chunks_by_axis(chunks: Any, before: Chunks) -> Any:
                 raise ValueError(
                     f"{axis!r} is not an axis: axes are numbered from 0 to {ndim - 1}. {_NAMES}"
                 )
-        given = {axis % ndim: value for axis, value in chunks.items()}
-        chunks = tuple(given.get(axis) for axis in range(ndim))
+        chunks_by_axis = {axis % ndim: value for axis, value in chunks.items()}
+        chunks = tuple(chunks_by_axis.get(axis) for axis in range(ndim))
     if not isinstance(chunks, (tuple, list)) or len(chunks) < ndim:
         return chunks  # not a valid form: Dask raises the error
     chunks = chunks[:ndim]
@@ -204,17 +205,17 @@ def checked_depths(
 
     Raises `InputError` for invalid widths, and for widths larger than the array.
     """
-    each = []
-    for shape, given in _each_array("depth", depth, shapes, 0):
-        widths = tuple(map(_width, given))
+    depths = []
+    for shape, axis_depths in _each_array("depth", depth, shapes, 0):
+        widths = tuple(map(_width, axis_depths))
         for axis, (width, length) in enumerate(zip(widths, shape, strict=True)):
             if max(width) > length:
                 raise InputError(
                     f"expected a halo no wider than the array, got depth={depth!r} for an axis of "
                     f"length {length} (axis {axis}). Pass a smaller depth."
                 )
-        each.append(widths)
-    return each
+        depths.append(widths)
+    return depths
 
 
 def _width(width: Any) -> tuple[int, int]:
@@ -241,12 +242,11 @@ def checked_boundaries(
 
     Raises `InputError` for an invalid boundary, and for a number that `dtype` cannot hold.
     """
-    given = _each_array("boundary", boundary, shapes, "none")
+    boundaries_by_shape = _each_array("boundary", boundary, shapes, "none")
     kind_of = _sides if in_section else _boundary
-    found = [tuple(map(kind_of, kinds)) for _, kinds in given]
-    of_axes = (each for kinds in found for each in kinds)
-    of_ends = (end for each in of_axes for end in (each if isinstance(each, tuple) else (each,)))
-    for value in of_ends:
+    boundaries = [tuple(map(kind_of, kinds)) for _, kinds in boundaries_by_shape]
+    ends = (end for along in boundaries for ends in map(both_ends, along) for end in ends)
+    for value in ends:
         if value == ODD and dtype is not None and dtype.kind not in "ifcm":
             raise InputError(
                 f"expected a boundary other than {ODD!r} for {dtype}, which has no negative "
@@ -259,47 +259,47 @@ def checked_boundaries(
                 f"expected a boundary that {dtype} can hold, got {value!r}. Pass another one, or "
                 f"convert the array with x.astype(...)."
             )
-    return found
+    return boundaries
 
 
 def _holds(dtype: DType, value: Any) -> bool:
     """Return whether the dtype can hold a number exactly; NumPy's rules decide for other values."""
-    own = np.asarray(value)
-    if dtype.kind in "biu" and own.dtype.kind in "biuf":
+    number = np.asarray(value)
+    if dtype.kind in "biu" and number.dtype.kind in "biuf":
         with np.errstate(all="ignore"):
-            return bool(own.astype(dtype) == own)
-    return dtype.kind not in "biufc" or bool(np.can_cast(own.dtype, dtype, "same_kind"))
+            return bool(number.astype(dtype) == number)
+    return dtype.kind not in "biufc" or bool(np.can_cast(number.dtype, dtype, "same_kind"))
 
 
-def _sides(given: Any) -> Any:
+def _sides(boundary: Any) -> Any:
     """Return the boundary of an axis: one for both ends, or a pair."""
-    if not isinstance(given, tuple) or len(given) != 2:
-        return _end(given)
-    ends = tuple(map(_end, given))
+    if not isinstance(boundary, tuple) or len(boundary) != 2:
+        return _end(boundary)
+    ends = tuple(map(_end, boundary))
     if "periodic" in [end for end in ends if isinstance(end, str)] and ends[0] != ends[1]:
         raise InputError(
-            f"expected 'periodic' at both ends of an axis or at none, got {given!r}. An end has "
+            f"expected 'periodic' at both ends of an axis or at none, got {boundary!r}. An end has "
             f"the elements of the other end then."
         )
     return ends[0] if ends[0] == ends[1] else ends
 
 
-def _end(given: Any) -> Any:
+def _end(boundary: Any) -> Any:
     """Return the boundary at an end of the array of a section."""
-    if callable(given) or (isinstance(given, str) and given == ODD):
-        return given
-    return _boundary(given, f", {ODD!r}, a function of (rim, inside, at),")
+    if callable(boundary) or (isinstance(boundary, str) and boundary == ODD):
+        return boundary
+    return _boundary(boundary, f", {ODD!r}, a function of (rim, inside, at),")
 
 
-def _boundary(kind: Any, others: str = ",") -> Any:
-    known = _OF_NUMPY.get(kind, kind) if isinstance(kind, str) else kind
-    if known not in BOUNDARIES if isinstance(known, str) else not np.isscalar(known):
-        also = ", ".join(f"{theirs} for {ours}" for theirs, ours in _OF_NUMPY.items())
+def _boundary(kind: Any, alternatives: str = ",") -> Any:
+    boundary = _OF_NUMPY.get(kind, kind) if isinstance(kind, str) else kind
+    if boundary not in BOUNDARIES if isinstance(boundary, str) else not np.isscalar(boundary):
+        also = ", ".join(f"{numpy_name} for {name}" for numpy_name, name in _OF_NUMPY.items())
         raise InputError(
             f"expected a boundary out of {', '.join(BOUNDARIES)} (also NumPy's names: {also})"
-            f"{others} or a number, got {kind!r}."
+            f"{alternatives} or a number, got {kind!r}."
         )
-    return known
+    return boundary
 
 
 def _each_array(
@@ -317,8 +317,8 @@ def _each_array(
                 f"{name}={value!r}."
             )
         return [
-            (shape, _values_by_axis(name, each, len(shape), default))
-            for shape, each in zip(shapes, value, strict=True)
+            (shape, _values_by_axis(name, array_value, len(shape), default))
+            for shape, array_value in zip(shapes, value, strict=True)
         ]
     by_axis = _values_by_axis(name, value, max(map(len, shapes)), default)
     return [(shape, by_axis[: len(shape)]) for shape in shapes]
@@ -328,9 +328,9 @@ def _values_by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any
     """Return a value for each axis, from one value, a tuple or a dict by axis."""
     if isinstance(value, Mapping):
         axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
-        given = {axis % ndim: default if of is None else of for axis, of in axes.items()}
-        if len(given) == len(value):
-            return tuple(given.get(axis, default) for axis in range(ndim))
+        values = {axis % ndim: default if n is None else n for axis, n in axes.items()}
+        if len(values) == len(value):
+            return tuple(values.get(axis, default) for axis in range(ndim))
         for axis in value:
             if axis not in axes:
                 raise InputError(
@@ -340,7 +340,7 @@ def _values_by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any
     elif not isinstance(value, (tuple, list)):
         return (default if value is None else value,) * ndim
     elif len(value) == ndim:
-        return tuple(default if of is None else of for of in value)
+        return tuple(default if axis_value is None else axis_value for axis_value in value)
     raise InputError(
         f"expected one {name} for all of {ndim} axes, a tuple with one for each, or a dict by "
         f"axis, got {name}={value!r}."

@@ -149,17 +149,18 @@ def stage_order(
     ranked: defaultdict[str, list[str]] = defaultdict(list)  # by host
     for holder in sorted(set(holders)):
         ranked[host_of(holder)].append(holder)
-    own = host_of(reader)
-    near = ranked.pop(own, [])
+    reader_host = host_of(reader)
+    near = ranked.pop(reader_host, [])
     offset = bisect_left(near, reader)
     hosts = sorted(ranked)
-    others = [_rotated(ranked[host], offset) for host in _rotated(hosts, bisect_left(hosts, own))]
-    turns = zip_longest(*_rotated(others, offset))
-    far = [holder for turn in turns for holder in turn if holder is not None]
-    return _rotated(near, offset) + far
+    later_hosts = _rotate(hosts, bisect_left(hosts, reader_host))
+    remote = [_rotate(ranked[host], offset) for host in later_hosts]
+    turns = zip_longest(*_rotate(remote, offset))
+    far = [holder for stage in turns for holder in stage if holder is not None]
+    return _rotate(near, offset) + far
 
 
-def _rotated(items: list[_T], start: int) -> list[_T]:
+def _rotate(items: list[_T], start: int) -> list[_T]:
     """Return the items from index `start` on, then the items before it.
 
     >>> _rotated([1, 2, 3], 4)
@@ -198,14 +199,14 @@ class Input(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of one element along the axis, or of the whole undivided block."""
-        others = (n for axis, n in enumerate(self.shape) if axis != self.axis)
-        return prod(others) * self.item_bytes
+        undivided_lengths = (n for axis, n in enumerate(self.shape) if axis != self.axis)
+        return prod(undivided_lengths) * self.item_bytes
 
 
 class Part(NamedTuple):
     """A part of all inputs and of the output. Ranges are along the divided axis."""
 
-    own: Range  # range of the output block
+    output_range: Range  # range of the output block
     reads: tuple[Range | None, ...]  # by input: range that is read; None: the whole input
     halo: tuple[Range, ...]  # by input: halo widths in that range, before and after
 
@@ -218,7 +219,7 @@ class Part(NamedTuple):
     @property
     def result_length(self) -> int:
         """Length of the function's result along the axis."""
-        return self.own[1] - self.own[0] + sum(self.result_halo)
+        return self.output_range[1] - self.output_range[0] + sum(self.result_halo)
 
 
 @dataclass(frozen=True)
@@ -233,10 +234,10 @@ class PartPlan:
     def input_indices(self, part: Part) -> list[int]:
         """Return the byte offsets of a part's inputs in a slot, and the end of the last one."""
         sizes = (
-            each.row_bytes * (1 if read is None else read[1] - read[0])
-            for each, read in zip(self.inputs, part.reads, strict=True)
+            block.row_bytes * (1 if read is None else read[1] - read[0])
+            for block, read in zip(self.inputs, part.reads, strict=True)
         )
-        return list(block_bounds(map(_aligned, sizes)))
+        return list(block_bounds(map(_align_bytes, sizes)))
 
     @property
     def slot_bytes(self) -> int:
@@ -246,12 +247,12 @@ class PartPlan:
     @property
     def host_slot_bytes(self) -> int:
         """Bytes of a slot in host memory: the inputs of a part, then its result."""
-        return self.slot_bytes + _aligned(self.result_bytes)
+        return self.slot_bytes + _align_bytes(self.result_bytes)
 
     def device_bytes(self, slots: int) -> tuple[int, int]:
         """Return the bytes on the device of all slots, and of the function's results."""
         count = min(slots, len(self.parts))
-        return count * self.slot_bytes, (count + self.has_halo) * _aligned(self.result_bytes)
+        return count * self.slot_bytes, (count + self.has_halo) * _align_bytes(self.result_bytes)
 
 
 def plan_parts(
@@ -271,39 +272,39 @@ def plan_parts(
     --------
     >>> block = Input(shape=(10, 4), item_bytes=8, axis=0, halo=(1, 1), depth=(1, 1))
     >>> for part in plan_parts([block], 8, 5 * 32, 32).parts:
-    ...     print(part.own, "of", part.reads[0])
+    ...     print(part.output_range, "of", part.reads[0])
     (0, 3) of (0, 5)
     (3, 6) of (3, 8)
     (6, 8) of (6, 10)
     """
-    cut = [each for each in inputs if each.axis is not None]
-    fixed_bytes = sum(each.row_bytes for each in inputs if each.axis is None)
-    fixed_bytes += sum(sum(each.depth) * each.row_bytes for each in cut)
-    row_bytes = sum(each.row_bytes for each in cut)
+    cut = [block for block in inputs if block.axis is not None]
+    fixed_bytes = sum(block.row_bytes for block in inputs if block.axis is None)
+    fixed_bytes += sum(sum(block.depth) * block.row_bytes for block in cut)
+    row_bytes = sum(block.row_bytes for block in cut)
     rows = max(1, (part_bytes - fixed_bytes) // row_bytes) if row_bytes else max(1, length)
     bounds = block_bounds(split_evenly(length, max(1, -(-length // rows))))
-    parts = tuple(_part(inputs, length, own) for own in pairwise(bounds))
+    parts = tuple(_plan_part(inputs, length, output_range) for output_range in pairwise(bounds))
     longest = 1 if is_reduced else max(part.result_length for part in parts)
     return PartPlan(tuple(inputs), parts, result_row_bytes * longest)
 
 
-def _part(inputs: Sequence[Input], length: int, own: Range) -> Part:
+def _plan_part(inputs: Sequence[Input], length: int, output_range: Range) -> Part:
     reads: list[Range | None] = []
     halo: list[Range] = []
-    for each in inputs:
-        if each.axis is None:
+    for block in inputs:
+        if block.axis is None:
             reads.append(None)
             halo.append((0, 0))
             continue
-        at = each.halo[0]  # offset of the block's own elements
-        start = max(0, at + own[0] - each.depth[0])
-        stop = min(at + length + each.halo[1], at + own[1] + each.depth[1])
+        at = block.halo[0]  # offset of the block's own elements
+        start = max(0, at + output_range[0] - block.depth[0])
+        stop = min(at + length + block.halo[1], at + output_range[1] + block.depth[1])
         reads.append((start, stop))
-        halo.append((at + own[0] - start, stop - at - own[1]))
-    return Part(own, tuple(reads), tuple(halo))
+        halo.append((at + output_range[0] - start, stop - at - output_range[1]))
+    return Part(output_range, tuple(reads), tuple(halo))
 
 
-def _aligned(size_bytes: int) -> int:
+def _align_bytes(size_bytes: int) -> int:
     return round_up(size_bytes, _ALIGNMENT_BYTES)
 
 
@@ -321,7 +322,7 @@ class Step(NamedTuple):
     after: tuple[tuple[str, int], ...] = ()
 
 
-def steps(
+def schedule_steps(
     count: int,  # number of parts
     #: Number of slots, at least 2. A slot holds a part from its copy up to the end of its result's
     #: copy down, because a result may use its part's memory.

@@ -47,19 +47,20 @@ class Transform:
 
     def ready(self, chunks: Chunks, remaining: frozenset[int]) -> frozenset[int]:
         """Return the remaining axes that can be transformed locally."""
-        whole = frozenset(axis for axis in remaining if len(chunks[axis]) == 1)
-        if self.first in remaining - whole:
+        undivided = frozenset(axis for axis in remaining if len(chunks[axis]) == 1)
+        if self.first in remaining - undivided:
             return frozenset()
-        return whole - {self.last} if remaining - whole else whole
+        return undivided - {self.last} if remaining - undivided else undivided
 
-    def after(self, chunks: Chunks, done: frozenset[int]) -> Chunks:
+    def after(self, chunks: Chunks, transformed: frozenset[int]) -> Chunks:
         """Return the chunks after the transform of these undivided axes."""
-        return tuple(
-            (self.lengths[axis],) if axis in done else sizes for axis, sizes in enumerate(chunks)
-        )
+        result = list(chunks)
+        for axis in transformed:
+            result[axis] = (self.lengths[axis],)
+        return tuple(result)
 
 
-def stages(
+def plan_stages(
     chunks: Chunks,  # chunks of the input: the first grid
     transform: Transform,
     final: Chunks | None = None,  # chunks of the result; None: any
@@ -81,65 +82,64 @@ def stages(
     number = count()  # breaks ties: the path that was found first
     nothing: tuple[FftStage, ...] = ()
     waiting = [((0, 0, 0, 0), next(number), chunks, frozenset(transform.lengths), nothing)]
-    seen: set[tuple[Chunks, frozenset[int]]] = set()
+    visited: set[tuple[Chunks, frozenset[int]]] = set()
     while waiting:
         cost, _, grid, remaining, path = heappop(waiting)
-        if (grid, remaining) in seen:
+        if (grid, remaining) in visited:
             continue
-        seen.add((grid, remaining))
+        visited.add((grid, remaining))
         ready = transform.ready(grid, remaining)
         path = (*path, FftStage(grid, tuple(sorted(ready))))
-        after, left = transform.after(grid, ready), remaining - ready
-        if not left and final in (None, after):
+        after, remaining = transform.after(grid, ready), remaining - ready
+        if not remaining and final in (None, after):
             return list(path)
-        size = prod(map(sum, after)) * transform.item_bytes[len(left) < len(transform.lengths)]
-        for new, share, distance in _exchanges(after, left, transform, final):
+        is_complex = len(remaining) < len(transform.lengths)
+        size = prod(map(sum, after)) * transform.item_bytes[is_complex]
+        for new, share, distance in _next_grids(after, remaining, transform, final):
             lost = max(0, blocks - prod(map(len, new))) if new != final else 0
             step = (lost, 1, size - size // share, distance)
-            a, b, c, d = (old + more for old, more in zip(cost, step, strict=True))
-            heappush(waiting, ((a, b, c, d), next(number), new, left, path))
+            a, b, c, d = (old + increase for old, increase in zip(cost, step, strict=True))
+            heappush(waiting, ((a, b, c, d), next(number), new, remaining, path))
     raise AssertionError("an exchange can always make an axis undivided")
 
 
-def _exchanges(
-    chunks: Chunks, left: frozenset[int], transform: Transform, final: Chunks | None
+def _next_grids(
+    chunks: Chunks, remaining: frozenset[int], transform: Transform, final: Chunks | None
 ) -> Iterator[tuple[Chunks, int, int]]:
     """Yield the next grids: chunks, number of parts (one stays in place), distance of moves."""
     if final is not None:
-        before = {axis: (sum(chunks[axis]),) for axis in left}
-        if all(len(final[axis]) == 1 for axis in left):
+        before = {axis: (sum(chunks[axis]),) for axis in remaining}
+        if all(len(final[axis]) == 1 for axis in remaining):
             grid = tuple(before.get(axis, sizes) for axis, sizes in enumerate(final))
             yield grid, max(1, prod(map(len, chunks))), 0
-    for move in _moves(chunks, left):
+    for move in _moves(chunks, remaining):
         partitions = list(chunks)
         distance = 0
         for source, target in move:
             if source != target:
-                partitions[target] = moved_division(chunks[source], chunks[target])
+                partitions[target] = move_division(chunks[source], chunks[target])
             partitions[source] = (sum(chunks[source]),)
             distance += (source - target if transform.is_inverse else target - source) % len(chunks)
         share = prod(len(chunks[source]) for source, _ in move)
         yield tuple(partitions), share, distance
 
 
-def _moves(chunks: Chunks, left: frozenset[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+def _moves(chunks: Chunks, remaining: frozenset[int]) -> Iterator[tuple[tuple[int, int], ...]]:
     """Yield the sets of divisions that may move in one exchange: (from axis, to axis) pairs."""
     if len(chunks) == 1:
         yield ((0, 0),)
         return
-    divided = sorted(axis for axis in left if len(chunks[axis]) > 1)
-    whole = [axis for axis, sizes in enumerate(chunks) if len(sizes) == 1]
-    for n in range(1, min(len(divided), len(whole)) + 1):
-        for sources, targets in product(combinations(divided, n), permutations(whole, n)):
-            yield tuple(zip(sources, targets, strict=True))
+    divided = sorted(axis for axis in remaining if len(chunks[axis]) > 1)
+    undivided = [axis for axis, sizes in enumerate(chunks) if len(sizes) == 1]
+    for n in range(1, min(len(divided), len(undivided)) + 1):
+        for pair in product(combinations(divided, n), permutations(undivided, n)):
+            yield tuple(zip(*pair, strict=True))
     # Two divisions on one axis, if no axis is undivided.
-    others = [axis for axis in range(len(chunks)) if axis not in whole]
-    yield from (
-        ((source, target),) for source, target in product(divided, others) if source != target
-    )
+    targets = [axis for axis in range(len(chunks)) if axis not in undivided]
+    yield from (((axis, target),) for axis, target in product(divided, targets) if axis != target)
 
 
-def moved_division(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int, ...]:
+def move_division(sizes: tuple[int, ...], target_sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the block sizes of an axis that takes over another axis's division.
 
     The axis keeps its own division too. The sizes follow the other axis: the same sizes, or equal
@@ -150,8 +150,8 @@ def moved_division(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int
     >>> moved_division((3, 3, 2, 2), (7,))
     (2, 2, 2, 1)
     """
-    length, parts = sum(others), len(sizes) * len(others)
-    if len(others) == 1 and length == sum(sizes):
+    length, parts = sum(target_sizes), len(sizes) * len(target_sizes)
+    if len(target_sizes) == 1 and length == sum(sizes):
         return sizes
     parts = max(1, min(parts, length))
     size = max(1, -(-length // parts))
@@ -162,7 +162,7 @@ def moved_division(sizes: tuple[int, ...], others: tuple[int, ...]) -> tuple[int
 
 
 @dataclass(frozen=True)
-class Rolled(SplitAxis):
+class RolledAxis(SplitAxis):
     """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
 
     Examples

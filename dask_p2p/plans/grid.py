@@ -179,14 +179,14 @@ class GridPlan:
 
     def _read_without_corners(self, index: Index) -> tuple[tuple[Index, ...], tuple[int, ...]]:
         """Return the sources of a block, and the number of elements that it reads of each."""
-        found = self._read.get(index)
-        if found is None:
+        reads = self._read.get(index)
+        if reads is None:
             block = self.block(index)
             elements = [0] * len(block.sources)
             for piece in block.pieces:
                 elements[piece.source] += box_size(piece.src)
-            found = self._read[index] = (block.sources, tuple(elements))
-        return found
+            reads = self._read[index] = (block.sources, tuple(elements))
+        return reads
 
     def _all_sources(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[Index, ...]:
         """Return the sources of a block that reads these source blocks along each axis."""
@@ -267,13 +267,13 @@ def cached_plan(plan: GridPlan) -> GridPlan:
 
     Layers of an iteration have equal plans.
     """
-    known = _known(plan)
+    shared_plan = _shared_plan(plan)
     # A copy has nothing computed, so that the plan that is kept stays small.
-    return known if known.edges <= _MOST_SHARED_EDGES else replace(known)
+    return shared_plan if shared_plan.edges <= _MOST_SHARED_EDGES else replace(shared_plan)
 
 
 @lru_cache(maxsize=16)
-def _known(plan: GridPlan) -> GridPlan:
+def _shared_plan(plan: GridPlan) -> GridPlan:
     return plan
 
 
@@ -284,13 +284,13 @@ def redistribution(
 ) -> GridPlan:
     """Return the plan that divides an array into other blocks, with its axes permuted."""
     mappings = [
-        SplitAxis(_plain(src_chunks[a]), _plain(sizes))
+        SplitAxis(_to_python_ints(src_chunks[a]), _to_python_ints(sizes))
         for a, sizes in zip(axes, chunks, strict=True)
     ]
     return cached_plan(GridPlan(tuple(axes), tuple(mappings)))
 
 
-def _plain(sizes: Sequence[int]) -> tuple[int, ...]:
+def _to_python_ints(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return sizes as Python integers, because Dask also accepts NumPy's, which pickle larger."""
     return tuple(map(int, sizes))
 
@@ -316,8 +316,8 @@ def slab_chunks(src_chunks: Chunks, axes: Sequence[int]) -> Chunks:
     return tuple(map(split_evenly, lengths, parts))
 
 
-def _parts_by_axis(lengths: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the number of parts of each axis, for `most` blocks or the nearest smaller number.
+def _parts_by_axis(lengths: Sequence[int], blocks: int) -> tuple[int, ...]:
+    """Return the number of parts of each axis, for `blocks` blocks or the nearest smaller number.
 
     Among equals, the largest block is as small as possible; then earlier axes have as many parts as
     possible.
@@ -328,11 +328,11 @@ def _parts_by_axis(lengths: Sequence[int], most: int) -> tuple[int, ...]:
     def rank(cut: Sequence[int]) -> tuple[int, int]:
         return prod(cut), -prod(-(-length // n) for length, n in zip(lengths, cut, strict=True))
 
-    first, *rest = lengths
+    first, *other_lengths = lengths
     best = (1,) * len(lengths)
-    for parts in range(min(first, most), 0, -1):
-        if parts * min(prod(rest), most // parts) >= prod(best):
-            best = max(best, (parts, *_parts_by_axis(rest, most // parts)), key=rank)
+    for parts in range(min(first, blocks), 0, -1):
+        if parts * min(prod(other_lengths), blocks // parts) >= prod(best):
+            best = max(best, (parts, *_parts_by_axis(other_lengths, blocks // parts)), key=rank)
     return best
 
 
@@ -362,7 +362,7 @@ MANY_GROUPS = 64
 _LEAST_GAIN = 2  # least factor of all edges that makes the second layer worthwhile
 
 
-def grouped(
+def group_blocks(
     plan: GridPlan,  # a redistribution
     groups: int | None,  # number of groups; 0: no groups; None: chosen by the number of edges
     threads: Callable[[], int | None],  # the cluster's number of threads; called only if needed
@@ -370,7 +370,7 @@ def grouped(
     """Return the plan of the groups, or the plan itself without groups."""
     blocks = prod(map(len, plan.chunks))
     if groups is None:
-        groups = _best_number(plan, threads) if plan.edges > FEW_EDGES else 0
+        groups = _choose_group_count(plan, threads) if plan.edges > FEW_EDGES else 0
         allowed = plan.edges // _LEAST_GAIN - blocks
     else:
         allowed = plan.edges - 1
@@ -379,27 +379,23 @@ def grouped(
     together = ceil(blocks / groups)
     if together < 2:
         return plan
-    plans = [_merged(plan, axis, together) for axis in range(len(plan.axes))]
+    plans = [_merge_blocks(plan, axis, together) for axis in range(len(plan.axes))]
     best = min(plans, key=lambda merged: merged.edges)
     return best if best.edges <= allowed else plan
 
 
-def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
+def _choose_group_count(plan: GridPlan, threads: Callable[[], int | None]) -> int:
     """Return the best number of groups for many edges: few, but enough for all threads."""
     small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
     if plan.edges > MOST_EDGES:
         small = min(small, MANY_GROUPS)
-    known = threads()
-    return max(small, MANY_GROUPS if known is None else 2 * known)
+    thread_count = threads()
+    return max(small, MANY_GROUPS if thread_count is None else 2 * thread_count)
 
 
-def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:
-    """Return the plan with `together` neighbours along one axis joined."""
+def _merge_blocks(plan: GridPlan, axis: int, together: int) -> GridPlan:
     mappings = list(plan.mappings)
-    mappings[axis] = SplitAxis(mappings[axis].src_sizes, _joined(mappings[axis].sizes, together))
+    src_sizes, sizes = mappings[axis].src_sizes, mappings[axis].sizes
+    sums = (sum(sizes[start : start + together]) for start in range(0, len(sizes), together))
+    mappings[axis] = SplitAxis(src_sizes, tuple(sums))
     return GridPlan(plan.axes, tuple(mappings))
-
-
-def _joined(sizes: tuple[int, ...], together: int) -> tuple[int, ...]:
-    starts = range(0, len(sizes), together)
-    return tuple(sum(sizes[start : start + together]) for start in starts)

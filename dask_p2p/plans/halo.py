@@ -88,16 +88,16 @@ class Halo:
     def widths(self) -> tuple[tuple[int, int], ...]:
         """By block: widths of the halo before and after it, smaller at some ends."""
         reaches = map(self._reach, range(len(self.src_sizes)))
-        return tuple((own - start, stop - end) for (start, own), _, (end, stop) in reaches)
+        return tuple((first - start, stop - last) for (start, first), _, (last, stop) in reaches)
 
     def blocks(self, number: int) -> tuple[int, ...]:
         return blocks_read(self.segments(number))
 
     def segments(self, number: int) -> list[AxisSegment]:
-        before, own, after = self._reach(number)
+        before, inner, after = self._reach(number)
         length, base = self._bounds[-1], before[0]
         segments: list[AxisSegment] = []
-        for (start, stop), is_halo in ((before, True), (own, False), (after, True)):
+        for (start, stop), is_halo in ((before, True), (inner, False), (after, True)):
             for lo, hi in (
                 (start, min(stop, 0)),
                 (max(start, 0), min(stop, length)),
@@ -132,7 +132,7 @@ class Halo:
         return segments
 
 
-def halo_plan(
+def plan_halo(
     chunks: Chunks,  # chunks of the array
     depth: Sequence[tuple[int, int]],  # by axis: width of the halo before and after a block
     boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, a constant, or a pair for both ends
@@ -142,17 +142,13 @@ def halo_plan(
     """Return the plan of blocks with halos."""
     mappings: list[AxisMapping] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
-        own = tuple(map(int, sizes))
-        widths = Halo(own, before, after, beyond)
-        mappings.append(widths if before or after else SplitAxis(own, own))
+        block_sizes = tuple(map(int, sizes))
+        widths = Halo(block_sizes, before, after, beyond)
+        mappings.append(widths if before or after else SplitAxis(block_sizes, block_sizes))
     plan = GridPlan(tuple(range(len(chunks))), tuple(mappings), has_corners, unread)
     # Equal constants may differ in their bits: 0.0 and -0.0.
-    are_named = all(isinstance(end, str) for each in boundary for end in _ends(each))
+    are_named = all(isinstance(end, str) for ends in map(both_ends, boundary) for end in ends)
     return cached_plan(plan) if are_named else plan
-
-
-def _ends(boundary: Any) -> tuple[Any, ...]:
-    return boundary if isinstance(boundary, tuple) else (boundary,)
 
 
 def halo_widths_of(plan: GridPlan) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -215,18 +211,18 @@ class RankHalo(Exchange):
         return self.after
 
 
-def halo_exchange(
+def plan_halo_exchange(
     ranks: RankGrid,
     rank: int,
     depth: Sequence[tuple[int, int]],
     boundary: Sequence[Any],
     has_corners: bool,
 ) -> RankHalo:
-    """Return the exchange that fills a rank's halo; see `halo_plan` for the parameters.
+    """Return the exchange that fills a rank's halo; see `plan_halo` for the parameters.
 
     It may reach over several other ranks.
     """
-    shares = _HaloBlocks.of(ranks, depth, boundary, has_corners)
+    shares = _HaloBlocks.from_ranks(ranks, depth, boundary, has_corners)
     at = ranks.indices[rank]
     local, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
     for piece in shares.pieces(at):
@@ -270,14 +266,14 @@ class _HaloBlocks:
     has_corners: bool
 
     @classmethod
-    def of(
+    def from_ranks(
         cls,
         ranks: RankGrid,
         depth: Sequence[tuple[int, int]],
         boundary: Sequence[Any],
         has_corners: bool,
     ) -> _HaloBlocks:
-        plan = halo_plan(ranks.local_sizes, depth, boundary)
+        plan = plan_halo(ranks.local_sizes, depth, boundary)
         axes = range(len(ranks.grid))
         groups = [[axis] for axis in axes]
         if has_corners:
@@ -294,7 +290,7 @@ class _HaloBlocks:
         of_axes = zip(self.widths, at, self.shape(at), strict=True)
         return tuple((w[i][0], size - w[i][1]) for w, i, size in of_axes)
 
-    def _whole(self, at: Index) -> Box:
+    def _full_box(self, at: Index) -> Box:
         return whole_box(self.shape(at))
 
     @cached_property
@@ -304,11 +300,11 @@ class _HaloBlocks:
     def pieces(self, at: Index) -> list[_HaloPiece]:
         """Return the pieces of a halo, in the order of an exchange."""
         if at not in self._pieces:
-            inner, whole, filled = self.inner(at), self._whole(at), set[int]()
-            found = self._pieces[at] = []
+            inner, full_box, filled = self.inner(at), self._full_box(at), set[int]()
+            pieces = self._pieces[at] = []
             for group in self.groups:
-                base = tuple(whole[a] if a in filled else inner[a] for a in range(len(at)))
-                found += self._of_group(at, group, base)
+                base = tuple(full_box[a] if a in filled else inner[a] for a in range(len(at)))
+                pieces += self._of_group(at, group, base)
                 if self.has_corners:
                     filled.update(group)
         return self._pieces[at]
@@ -332,18 +328,18 @@ class _HaloBlocks:
     def may_read(self, reader: Index, holder: Index) -> bool:
         """Return true if the reader's halo may have pieces of the holder's local block."""
         along = zip(self.mappings, reader, holder, strict=True)
-        return all(i == own or own in mapping.blocks(i) for mapping, i, own in along)
+        return all(i == source or source in mapping.blocks(i) for mapping, i, source in along)
 
     def fills(self, at: Index) -> list[Fill]:
         """Return the halo regions beyond the array's ends that have a constant value."""
-        base = self._whole(at) if self.has_corners else self.inner(at)
-        found = [
+        base = self._full_box(at) if self.has_corners else self.inner(at)
+        fills = [
             Fill((*base[:axis], part.dst, *base[axis + 1 :]), part.value)
             for axis, (mapping, i) in enumerate(zip(self.mappings, at, strict=True))
             for part in mapping.segments(i)
             if part.block is None
         ]
-        return [fill for fill in found if box_size(fill.dst)]
+        return [fill for fill in fills if box_size(fill.dst)]
 
     def unread(self, at: Index) -> list[Box]:
         """Return the corners of a halo that no piece and no fill covers."""
@@ -353,49 +349,49 @@ class _HaloBlocks:
             ((0, start), (start, stop), (stop, size))
             for (start, stop), size in zip(self.inner(at), self.shape(at), strict=True)
         ]
-        found = [
+        corners = [
             tuple(side[number] for side, number in zip(sides, numbers, strict=True))
             for numbers in product(range(3), repeat=len(at))
             if sum(number != 1 for number in numbers) > 1
         ]
-        return [box for box in found if box_size(box)]
+        return [box for box in corners if box_size(box)]
 
 
-def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
+def split_interior(halos: Sequence[RankHalo]) -> list[Box]:
     """Return the interior and the boundary regions, which together cover a local block once.
 
     Several halos may surround local blocks of one shape. Only the interior needs no halo data of
     other ranks. It may be empty: then the local block is the only boundary region.
     """
-    whole = whole_box([stop - start for start, stop in halos[0].inner])
-    each = [_interior(halo) for halo in halos]
+    local_block = whole_box([stop - start for start, stop in halos[0].inner])
+    interiors = [_interior_ranges(halo) for halo in halos]
     inside = [
         (max(start for start, _ in along), min(stop for _, stop in along))
-        for along in zip(*each, strict=True)
+        for along in zip(*interiors, strict=True)
     ]
     if any(start >= stop for start, stop in inside):
-        return [tuple((0, 0) for _ in whole), whole]
+        return [tuple((0, 0) for _ in local_block), local_block]
     boundary_parts = []
     for axis, (start, stop) in enumerate(inside):
-        for low, high in ((0, start), (stop, whole[axis][1])):
-            boundary_parts.append((*inside[:axis], (low, high), *whole[axis + 1 :]))
+        for low, high in ((0, start), (stop, local_block[axis][1])):
+            boundary_parts.append((*inside[:axis], (low, high), *local_block[axis + 1 :]))
     return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
 
 
-def _interior(rank_halo: RankHalo) -> list[tuple[int, int]]:
+def _interior_ranges(rank_halo: RankHalo) -> list[tuple[int, int]]:
     """Return the range along each axis that needs no halo data of other ranks, or of functions."""
     if rank_halo.is_changed_later:
         return [(0, 0) for _ in rank_halo.inner]
-    needed, inside = _sides(rank_halo), []
+    sides, inside = _sides_with_messages(rank_halo), []
     of_axes = enumerate(zip(rank_halo.inner, rank_halo.depth, strict=True))
     for axis, ((first, last), (before, after)) in of_axes:
-        start = before if (axis, False) in needed else 0
-        stop = last - first - (after if (axis, True) in needed else 0)
+        start = before if (axis, False) in sides else 0
+        stop = last - first - (after if (axis, True) in sides else 0)
         inside.append((start, stop))
     return inside
 
 
-def _sides(rank_halo: RankHalo) -> set[tuple[int, bool]]:
+def _sides_with_messages(rank_halo: RankHalo) -> set[tuple[int, bool]]:
     """Return the sides that need boundary regions: axis, and true for its end."""
     around = []
     for box in (box for boxes in rank_halo.receives.values() for box in boxes):
@@ -403,8 +399,8 @@ def _sides(rank_halo: RankHalo) -> set[tuple[int, bool]]:
         before = [(axis, False) for axis, ((_, stop), (first, _)) in along if stop <= first]
         after = [(axis, True) for axis, ((start, _), (_, last)) in along if start >= last]
         around.append(before + after)
-    needed: set[tuple[int, bool]] = set()
+    chosen_sides: set[tuple[int, bool]] = set()
     for sides in sorted(around, key=len):
-        if not needed & {*sides}:  # a corner's other side mostly has a region already
-            needed.add(sides[0])
-    return needed
+        if not chosen_sides & {*sides}:  # a corner's other side mostly has a region already
+            chosen_sides.add(sides[0])
+    return chosen_sides

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, split_evenly, whole_box
 from dask_p2p.plans.base import Fill, Piece
-from dask_p2p.plans.fft import FftStage, Transform, stages
+from dask_p2p.plans.fft import FftStage, Transform, plan_stages
 from dask_p2p.plans.grid import redistribution
 
 
@@ -38,11 +38,11 @@ class RankGrid:
         Only the axes of `partition` may be divided between ranks; by default all.
         """
         axes = range(len(chunks)) if partition is None else partition
-        most = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]
+        max_grid = [len(sizes) if axis in axes else 1 for axis, sizes in enumerate(chunks)]
         shape = list(map(sum, chunks))
-        for size in range(max(1, min(ranks, prod(most))), 0, -1):
-            if found := list(grids(size, most)):
-                return cls(chunks, min(found, key=lambda grid: surface(grid, shape)))
+        for size in range(max(1, min(ranks, prod(max_grid))), 0, -1):
+            if candidates := list(grids(size, max_grid)):
+                return cls(chunks, min(candidates, key=lambda grid: surface(grid, shape)))
         raise AssertionError("one rank can always have the whole array")
 
     @classmethod
@@ -54,18 +54,16 @@ class RankGrid:
         """
         return cls(((1,) * size,), (size,))
 
-    def extended(self, extra: Sequence[int]) -> RankGrid:
+    def extend(self, extra: Sequence[int]) -> RankGrid:
         """Return the ranks of an array that is longer at its end, by `extra` along each axis.
 
-        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extended((0, 1)).local_sizes
+        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extend((0, 1)).local_sizes
         ((6,), (4, 5))
         """
         if not any(extra):
             return self
-        chunks = (
-            (*sizes[:-1], sizes[-1] + more) for sizes, more in zip(self.chunks, extra, strict=True)
-        )
-        return RankGrid(tuple(chunks), self.grid)
+        pairs = zip(self.chunks, extra, strict=True)
+        return RankGrid(tuple((*sizes[:-1], sizes[-1] + n) for sizes, n in pairs), self.grid)
 
     @property
     def size(self) -> int:
@@ -144,15 +142,15 @@ def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int
     return sum(cuts), tuple(-count for count in grid)  # among equals, more along earlier axes
 
 
-def grids(size: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all grids of `size` ranks, with at most `most` along each axis."""
-    if not most:
+def grids(size: int, max_grid: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all grids of `size` ranks, with at most `max_grid` along each axis."""
+    if not max_grid:
         if size == 1:
             yield ()
         return
-    for count in range(1, min(size, most[0]) + 1):
+    for count in range(1, min(size, max_grid[0]) + 1):
         if size % count == 0:
-            yield from ((count, *others) for others in grids(size // count, most[1:]))
+            yield from ((count, *later) for later in grids(size // count, max_grid[1:]))
 
 
 # Partitions of an array between the ranks of a gang.
@@ -165,7 +163,7 @@ def partition_of(ranks: RankGrid) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(ranks.grid) if count > 1)
 
 
-def partitioned(
+def distribute_array(
     ranks: RankGrid,  # the present distribution
     shape: Sequence[int],  # shape of the array to distribute
     partition: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
@@ -188,10 +186,10 @@ def partitioned(
     if is_same and {*partition_of(ranks)} <= {*partition}:
         return ranks
     if not partition and shape:
-        rest = [(length,) for length in shape[1:]]
+        undivided_axes = [(length,) for length in shape[1:]]
         first = (shape[0],) + (0,) * (ranks.size - 1)
-        return RankGrid((first, *rest), (ranks.size, *(1 for _ in rest)))
-    most = [ranks.size if axis in partition else 1 for axis in range(len(shape))]
+        return RankGrid((first, *undivided_axes), (ranks.size, *(1 for _ in undivided_axes)))
+    max_grid = [ranks.size if axis in partition else 1 for axis in range(len(shape))]
 
     def cost(grid: tuple[int, ...]) -> tuple[int, tuple[float, tuple[int, ...]]]:
         with_elements = 1
@@ -199,7 +197,7 @@ def partitioned(
             with_elements *= min(count, length)
         return -with_elements, surface(grid, shape)
 
-    grid = min(grids(ranks.size, most), key=cost)
+    grid = min(grids(ranks.size, max_grid), key=cost)
     sizes = [
         ranks.local_sizes[axis]
         if is_same and count == ranks.grid[axis]
@@ -209,7 +207,7 @@ def partitioned(
     return RankGrid(tuple(sizes), grid)
 
 
-def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
+def distribute_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     """Return the distribution of an array of any shape, along the axes of another distribution.
 
     Along axis 0, if the array has none of these axes.
@@ -221,7 +219,7 @@ def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     ((4, 3), (2,), (2,))
     """
     axes = [axis for axis in partition_of(ranks) if axis < len(shape)]
-    return partitioned(ranks, shape, axes or [0])
+    return distribute_array(ranks, shape, axes or [0])
 
 
 class TransformStage(NamedTuple):
@@ -232,7 +230,7 @@ class TransformStage(NamedTuple):
     after: RankGrid  # the same ranks, with the transformed axes' new lengths
 
 
-def transform_stages(
+def plan_transform_stages(
     before: RankGrid,  # distribution of the input
     after: RankGrid,  # distribution of the result
     transform: Transform,
@@ -246,27 +244,28 @@ def transform_stages(
     >>> [(stage.before.grid, stage.axes) for stage in transform_stages(slabs, slabs, both)]
     [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]
     """
-    found = []
-    for stage in stages(before.local_sizes, transform, after.local_sizes):
-        own = _divided(before, stage)
+    rank_stages = []
+    for stage in plan_stages(before.local_sizes, transform, after.local_sizes):
+        stage_ranks = _distribute_stage(before, stage)
         sizes = [
             tuple(transform.lengths[axis] if size else 0 for size in along)
             if axis in stage.axes
             else along
-            for axis, along in enumerate(own.local_sizes)
+            for axis, along in enumerate(stage_ranks.local_sizes)
         ]
-        found.append(TransformStage(own, stage.axes, RankGrid(tuple(sizes), own.grid)))
-    return found
+        result_ranks = RankGrid(tuple(sizes), stage_ranks.grid)
+        rank_stages.append(TransformStage(stage_ranks, stage.axes, result_ranks))
+    return rank_stages
 
 
-def _divided(ranks: RankGrid, stage: FftStage) -> RankGrid:
+def _distribute_stage(ranks: RankGrid, stage: FftStage) -> RankGrid:
     """Return the distribution of a stage's grid, which may have fewer blocks than ranks."""
     if prod(map(len, stage.chunks)) == ranks.size:
         return RankGrid(stage.chunks, tuple(map(len, stage.chunks)))
     shape = list(map(sum, stage.chunks))
     partition = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]
     free = [axis for axis in range(len(shape)) if axis not in stage.axes]
-    return partitioned(ranks, shape, partition or free)
+    return distribute_array(ranks, shape, partition or free)
 
 
 # Exchanges between the local blocks of ranks.
@@ -304,7 +303,7 @@ class Exchange:
         return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
 
 
-def redistribution_exchange(
+def plan_rank_exchange(
     before: RankGrid,
     after: RankGrid,  # distribution of the array with permuted axes
     axes: Sequence[int],  # axis i of `after` is axis axes[i] of `before`
@@ -317,23 +316,25 @@ def redistribution_exchange(
     def permuted(values: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(values[axis] for axis in in_target)
 
-    back = sorted(range(len(axes)), key=axes.__getitem__)
-    received = _pieces(before, after, axes, rank)
-    sent = _pieces(after, before, back, rank)
-    own = received.pop(rank, None)
+    inverse_axes = sorted(range(len(axes)), key=axes.__getitem__)
+    received = _pieces_of(before, after, axes, rank)
+    sent = _pieces_of(after, before, inverse_axes, rank)
+    local_piece = received.pop(rank, None)
     sent.pop(rank, None)
     return Exchange(
         before=before.shape(rank),
         after=permuted(after.shape(rank)),
         axes=permuted(axes),
-        local=[] if own is None else [(own.src, permuted(own.dst))],
+        local=[] if local_piece is None else [(local_piece.src, permuted(local_piece.dst))],
         fills=[],
-        sends={other: [piece.dst] for other, piece in sent.items()},
-        receives={other: [permuted(piece.dst)] for other, piece in received.items()},
+        sends={receiver: [piece.dst] for receiver, piece in sent.items()},
+        receives={sender: [permuted(piece.dst)] for sender, piece in received.items()},
     )
 
 
-def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> dict[int, Piece]:
+def _pieces_of(
+    before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int
+) -> dict[int, Piece]:
     """Return the pieces of a rank's new local block by sender: at most one from each."""
     plan = redistribution(before.local_sizes, axes, after.local_sizes)
     block = plan.block(after.indices[rank])
@@ -364,7 +365,7 @@ class Partners(NamedTuple):
     source: int | None  # source rank
 
 
-def partners(
+def schedule_partners(
     order: str,  # one of `ORDERS` except "auto"
     rank: int,
     size: int,  # number of ranks
@@ -379,14 +380,14 @@ def partners(
     [3, 1, 2]
     """
     if order == "pairwise":
-        return [Partners(other, other) for other in _opponents(rank, size)]
+        return [Partners(opponent, opponent) for opponent in _schedule_opponents(rank, size)]
     far = list(range(1, size))
     if order == "left-right":
         far.sort(key=lambda by: (min(by, size - by), by))
     return [Partners((rank + by) % size, (rank - by) % size) for by in far]
 
 
-def branch(rank: int, size: int) -> tuple[list[int], list[int]]:
+def tree_neighbours(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return the parent and the children of a rank in a tree of all ranks. The root has no parent.
 
     Examples
@@ -401,19 +402,19 @@ def branch(rank: int, size: int) -> tuple[list[int], list[int]]:
     return above, below
 
 
-def _opponents(rank: int, size: int) -> list[int | None]:
+def _schedule_opponents(rank: int, size: int) -> list[int | None]:
     """Return a player's opponents in each round of a round-robin tournament; None: rest.
 
     All players, except the last of an even number, form a ring. In each round two of them are
     opponents if their numbers add up to the round's number. The one left plays the last, or rests.
     """
     ring = size - 1 + size % 2
-    found: list[int | None] = []
+    opponents: list[int | None] = []
     for number in range(ring if size > 1 else 0):
         if rank == ring:
-            other = next(each for each in range(ring) if 2 * each % ring == number)
+            opponent = next(player for player in range(ring) if 2 * player % ring == number)
         else:
-            other = (number - rank) % ring
-            other = ring if other == rank else other
-        found.append(other if other < size else None)
-    return found
+            opponent = (number - rank) % ring
+            opponent = ring if opponent == rank else opponent
+        opponents.append(opponent if opponent < size else None)
+    return opponents

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from asyncio import AbstractEventLoop
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
@@ -25,7 +25,7 @@ from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.engine.context import AttemptLog
+from dask_p2p.engine.context import TaskContext
 from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning, UnsupportedArrayError
 from dask_p2p.monitoring.metrics import Counters, meter, record_transfer
 from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
@@ -39,9 +39,9 @@ from dask_p2p.plugins.storage import (
     is_spilled,
     read_spilled,
 )
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import PROBE_DTYPE, Probes, is_probe
-from dask_p2p.transports.rpc import answering
+from dask_p2p.transports.router import Router
+from dask_p2p.transports.rpc import rpc_handler
 from dask_p2p.types import Array, DType, Key, Kind
 
 _T = TypeVar("_T")
@@ -58,14 +58,13 @@ _PUBLISHED_ARRAYS = 1000  # number of arrays recorded as published
 _MOST_AHEAD = 1000  # blocks of one array that are published before a reader requests them
 
 
-class DaskWorkerContext(AttemptLog):
+class DaskWorkerContext(TaskContext):
     """The `WorkerContext` of a Dask worker, for its transports and tasks."""
 
     def __init__(self, worker: Worker, options: Options) -> None:  # the worker's options
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.record_fallback)
         self.records = RecordLog(_RECORDS)
-        self.running: dict[Any, Callable[[], TaskRecord]] = {}
         self.counters = Counters()
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
@@ -78,7 +77,6 @@ class DaskWorkerContext(AttemptLog):
         self._gone: set[str] = set()
         # by name of an array, the oldest first: number of its blocks that are still held
         self._published: dict[Any, int] = {}
-        self.calls: defaultdict[str, set[asyncio.Future[Any]]] = defaultdict(set)
         self._threads = ThreadPoolExecutor(_SERVING_THREADS, thread_name_prefix="p2p-serve")
         self.from_disk: dict[Any, Any] = {}  # blocks by key, the oldest first
 
@@ -95,7 +93,7 @@ class DaskWorkerContext(AttemptLog):
             with suppress(KeyError):
                 return self.from_disk[key]
             with suppress(KeyError):
-                return self._keep_a_while(key, read_spilled(data, key))
+                return self._cache_block(key, read_spilled(data, key))
         raise KeyError(key)
 
     def is_on_disk(self, key: Key) -> bool:
@@ -103,7 +101,6 @@ class DaskWorkerContext(AttemptLog):
         return is_spilled(self._worker.data, key)
 
     def transport(self, name: str) -> Any:
-        """Return the transport with this name; None if the worker has none."""
         return self.router.transports.get(name)
 
     def holds(self, key: Key) -> bool:
@@ -111,21 +108,19 @@ class DaskWorkerContext(AttemptLog):
         return holds(self._worker.data, key)
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block that is not spilled; raise `KeyError` for any other key."""
         return find_in_memory(self._worker.data, key)
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return the kind of a block, in memory or spilled; None if it is unknown."""
         task = self._worker.state.tasks.get(key)
         package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
         return package if package in BACKENDS else None
 
-    def _keep_a_while(self, key: Key, block: Array) -> Any:
+    def _cache_block(self, key: Key, block: Array) -> Any:
         """Keep a block that was read from disk: requests for its other regions follow soon."""
         if is_mapped(block):
             return block
         self.from_disk[key] = block
-        _keep_newest(self.from_disk, _SERVING_THREADS)
+        _evict_oldest(self.from_disk, _SERVING_THREADS)
         forget = partial(self.from_disk.pop, key, None)
         self.loop.call_soon_threadsafe(self.loop.call_later, _KEEP_S, forget)
         return block
@@ -133,25 +128,15 @@ class DaskWorkerContext(AttemptLog):
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
             raise ConnectionAbortedError("it has left the cluster")
-        call = asyncio.ensure_future(getattr(self._worker.rpc(address), op)(**kwargs))
-        self.calls[address].add(call)
-        try:
-            reply: dict[str, Any] = await call
-        except asyncio.CancelledError:
-            if address in self._gone:
-                raise ConnectionAbortedError("it has left the cluster") from None
-            raise
-        finally:
-            self.calls[address].discard(call)
-            if not self.calls[address]:
-                del self.calls[address]
+        reply: dict[str, Any] = await getattr(self._worker.rpc(address), op)(**kwargs)
         return reply
 
     def on_worker_left(self, address: str) -> None:
-        """Cancel calls to a worker that has left, as connecting fails only after a long time."""
+        """Refuse calls to a worker that has left, as connecting fails only after a long time.
+
+        Dask itself ends the calls under way.
+        """
         self._gone.add(address)
-        for call in self.calls.pop(address, ()):
-            call.cancel()
 
     def on_workers_named(self, addresses: Iterable[str]) -> None:
         """Record that these workers are in the cluster: the scheduler lists them as holders."""
@@ -162,7 +147,6 @@ class DaskWorkerContext(AttemptLog):
     only_waiting = staticmethod(only_waiting)
 
     def warn(self, text: str) -> None:
-        """Warn the users of all clients."""
         warn_client(self._worker, text, P2PWarning)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
@@ -177,11 +161,11 @@ class DaskWorkerContext(AttemptLog):
         self._worker.log_event(FALLBACK_TOPIC, event)
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
-        blocks = {**self._held_outputs(blocks), **blocks}
+        blocks = {**self._find_siblings(blocks), **blocks}
         for name in options.order(kind):
             self.router.transports[name].publish(blocks)
 
-    def _held_outputs(self, blocks: Mapping[Any, Any]) -> dict[Any, Any]:
+    def _find_siblings(self, blocks: Mapping[Any, Any]) -> dict[Any, Any]:
         """Return the other blocks of the same arrays that the worker holds, once for each array.
 
         Tasks on other workers are about to read these blocks. A request to a holder that has not
@@ -191,8 +175,8 @@ class DaskWorkerContext(AttemptLog):
         if not names:
             return {}
         self._published |= dict.fromkeys(names, 0)
-        _keep_newest(self._published, _PUBLISHED_ARRAYS)
-        held, data = {}, self._worker.data
+        _evict_oldest(self._published, _PUBLISHED_ARRAYS)
+        blocks_in_memory, data = {}, self._worker.data
         with suppress(RuntimeError):  # the store is changing: readers will request the blocks
             keys = [key for key in list(data) if isinstance(key, tuple) and key[0] in names]
             self._published |= Counter(key[0] for key in keys)
@@ -200,15 +184,15 @@ class DaskWorkerContext(AttemptLog):
                 with suppress(KeyError, UnsupportedArrayError):
                     block = as_array(find_in_memory(data, key))
                     backend_for(block)  # raises for blocks that cannot be published
-                    held[key] = block
-        return held
+                    blocks_in_memory[key] = block
+        return blocks_in_memory
 
     def on_released(self, key: Key) -> None:
         """Record that the worker no longer holds a block; a later block may have the same name."""
         name = key[0] if isinstance(key, tuple) else key
-        left = self._published.get(name)
-        if left is not None and left > 1:
-            self._published[name] = left - 1
+        block_count = self._published.get(name)
+        if block_count is not None and block_count > 1:
+            self._published[name] = block_count - 1
         else:
             self._published.pop(name, None)
 
@@ -225,34 +209,33 @@ class DaskWorkerContext(AttemptLog):
         with device_work():
             for holder in holders:
                 if holder != self.address:
-                    self.router.routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
+                    self.router.find_routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
 
     def record(self, record: TaskRecord) -> None:
         if not record.error:
             self.forget_attempts(record.key)
             record_transfer(self._worker, record)
         self.running.pop(record.key, None)  # before the append, so that it is reported once
-        self.records.append(self._numbered(record))
+        self.records.append(self._add_run_number(record))
         self.counters.add(record)
         meter(record)
 
-    def under_way(self) -> list[TaskRecord]:
+    def running_records(self) -> list[TaskRecord]:
         """Return the records of running tasks, as far as they have come."""
-        return [look() for look in tuple(self.running.values())]
+        return [make_record() for make_record in tuple(self.running.values())]
 
-    def _numbered(self, record: TaskRecord) -> TaskRecord:
-        """Return a task's record with Dask's run number, if Dask still has the task."""
+    def _add_run_number(self, record: TaskRecord) -> TaskRecord:
         task = self._worker.state.tasks.get(record.key)
         return record._replace(run=task.run_id) if task is not None else record
 
-    @answering
+    @rpc_handler
     async def new_records(self, since: int = 0) -> dict[str, Any]:
         """Return the records from number `since` on, as `RecordLog.since`, to the scheduler.
 
         ``under_way`` has the records of running tasks.
         """
         first, records = self.records.since(since)
-        running = map(self._numbered, self.under_way())
+        running = map(self._add_run_number, self.running_records())
         return {"first": first, "records": packed(records), "under_way": packed(running)}
 
     # --- threads, and the end ---
@@ -282,7 +265,7 @@ class DaskWorkerContext(AttemptLog):
         """
         if self._worker.address.startswith("inproc"):
             return False
-        self.loop.call_soon_threadsafe(leave, self._worker, str(error))
+        self.loop.call_soon_threadsafe(close_lost_worker, self._worker, str(error))
         return True
 
     def close(self) -> None:
@@ -298,11 +281,11 @@ def must_encrypt(worker: Worker) -> bool:
     return bool(worker.security.require_encryption) or worker.address.startswith(_ENCRYPTED)
 
 
-def _keep_newest(kept: dict[Any, Any], most: int) -> None:
-    """Drop the oldest entries beyond `most`; other threads may change `kept` concurrently."""
-    while len(kept) > most:
+def _evict_oldest(cache: dict[Any, Any], size_limit: int) -> None:
+    """Drop the oldest entries beyond `size_limit`. Other threads may change `cache`."""
+    while len(cache) > size_limit:
         with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
-            del kept[next(iter(kept))]
+            del cache[next(iter(cache))]
 
 
 def _with_device(function: Callable[..., _T], *args: Any) -> _T:
@@ -318,7 +301,7 @@ _LEAVE_S = 1.0  # time after that until the worker's process ends
 _leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
 
 
-def leave(worker: Worker, reason: str) -> None:
+def close_lost_worker(worker: Worker, reason: str) -> None:
     """Warn users, and close the worker. Idempotent; call it on the worker's event loop."""
     if worker not in _leaving:
         logger.critical("Worker %s leaves the cluster: %s", worker.address, reason)
@@ -326,7 +309,7 @@ def leave(worker: Worker, reason: str) -> None:
         _leaving[worker] = asyncio.ensure_future(_end_process(worker))
 
 
-async def _until_reported(worker: Worker) -> None:
+async def _wait_for_reports(worker: Worker) -> None:
     """Wait up to `_REPORT_S` until a running task has failed and so reported the cause.
 
     Dask reruns all other tasks elsewhere, so these must not fail because of this GPU.
@@ -344,7 +327,7 @@ async def _until_reported(worker: Worker) -> None:
 async def _end_process(worker: Worker) -> None:
     """Close a worker, and end its process even if closing hangs or fails, as with a lost GPU."""
     try:
-        await _until_reported(worker)
+        await _wait_for_reports(worker)
         closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
         await asyncio.wait_for(closing, _LEAVE_S)
     finally:

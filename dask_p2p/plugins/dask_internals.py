@@ -1,8 +1,8 @@
-"""What this package uses of Dask's private parts: streams, threads of the pool, resources.
+"""Uses of Dask's private parts: streams, threads of the pool, resources.
 
 Dask's client, scheduler and workers batch their messages: at least 10, 5 and 2 ms pass between two
 batches. Batches save work in graphs of many small tasks. They only delay an idle worker whose next
-task is in the batch, so `AtOnce` flushes them. Dask has no public setting for this.
+task is in the batch, so `StreamFlusher` flushes them. Dask has no public setting for this.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.types import Key
 
 
-class AtOnce:
+class StreamFlusher:
     """Flushes batched streams at the next iteration of the event loop."""
 
     def __init__(self) -> None:
         self._streams: set[BatchedSend] = set()
 
-    def send(self, *streams: Any) -> None:
+    def flush(self, *streams: Any) -> None:
         """Flush these streams soon, with messages that are added until then."""
         if not self._streams:
-            asyncio.get_running_loop().call_soon(self._send)
-        self._streams.update(each for each in streams if isinstance(each, BatchedSend))
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._streams.update(stream for stream in streams if isinstance(stream, BatchedSend))
 
-    def _send(self) -> None:
+    def _flush(self) -> None:
         while self._streams:
             stream = self._streams.pop()
             stream.next_deadline = None
@@ -56,12 +56,12 @@ def warn_of_whole_blocks(worker: Any, keys: Sequence[Any]) -> None:
     """Warn users of the bytes that a task has moved without the plugin; once for each worker."""
     if worker in warned:
         return
-    wanted = set(keys)
+    input_keys = set(keys)
     moved_bytes = sum(
         nbytes
         for transfer in list(worker.transfer_incoming_log)
         for key, nbytes in transfer["keys"].items()
-        if key in wanted
+        if key in input_keys
     )
     if not moved_bytes:
         return
@@ -301,9 +301,9 @@ class Units:
         available = self._worker.state.available_resources
         return all(available.get(name, 0) >= -_ROUNDING for name in self._needs)
 
-    def _add(self, sign: int, done: Event | None = None) -> None:
+    def _add(self, sign: int, on_added: Event | None = None) -> None:
         available = self._worker.state.available_resources
         for name, n in self._needs.items():
             available[name] = available.get(name, 0) + sign * n
-        if done is not None:
-            done.set()
+        if on_added is not None:
+            on_added.set()

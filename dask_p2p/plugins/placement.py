@@ -112,11 +112,13 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
             return place_rank(scheduler, ts)
         if not is_placed_here(ts) or not 0 < len(ts.dependencies) <= _MOST_SOURCES:
             return original(ts)
-        held = held_elements(ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies})
-        enough = max(held.values(), default=0) - _TOLERANCE * sum(held.values())
+        elements_of = count_held_elements(
+            ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies}
+        )
+        enough = max(elements_of.values(), default=0) - _TOLERANCE * sum(elements_of.values())
 
         def objective(ts: Any, ws: Any) -> tuple[Any, ...]:
-            return (held[ws] < enough, ws.occupancy / ws.nthreads, ws.nbytes)
+            return (elements_of[ws] < enough, ws.occupancy / ws.nthreads, ws.nbytes)
 
         before = vars(scheduler).get("worker_objective")
         scheduler.worker_objective = objective
@@ -132,16 +134,16 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
     Overlay(scheduler, _PLACE, place, is_wanted)
 
 
-def held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
+def count_held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
     """Return, by worker, the number of a task's input elements that the worker holds.
 
     `who_has` maps the key of each dependency to its holders.
     """
-    held: Counter[Any] = Counter()
+    elements_of: Counter[Any] = Counter()
     for key, elements in task.reads():
         for worker in who_has[key]:
-            held[worker] += elements
-    return held
+            elements_of[worker] += elements
+    return elements_of
 
 
 def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) -> Any:
@@ -171,7 +173,7 @@ unstarted: WeakSet[Any] = WeakSet()
 
 def allowed_workers(scheduler: Any, ts: Any) -> set[Any]:
     """Return the workers that may run a task and have its resources, including paused workers."""
-    able = {ws for ws in scheduler.workers.values() if _can_hold(ws, needs_of(ts))}
+    able = {ws for ws in scheduler.workers.values() if _can_hold(ws, resource_needs(ts))}
     named = able & named_workers(scheduler, ts)
     return able if ts.loose_restrictions and not named else named
 
@@ -191,7 +193,7 @@ def _can_hold(ws: Any, needs: Mapping[str, float]) -> bool:
     return all(name in ws.resources and ws.resources[name] >= n for name, n in needs.items())
 
 
-def needs_of(ts: Any) -> Mapping[str, float]:
+def resource_needs(ts: Any) -> Mapping[str, float]:
     """Return the units of resources that a task needs."""
     needs: Mapping[str, float] = ts.resource_restrictions or {}
     return needs
@@ -205,23 +207,23 @@ def is_restricted(ts: Any) -> bool:
 def is_full(ws: Any, ts: Any) -> bool:
     """Return whether a task would wait on a worker for long tasks that belong to no gang."""
     long = [
-        other
-        for other, seconds in ws.executing.items()
-        if seconds >= _LONG_S and other in ws.processing
-        if not isinstance(other.run_spec, RankTask)
+        task
+        for task, seconds in ws.executing.items()
+        if seconds >= _LONG_S and task in ws.processing
+        if not isinstance(task.run_spec, RankTask)
     ]
-    in_threads = [other for other in long if other not in ws.long_running]
+    in_threads = [task for task in long if task not in ws.long_running]
     return len(in_threads) >= ws.nthreads or not has_room(ws, ts, long)
 
 
-def has_room(ws: Any, ts: Any, others: Iterable[Any]) -> bool:
+def has_room(ws: Any, ts: Any, placed_tasks: Iterable[Any]) -> bool:
     """Return whether a worker has the resources for a task in addition to these other tasks."""
-    needs = needs_of(ts)
-    left = dict(ws.resources)
-    for other in others:
-        for name, n in needs_of(other).items():
-            left[name] = left.get(name, 0) - n
-    return room(left, needs) >= 1
+    needs = resource_needs(ts)
+    free_units = dict(ws.resources)
+    for placed_task in placed_tasks:
+        for name, n in resource_needs(placed_task).items():
+            free_units[name] = free_units.get(name, 0) - n
+    return room(free_units, needs) >= 1
 
 
 def place_rank(scheduler: Any, ts: Any) -> Any:
@@ -230,41 +232,40 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
     if is_restricted(ts):
         allowed = workers & allowed_workers(scheduler, ts)
         if ts.loose_restrictions and not allowed:
-            allowed = {ws for ws in workers if _can_hold(ws, needs_of(ts))}
+            allowed = {ws for ws in workers if _can_hold(ws, resource_needs(ts))}
         workers = allowed
     # The task that depends on all ranks leads to the other ranks.
-    waiting = [each for each in ts.dependents if isinstance(each.run_spec, WaitTask)]
-    siblings = set().union(*(each.dependencies for each in waiting)) - {ts}
-    taken = Counter(sibling.processing_on for sibling in siblings)
-    held_bytes = _held_bytes([ts])
+    waiting = [dependent for dependent in ts.dependents if isinstance(dependent.run_spec, WaitTask)]
+    siblings = set().union(*(dependent.dependencies for dependent in waiting)) - {ts}
+    rank_counts = Counter(sibling.processing_on for sibling in siblings)
+    held_bytes = _count_held_bytes([ts])
     threads = sum(ws.nthreads for ws in workers)
 
     @cache
     def wanted_bytes() -> Counter[Any]:
-        return _held_bytes(each for each in siblings if each.processing_on is None)
+        return _count_held_bytes(sibling for sibling in siblings if sibling.processing_on is None)
 
     def preference(ws: Any) -> tuple[Any, ...]:
         avoided = ts in unstarted and is_full(ws, ts)
         share = max(1, (len(siblings) + 1) * ws.nthreads // threads)
-        return avoided, max(0, taken[ws] + 1 - share) / ws.nthreads, -held_bytes[ws]
+        return avoided, max(0, rank_counts[ws] + 1 - share) / ws.nthreads, -held_bytes[ws]
 
     def among_equals(ws: Any) -> tuple[Any, ...]:
-        loads = taken[ws] / ws.nthreads, ws.occupancy / ws.nthreads
+        loads = rank_counts[ws] / ws.nthreads, ws.occupancy / ws.nthreads
         return wanted_bytes()[ws], *loads, ws.address
 
     if ts.resource_restrictions:
         by_preference = sorted(workers, key=lambda ws: (preference(ws), among_equals(ws)))
-        workers = _with_room(scheduler, ts, siblings, by_preference) or workers
+        workers = _find_roomy_worker(scheduler, ts, siblings, by_preference) or workers
     preferences = {ws: preference(ws) for ws in workers}
     best = min(preferences.values(), default=None)
-    equal = [ws for ws, found in preferences.items() if found == best]
+    equal = [ws for ws, worker_preference in preferences.items() if worker_preference == best]
     if len(equal) == 1:  # without a look at all siblings, for each of them
         return equal[0]
     return min(equal, key=among_equals, default=None)
 
 
-def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
-    """Return the bytes of the tasks' inputs that each worker has."""
+def _count_held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
     held_bytes: Counter[Any] = Counter()
     for ts in tasks:
         for block in ts.dependencies:
@@ -273,7 +274,9 @@ def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
     return held_bytes
 
 
-def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) -> list[Any]:
+def _find_roomy_worker(
+    scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]
+) -> list[Any]:
     """Return a worker with room for this rank that leaves room for the others, as a list of one.
 
     If there is no such worker, return all workers with room for this rank.
@@ -282,37 +285,39 @@ def _with_room(scheduler: Any, ts: Any, siblings: set[Any], workers: list[Any]) 
     for sibling in siblings:
         placed.setdefault(sibling.processing_on, []).append(sibling)
     roomy = [ws for ws in workers if has_room(ws, ts, placed.get(ws, ()))]
-    to_come = [each for each in placed.get(None, ()) if needs_of(each) == needs_of(ts)]
-    wants = Counter(frozenset(each) for each in allowed_of(scheduler, to_come))
+    to_come = [
+        sibling for sibling in placed.get(None, ()) if resource_needs(sibling) == resource_needs(ts)
+    ]
+    wants = Counter(frozenset(addresses) for addresses in allowed_addresses(scheduler, to_come))
     rooms = {
-        ws.address: room(ws.resources, needs_of(ts)) - len(placed.get(ws, ()))
+        ws.address: room(ws.resources, resource_needs(ts)) - len(placed.get(ws, ()))
         for ws in scheduler.workers.values()
     }
-    most = most_seated(wants, rooms)
+    rank_limit = max_matching(wants, rooms)
     for ws in roomy:
         rooms[ws.address] -= 1
-        if most_seated(wants, rooms) == most:
+        if max_matching(wants, rooms) == rank_limit:
             return [ws]
         rooms[ws.address] += 1
     return roomy
 
 
-def allowed_of(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[str]]:
+def allowed_addresses(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[str]]:
     """Return the addresses of the workers that may run each task."""
-    known: dict[Any, frozenset[str]] = {}
-    found = []
+    cache: dict[Any, frozenset[str]] = {}
+    addresses = []
     for ts in tasks:
         restrictions = ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions
-        key = (*map(_hashable, restrictions), ts.loose_restrictions)
-        if key not in known:
-            known[key] = frozenset(ws.address for ws in allowed_workers(scheduler, ts))
-        found.append(known[key])
-    return found
-
-
-def _hashable(restrictions: Any) -> frozenset[Any]:
-    items = restrictions.items() if isinstance(restrictions, dict) else restrictions
-    return frozenset(items or ())
+        # Names, or resources with their units.
+        hashable = (
+            frozenset(names.items() if isinstance(names, dict) else names or ())
+            for names in restrictions
+        )
+        key = (*hashable, ts.loose_restrictions)
+        if key not in cache:
+            cache[key] = frozenset(ws.address for ws in allowed_workers(scheduler, ts))
+        addresses.append(cache[key])
+    return addresses
 
 
 _ROUNDING = 1e-9  # of units that are fractions, like 0.1
@@ -337,66 +342,66 @@ def ranks_for(threads: Sequence[int], size_bytes: int, least_bytes: int) -> int:
     >>> [ranks_for([4, 4], mib << 20, 1 << 20) for mib in (1, 4, 100)]
     [2, 4, 8]
     """
-    each = size_bytes // (least_bytes * max(1, len(threads)))
-    return max(1, sum(max(1, min(count, each)) for count in threads))
+    ranks_per_worker = size_bytes // (least_bytes * max(1, len(threads)))
+    return max(1, sum(max(1, min(count, ranks_per_worker)) for count in threads))
 
 
-def most_seated(wants: Mapping[frozenset[str], int], rooms: Mapping[str, float]) -> int:
+def max_matching(wants: Mapping[frozenset[str], int], rooms: Mapping[str, float]) -> int:
     """Return how many ranks find room, if they are placed as well as possible.
 
     `wants` has the number of ranks by the workers that may run them, `rooms` the ranks that each
     worker can run.
 
-    >>> most_seated({frozenset("ab"): 1, frozenset("a"): 1}, {"a": 1, "b": 1})
+    >>> max_matching({frozenset("ab"): 1, frozenset("a"): 1}, {"a": 1, "b": 1})
     2
     """
     free = {worker: rooms[worker] for workers in wants for worker in workers}
-    taken: dict[frozenset[str], Counter[str]] = {workers: Counter() for workers in wants}
+    seats: dict[frozenset[str], Counter[str]] = {workers: Counter() for workers in wants}
     seated = 0
     for workers, count in wants.items():
         for worker in workers:  # most find room without a move
-            here = max(0, int(min(free[worker], count)))
-            free[worker] -= here
-            taken[workers][worker] += here
-            count -= here
-            seated += here
-        while count and _moved(workers, free, taken):
+            rank_count = max(0, int(min(free[worker], count)))
+            free[worker] -= rank_count
+            seats[workers][worker] += rank_count
+            count -= rank_count
+            seated += rank_count
+        while count and _augment(workers, free, seats):
             count -= 1
             seated += 1
     return seated
 
 
-def _moved(
-    workers: frozenset[str], free: dict[str, float], taken: dict[frozenset[str], Counter[str]]
+def _augment(
+    workers: frozenset[str], free: dict[str, float], seats: dict[frozenset[str], Counter[str]]
 ) -> bool:
     """Seat one more rank, by moving ranks that others workers may run, too."""
-    came: dict[frozenset[str], tuple[frozenset[str], str] | None] = {workers: None}
-    queue, seen = [workers], set[str]()
+    predecessors: dict[frozenset[str], tuple[frozenset[str], str] | None] = {workers: None}
+    queue, visited = [workers], set[str]()
     for group in queue:
-        for worker in group - seen:
-            seen.add(worker)
+        for worker in group - visited:
+            visited.add(worker)
             if free[worker] > 0:
                 free[worker] -= 1
-                _move(group, worker, came, taken)
+                _shift_ranks(group, worker, predecessors, seats)
                 return True
-            for other, seats in taken.items():
-                if other not in came and seats[worker] > 0:
-                    came[other] = group, worker
-                    queue.append(other)
+            for neighbour, seat_counts in seats.items():
+                if neighbour not in predecessors and seat_counts[worker] > 0:
+                    predecessors[neighbour] = group, worker
+                    queue.append(neighbour)
     return False
 
 
-def _move(
+def _shift_ranks(
     group: frozenset[str],
     worker: str,
-    came: Mapping[frozenset[str], tuple[frozenset[str], str] | None],
-    taken: Mapping[frozenset[str], Counter[str]],
+    predecessors: Mapping[frozenset[str], tuple[frozenset[str], str] | None],
+    seats: Mapping[frozenset[str], Counter[str]],
 ) -> None:
     """Seat a rank of each group on the way where one of the next has left."""
     while True:
-        taken[group][worker] += 1
-        if (step := came[group]) is None:
+        seats[group][worker] += 1
+        if (step := predecessors[group]) is None:
             return
-        before, left = step
-        taken[group][left] -= 1
-        group, worker = before, left
+        before, freed_worker = step
+        seats[group][freed_worker] -= 1
+        group, worker = before, freed_worker

@@ -26,7 +26,7 @@ from dask_p2p.engine.task import (
     ReferenceTask,
     is_fusable,
     run_name,
-    unwrapped,
+    unwrap_task,
 )
 from dask_p2p.errors import RegistrationError
 from dask_p2p.monitoring import add_pages
@@ -42,11 +42,11 @@ from dask_p2p.monitoring.records import (
     unpacked,
 )
 from dask_p2p.monitoring.runs import runs_of
-from dask_p2p.plugins.dask_internals import AtOnce
+from dask_p2p.plugins.dask_internals import StreamFlusher
 from dask_p2p.plugins.gangs.scheduler import Gangs
 from dask_p2p.plugins.placement import overlay_memory_check, overlay_placement
 from dask_p2p.plugins.worker import P2PPlugin, probe_peers
-from dask_p2p.transports.rpc import Background, answering
+from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.versions import check_dask, pickled_plugin, this_version
 
 logger = logging.getLogger(__name__)
@@ -75,10 +75,10 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._failed: dict[str, str] = {}  # by worker address: cause of the failed installation
         self._background = Background()
         self._records = RecordStore()
-        self.feed = Feed(self._records, self.ready, self._fetch, self._tasks)
+        self.feed = Feed(self._records, self.ready, self._fetch_records, self._count_tasks)
         self._totals = Totals()
         self._states: dict[str, Any] = {}  # Dask's worker states, by address
-        self._at_once = AtOnce()
+        self._flusher = StreamFlusher()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return pickled_plugin(type(self))
@@ -97,7 +97,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @property
     def gangs(self) -> Gangs:
-        """The gangs of this scheduler."""
         return self._gangs
 
     def _overlay(self) -> None:
@@ -139,11 +138,10 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def update_graph(self, scheduler: Any, *, tasks: list[Any], **kwargs: Any) -> None:
         """Watch the gangs of a graph, and recognise all tasks of this package."""
         for task in map(scheduler.tasks.__getitem__, tasks):
-            task.run_spec = unwrapped(task.run_spec)
+            task.run_spec = unwrap_task(task.run_spec)
         self._gangs.update_graph(tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Record the loss of a worker."""
         self._gangs.log_event(topic, msg)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -154,13 +152,13 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             if _is_ours(task):
                 self._records.runs.sent(run_name(key), task.run_id)
             if _is_idle(task.processing_on) and _is_near_ours(task):
-                self._at_once.send(self.scheduler.stream_comms.get(task.processing_on.address))
+                self._flusher.flush(self.scheduler.stream_comms.get(task.processing_on.address))
         elif finish in _ENDED and isinstance(key, tuple):
             name, runs = run_name(key), self._records.runs
             if runs.is_open(name):
                 if finish == "erred":
                     runs.set_outcome(name, "failed")
-                if not self._tasks(key[0]).left:
+                if not self._count_tasks(key[0]).left:
                     runs.end(name)
         elif finish == "released" and start in _LEFT and isinstance(key, tuple):
             task = self.scheduler.tasks.get(key)
@@ -170,9 +168,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             task = self.scheduler.tasks[key]
             if task.who_wants and _is_near_ours(task):
                 clients = (client.client_key for client in task.who_wants)
-                self._at_once.send(*map(self.scheduler.client_comms.get, clients))
+                self._flusher.flush(*map(self.scheduler.client_comms.get, clients))
 
-    @answering
+    @rpc_handler
     async def register(self) -> dict[str, Any]:
         """Install the plugin on all workers; return when all have it, or after a limit.
 
@@ -191,7 +189,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._background.start(self._probe_peers(sorted(ready)))
         return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
 
-    @answering
+    @rpc_handler
     async def records(self, n: Any = None) -> dict[str, Any]:
         """Fetch new records from the workers, and return those of the newest `n` runs, or all.
 
@@ -202,7 +200,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             records = [record for run in runs_of(records)[:n] for record in run.records]
         return {"records": packed(records), "silent": silent}
 
-    @answering
+    @rpc_handler
     async def progress(self, keys: Any, names: Any) -> dict[str, Any]:
         """Return how far tasks and all that they depend on have come.
 
@@ -212,23 +210,23 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         `Run.summary`, with the number of tasks that are ``left``. ``names`` are those of all
         arrays.
         """
-        groups, numbers = self._task_groups(keys), Tasks()
+        groups, numbers = self._find_task_groups(keys), Tasks()
         for group in groups:
-            total, left = self._tasks(group)
-            numbers = Tasks(numbers.total + total, numbers.left + left)
+            total, unfinished = self._count_tasks(group)
+            numbers = Tasks(numbers.total + total, numbers.left + unfinished)
         arrays = {*names, *(run_name((group,)) for group in groups)}
         records, _ = await self._fetch_all()
         summaries = []
         for run in runs_of(record for record in records if record.name in arrays):
-            left, log = self._tasks(run.name).left, self._records.runs
+            unfinished, log = self._count_tasks(run.name).left, self._records.runs
             is_newest = run.records[0].run == log.newest(run.name)
             # Else tasks of a new run are left, and none of them has begun.
-            if is_newest and (log.is_open(run.name) or run.under_way or not left):
-                summaries.append(run.summary() | {"left": left})
+            if is_newest and (log.is_open(run.name) or run.under_way or not unfinished):
+                summaries.append(run.summary() | {"left": unfinished})
         tasks = numbers.total - numbers.left, numbers.total
         return {"tasks": tasks, "runs": summaries, "names": sorted(arrays)}
 
-    def _task_groups(self, keys: Any) -> set[str]:
+    def _find_task_groups(self, keys: Any) -> set[str]:
         """Return the names of the task groups of arrays that tasks with these keys depend on.
 
         A key that is a text shares its group with unrelated tasks: only its dependencies count.
@@ -247,14 +245,13 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return groups
 
     async def _fetch_all(self) -> tuple[list[TaskRecord], list[str]]:
-        """Return all records, with those of running tasks, and the workers that are silent."""
         ready = self.ready()
-        answers = await asyncio.gather(*map(self._fetch, ready))
-        silent = [worker for worker, answer in zip(ready, answers, strict=True) if answer is None]
+        replies = await asyncio.gather(*map(self._fetch_records, ready))
+        silent = [worker for worker, reply in zip(ready, replies, strict=True) if reply is None]
         ended = list(self._records)
         # A task may end between the requests to two workers: its last record counts.
         attempts = {(record.key, record.start_s) for record in ended}
-        running = (record for answer in answers for record in answer or ())
+        running = (record for reply in replies for record in reply or ())
         return [*ended, *(r for r in running if (r.key, r.start_s) not in attempts)], silent
 
     def ready(self) -> list[str]:
@@ -267,29 +264,28 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             if set_up.task.done() and worker not in self._failed
         ]
 
-    def _tasks(self, name: str) -> Tasks:
-        """Return the numbers of all tasks and of unfinished tasks of an output array."""
+    def _count_tasks(self, name: str) -> Tasks:
         group = self.scheduler.task_groups.get(name)
         states = group.states if group is not None else {}
-        left = sum(states.get(state, 0) for state in _LEFT)
-        return Tasks(sum(states.values()) - states.get("forgotten", 0), left)
+        unfinished = sum(states.get(state, 0) for state in _LEFT)
+        return Tasks(sum(states.values()) - states.get("forgotten", 0), unfinished)
 
-    async def _fetch(self, worker: str) -> list[TaskRecord] | None:
+    async def _fetch_records(self, worker: str) -> list[TaskRecord] | None:
         """Fetch a worker's new records; return those of running tasks, None without an answer."""
         asking = getattr(self.scheduler.rpc(worker), RECORDS_OP)(since=self._records.next(worker))
         try:
-            answer = await asyncio.wait_for(asking, tuning.current.worker_answer_s)
+            reply = await asyncio.wait_for(asking, tuning.current.worker_answer_s)
         except (OSError, TimeoutError):
             # A worker that has left has no records.
             return None if worker in self.scheduler.workers else []
-        if answer is not None and answer.get("status", "ok") != "ok":
-            logger.warning("worker %s did not return its records: %s", worker, answer)
+        if reply is not None and reply.get("status", "ok") != "ok":
+            logger.warning("worker %s did not return its records: %s", worker, reply)
             return None
-        if answer is None:  # from a worker whose plugin was removed
+        if reply is None:  # from a worker whose plugin was removed
             return []
-        records, under_way = map(unpacked, (answer["records"], answer["under_way"]))
+        records, under_way = map(unpacked, (reply["records"], reply["under_way"]))
         runs = self._records.runs
-        self._records.add(worker, answer["first"], runs.assigned(records))
+        self._records.add(worker, reply["first"], runs.assigned(records))
         return runs.with_outcomes(runs.assigned(under_way))
 
     def figures(self) -> Values:
@@ -315,7 +311,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _obstacle(self, worker: str) -> Exception | None:
         if worker not in self._failed:
             return None
-        return RegistrationError(cannot_take_part({worker: self._failed[worker]}))
+        return RegistrationError(describe_failed_workers({worker: self._failed[worker]}))
 
     def _set_up_all(self) -> None:
         self.scheduler.worker_plugins[PLUGIN_NAME] = dumps(P2PPlugin())
@@ -368,7 +364,7 @@ def _is_idle(worker: Any) -> bool:
     return worker is not None and len(worker.processing) <= worker.nthreads
 
 
-def cannot_take_part(failed: dict[str, str]) -> str:
+def describe_failed_workers(failed: dict[str, str]) -> str:
     """Return the error message for workers without the plugin, with the cause of each."""
     causes = "; ".join(f"worker {worker}: {cause}" for worker, cause in sorted(failed.items()))
     return (

@@ -79,7 +79,7 @@ def read_spilled(data: Any, key: Key) -> Any:
     """
     for level in (*_memory_levels(data), *_slow_levels(data)):
         with suppress(KeyError, FileNotFoundError):  # just moved to the next level
-            return _restored(_mapped(level, key))
+            return _restore(_map_file(level, key))
     raise KeyError(key)
 
 
@@ -121,7 +121,7 @@ def _slow_levels(data: Any) -> Iterator[Mapping[Any, Any]]:
         yield data.host_buffer.slow
 
 
-def _mapped(level: Mapping[Any, Any], key: Key) -> Any:
+def _map_file(level: Mapping[Any, Any], key: Key) -> Any:
     """Return an item of a level; arrays of an item in a file are memory-mapped."""
     files: Any = level
     if isinstance(level, Cache):  # holds weak references to blocks
@@ -143,7 +143,7 @@ def _is_serialized(block: Array) -> bool:
     return module is not None and isinstance(block, module.DeviceSerialized)
 
 
-def _restored(block: Array) -> Any:
+def _restore(block: Array) -> Any:
     if not _is_serialized(block):
         return block
     if (view := _host_view(block)) is not None:
@@ -231,7 +231,6 @@ class OutputMemory(Buffers):
 
     @property
     def _most_bytes(self) -> int:
-        """Largest number of bytes to keep."""
         if self._worker is None or not self._retain_s:
             return 0
         return (self._worker.memory_manager.memory_limit or 0) // self.share
@@ -252,7 +251,6 @@ class OutputMemory(Buffers):
         self._clearing = loop.call_later(self._retain_s, self.clear)
 
     def close(self) -> None:
-        """Free all buffers, and keep no more."""
         self._worker = None
         if self._clearing is not None:
             self._clearing.cancel()

@@ -30,7 +30,7 @@ from dask_p2p.monitoring.metrics import COUNTERS_METRIC, DEVICE_METRIC, Values
 from dask_p2p.monitoring.records import RECORDS_OP
 from dask_p2p.plans import stage_order
 from dask_p2p.plugins.context import DaskWorkerContext
-from dask_p2p.plugins.dask_internals import AtOnce
+from dask_p2p.plugins.dask_internals import StreamFlusher
 from dask_p2p.plugins.storage import on_spilled
 from dask_p2p.transports import make_transports
 from dask_p2p.transports.rpc import Background
@@ -61,7 +61,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
 
     def __init__(self, options: Options | None = None) -> None:
         self.options = options
-        self._at_once = AtOnce()
+        self._flusher = StreamFlusher()
         self._background = Background()
         self._parts: dict[Any, Any] = {}  # by the function that made the part
         self._device_bytes = 0  # memory of the GPU, once it is known
@@ -153,7 +153,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
             + self._context.outputs.idle_bytes
             + self._context.pinned.idle_bytes,
         }
-        ranks = [record for record in self._context.under_way() if record.attempt]
+        ranks = [record for record in self._context.running_records() if record.attempt]
         gauges: Values = {
             "leased_bytes": {"": self.leased_bytes},
             "pinned_bytes": {"": self._context.pinned.pinned_bytes},
@@ -190,7 +190,7 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         """Notify transports of released blocks, and flush the stream of a worker without tasks."""
         state = self._worker.state
         if start in ("executing", "long-running") and not state.ready and not state.executing:
-            self._at_once.send(self._worker.batched_stream)
+            self._flusher.flush(self._worker.batched_stream)
         if finish == "error" and worker_backend().on_device:
             self._background.start(self._look_after_device())
         if start == "memory" and finish != "memory":
@@ -199,7 +199,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 transport.on_released(key)
 
     def _on_spilled(self, key: Key, block: Any) -> None:
-        """Release a block that Dask spills, so that its memory can be freed."""
         for transport in self._in_place():
             transport.on_spilled(key)
 

@@ -1,300 +1,461 @@
-"""Warnings of users' functions whose results depend on the number of ranks.
+"""Checks of users' functions in the first steps of `iterate`: `StepChecks` is their one hook.
 
-The first calls of a function for a block are compared with calls of copies for a part of the block.
-A mean of the block, noise with one seed on all ranks, and a read of too far a neighbour then show.
-
-A copy is a pickle of the function and its arguments, made before their first call. So state that a
-function keeps shows nothing. Neither do random numbers that differ in each call or on each rank.
-`dask_p2p.sections.iterate.first_step` has the checks of the first call itself.
+The first call of a function shows elements that it leaves unset, lost fractions, writes into fields
+and reads of corners that are not exchanged: these are errors. The next calls are compared with
+calls for a part of the block: a warning names functions that depend on the number of ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import os
-import pickle
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from math import prod
-from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, TypeAlias
 
-import cloudpickle
 import numpy as np
-from cloudpickle.cloudpickle import _dynamic_class_reduce, dynamic_subimport
-from distributed import warn
+from dask.utils import funcname
 
-from dask_p2p.errors import P2PWarning
-from dask_p2p.geometry import Box, box_shape
-from dask_p2p.types import Array
+from dask_p2p.backends.base import check_plain, unread_value
+from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import Box
+from dask_p2p.sections.comparison import Comparison, FunctionCopies, PositionWatch, watched
+from dask_p2p.types import Array, DType
 
-if TYPE_CHECKING:
-    from dask_p2p.sections.exchange.boundaries import At
+logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-#: Calls of a function that are compared, until one shows something: a field of zeros shows nothing.
-_MOST_CALLS = 8
-_MOST_PART = 2**16  # elements of a part of a block, so that its arrays take little memory
-_LEAST_PART = 16  # elements of a part along an axis that is shortened
-_ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
-_MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
-#: Folders of installed packages.
-_INSTALLED = ("site-packages", "dist-packages")
-#: Modules that are not the user's, wherever they lie.
-_LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed", "__main__"}
-
-
-class PositionWatch(NamedTuple):
-    """Notes reads of a function's position, or moves the position."""
-
-    reads: list[str] | None = None  # gets "rank", and "at" for any other position
-    shift: Sequence[int] = ()  # by axis
-
-    def __call__(self, at: At) -> At:
-        """Return the position for a copy of a function."""
-        return at.watched(self.reads, self.shift)
-
-
-#: Computes arrays for a box by copies of values, at a position that a watch returns.
-Compute: TypeAlias = Callable[[tuple[Any, ...], Box, PositionWatch], Any]
+_MARKS = (b"\xa5", b"\x5a")  # bytes of unset elements: data may equal one of the marks
+_LARGE_BYTES = 4  # of elements that have one mark; a pattern marks smaller ones
+_SEED = 0xA5A5A5A5  # of the zeros and ones of that pattern
+_CORNER = 64  # elements along each axis
+#: Kinds of dtypes whose writes are checked. Complex dtypes hold all numbers.
+_STRICT_KINDS = "biuf"
+_LEAST_MARKED = 64  # fewest zeros and ones that hardly occur by chance
+#: Arguments of a function by name, from its binding, for a box of the local block.
+Values: TypeAlias = Callable[[Any, Box], Mapping[str, Any]]
+_STATE = (
+    "iterate saves no checkpoints in memory: expected functions that depend on their arguments "
+    "alone, got one that keeps values from step to step. Give such a value as a field, "
+    "{'u': u, 't': 0.0}, and return it."
+)
+_REMEDY = (
+    "Means, norms and sums over its argument are those of one local block: compute them of the "
+    "whole array, by record= and at.last, or by spmd and ctx.allreduce. A function that reads more "
+    "neighbours than depth= gives it returns such values, too. So does one that draws random "
+    "numbers, the same on each rank: seed them by np.random.default_rng((seed, at.step, at.rank))."
+)
 
 
-class FunctionCopies:
-    """Returns copies of some values in their present state; None if they have no pickle.
+class StepChecks:
+    """The checks of the functions of one rank of `iterate`, in its first steps.
 
-    Functions, classes and modules of the user are copied with their global variables.
-    """
-
-    def __init__(self, *values: Any) -> None:
-        self._buffers: list[Any] = []
-        self._pickled: bytes | None = None
-        buffers: list[pickle.PickleBuffer] = []
-        with suppress(Exception), io.BytesIO() as file:
-            _Pickler(file, buffer_callback=buffers.append).dump(values)
-            self._buffers = [_lent(buffer.raw()) for buffer in buffers]
-            self._pickled = file.getvalue()
-
-    def __bool__(self) -> bool:
-        return self._pickled is not None
-
-    def digest(self) -> bytes:
-        """Return a digest of the values; an empty one if they have no pickle."""
-        if self._pickled is None:
-            return b""
-        digest = hashlib.blake2b(self._pickled)
-        for buffer in self._buffers:
-            digest.update(buffer)
-        return digest.digest()
-
-    def __call__(self) -> tuple[Any, ...]:
-        """Return the next copies."""
-        buffers = (b if isinstance(b, memoryview) else bytearray(b) for b in self._buffers)
-        copies: tuple[Any, ...] = _Unpickler(
-            io.BytesIO(self._pickled or b""), buffers=buffers
-        ).load()
-        return copies
-
-
-def _lent(memory: memoryview) -> Any:
-    return bytes(memory) if memory.nbytes <= _MOST_COPIED_BYTES else memory.toreadonly()
-
-
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles functions, classes and modules of the user by value.
-
-    `cloudpickle.register_pickle_by_value` would change the pickles of all threads.
-    """
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, ModuleType):
-            if _is_of_user(obj.__name__):
-                state = {k: v for k, v in vars(obj).items() if k != "__builtins__"}
-                return dynamic_subimport, (obj.__name__, state)
-        elif isinstance(obj, FunctionType) and _is_of_user(obj.__module__):
-            return self._dynamic_function_reduce(obj)
-        elif isinstance(obj, type) and _is_of_user(obj.__module__):
-            return _dynamic_class_reduce(obj)
-        return super().reducer_override(obj)
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes new classes: cloudpickle would change those of this process."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        value = super().find_class(module, name)
-        if module.startswith("cloudpickle") and name.startswith("_make_skeleton_"):
-            return lambda *args: value(*args[:-2], None, args[-1])  # without the id of the class
-        return value
-
-
-def _is_of_user(module_name: str | None) -> bool:
-    """Return whether a module lies in a package that is no part of Python and not installed."""
-    name = (module_name or "").partition(".")[0]
-    module = sys.modules.get(name)
-    if name in _LIBRARIES or getattr(module, "__name__", "") != name:
-        return False
-    path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return bool(path) and not {*_INSTALLED} & {*path.split(os.sep)}
-
-
-def is_close(module: Any, array: Array, expected: Array) -> bool:
-    """Return whether arrays of a module differ by rounding errors only."""
-    if expected.dtype.kind not in "fc":
-        return bool((expected == array).all())
-    tolerance = _ROUNDING * float(np.finfo(expected.dtype).eps)
-    largest = float(module.nan_to_num(abs(expected)).max())
-    limits = tolerance, tolerance * largest  # relative, absolute
-    return bool(module.allclose(array, expected, *limits, equal_nan=True))
-
-
-class Comparison:
-    """Compares calls of a function for a block with calls of copies for a part of the block.
-
-    Parameters
+    Attributes
     ----------
-    name
-        Name of the function in warnings.
-    block, remedy
-        Name of the block, and sentences with another way, for warnings.
-    box
-        Bounds of the block.
-    is_divided
-        By axis, whether its elements are divided between ranks.
-    values
-        The function and its arguments that a call may change.
-    module
-        Module of the arrays.
+    are_due : bool
+        Whether the next call of a function in a step is compared.
     """
+
+    def __init__(self, iteration: Any, ctx: Any, local: Any) -> None:
+        self._device, self._local = ctx.device, local
+        is_divided = [n > 1 and not iteration.is_staggered for n in ctx.grid]
+        self._box = box = next(iter(local.fields.values())).layout.local_box
+        self._comparisons = {
+            id(phase): Comparison(
+                f"iterate: {_name(phase.function)}",
+                "a local block",
+                _REMEDY,
+                box,
+                is_divided,
+                [phase.function, local.keywords],
+                ctx.device.module,
+            )
+            for phase in iteration.phases
+        }
+        self.are_due = any(map(bool, self._comparisons.values()))
+        self._ctx, self._functions, self._is_named = ctx, iteration.functions, False
+        has_states = iteration.period is not None and ctx.size > 1
+        #: Digest of the functions before their first call; empty without checkpoints.
+        self._digest = self._present_digest() if has_states else b""
+
+    def first_call(self, phase: Any, values: Mapping[str, Any]) -> tuple[list[str], Any]:
+        """Call a function for the whole local block; return the names of changed fields.
+
+        Returns its other values, too. Raises `BlockMismatchError` if the function leaves elements
+        unset, or fills in numbers of another kind. Raises `InputError` if it writes into its
+        fields, or reads corners that are not exchanged.
+        """
+        fields = self._local.fields
+        read = [
+            level for name in fields if name in phase.binding.names for level in fields[name].levels
+        ]
+        parts = {name: fields[name].parts(self._box)[0] for name in phase.fields}
+        return _FirstCall(
+            phase, self._device, read, values, parts, lambda name: fields[name].next_level
+        )()
+
+    def _present_digest(self) -> bytes:
+        return FunctionCopies(self._functions, self._local.keywords).digest()
+
+    def keep_values(self) -> bool:
+        """Return whether functions of any rank have changed. A collective call of all ranks.
+
+        Checkpoints have no such values, so ranks would resume with the first ones.
+        """
+        digest = self._present_digest() if self._digest else b""
+        # Some functions have another pickle each time: those show no change.
+        is_changed = digest != self._digest and digest == self._present_digest()
+        keep_values = bool(self._ctx.allreduce(is_changed, "any"))
+        if keep_values and not self._is_named and self._ctx.rank == 0:
+            logger.warning(_STATE)
+        self._is_named = keep_values
+        return keep_values
+
+    def compare(self, call: Any, values: Values, apply: Callable[[], Any]) -> Any:
+        """Make a call of a step for the whole local block, and compare it."""
+        comparison, fields = self._comparisons[id(call.phase)], self._local.fields
+
+        def compute(copies: tuple[Any, ...], box: Box, watch: PositionWatch) -> list[Array]:
+            function, keywords = copies
+            parts = {name: fields[name].parts(box)[0] for name in call.changed}
+            outs = {
+                name: self._device.empty(part.data[part.inner].shape, part.data.dtype)
+                for name, part in parts.items()
+            }
+            arguments = watched({**values(call.phase.binding, box), **keywords}, watch)
+            replace(call.phase, function=function).fill(self._device, arguments, outs, parts)
+            return [*outs.values()]
+
+        def blocks(_: Any) -> list[Array]:
+            return [fields[name].next_level.inner for name in call.changed]
+
+        read = [field.newest.inner for field in fields.values()]
+        returned = comparison(compute, apply, blocks, read) if comparison else apply()
+        self.are_due = any(map(bool, self._comparisons.values()))
+        return returned
+
+
+def _name(function: Any) -> str:
+    """Return the name of a function; that of its class for other objects, without an address."""
+    name = funcname(function)
+    return type(function).__name__ if name.startswith("<") and " at 0x" in name else name
+
+
+class _FirstCall:
+    """The first call of a function, for a whole local block."""
 
     def __init__(
         self,
-        name: str,
-        block: str,
-        remedy: str,
-        box: Box,
-        is_divided: Sequence[bool],
-        values: Sequence[Any],
-        module: Any = np,
+        phase: Any,  # the function: a `Phase`
+        device: Any,  # of the local block
+        fields: Sequence[Any],  # halo arrays that the function reads
+        values: Mapping[str, Any],  # its arguments by name
+        parts: Mapping[str, Any],  # by field: its newest level, as the function receives it
+        next_level: Callable[[str], Any],  # returns the memory of a field's next values
     ) -> None:
-        self._name, self._block, self._remedy, self._module = name, block, remedy, module
-        lengths = zip(box_shape(box), is_divided, strict=True)
-        #: By axis: length of the block if it is divided, else 0.
-        self._lengths = [n if is_cut and n > 1 else 0 for n, is_cut in lengths]
-        self._box, self._part = box, _part_of(box, self._lengths)
-        self._copies = FunctionCopies(*values if any(self._lengths) else ())
-        self._left = _MOST_CALLS if any(self._lengths) and self._copies else 0
+        self._phase, self._device, self._fields = phase, device, fields
+        self._values, self._parts, self._next_level = values, parts, next_level
+        self._arrays = [*arrays_in(values.values(), device.module.ndarray)]
+        self._names: list[str] = []  # of the fields that the function changes
 
-    def __bool__(self) -> bool:
-        """Return whether the next call is compared."""
-        return self._left > 0
+    def __call__(self) -> tuple[list[str], Any]:
+        """Call the function; return the names of changed fields, and its other values."""
+        before = self._sums()
+        returned = self._fill_out() if self._phase.fills_out else self._fill_blocks()
+        if self._sums() != before:
+            raise written_fields()
+        if any(field.layout.halo.unread for field in self._fields):
+            self._check_corners()
+        return self._names, returned._replace(blocks={})  # perhaps views of fields
 
-    def __call__(
-        self,
-        compute: Compute,
-        call: Callable[[], T],
-        arrays: Callable[[T], Any],
-        read: Sequence[Array] | None = None,
-    ) -> T:
-        """Return the value of a call for the whole block; warn if it depends on the block.
+    def _fill_blocks(self) -> Any:
+        """Call the function and keep the new blocks; return all that it returns."""
+        outs = self._outs if self._phase.fills_out else _Outs(self._next_level)
+        returned = self._phase.fill(self._device, self._values, outs, self._parts)
+        self._names = [*outs]
+        return returned
 
-        Parameters
-        ----------
-        compute
-            Returns the arrays that copies of the values compute for a box.
-        call
-            Calls the function for the whole block.
-        arrays
-            Returns the arrays for the whole block, from the value of `call`.
-        read
-            Arrays that the function reads, by default its values. If they are uniform, the next
-            call is compared, too.
-        """
-        part = None
-        with suppress(Exception):  # of a function for blocks of this size alone
-            part = self._of_parts(compute)  # before the call: files that both write have its values
-        value = call()
-        left, self._left = self._left - 1, 0
-        if part is not None:
-            with suppress(Exception):
-                if self._depends(compute, part, self._cut(arrays(value))):
-                    self._warn()
-                elif not self._shows(arrays(value) if read is None else read):
-                    self._left = left
-        return value
+    def _sums(self) -> list[int]:
+        """Return checksums of the arguments that the function could write into."""
+        if can_refuse(self._device, self._phase.function):
+            return []
+        return [self._device.checksum(array) for array in self._arrays]
 
-    def _warn(self) -> None:
-        """Warn in the client and in this worker."""
-        warn(
-            f"{self._name} returns other values for halves of {self._block} than for the whole, so "
-            f"its result depends on the number of ranks. {self._remedy}",
-            P2PWarning,
+    @property
+    def _outs(self) -> dict[str, Array]:
+        return {name: self._next_level(name).inner for name in self._names}
+
+    def _fill_out(self) -> Any:
+        """Call the function, and check that it fills all memory of its parameter `out`."""
+        self._names = [*self._phase.fields]
+        outs = self._outs
+        marks = [_Marks(out, self._device, name) for name, out in outs.items() if _Marks.fit(out)]
+        returned = self._call_strictly(outs)
+        marks = [mark for mark in marks if mark.find_unset()]
+        if marks:  # data may equal the first marks
+            for mark in marks:
+                mark.put_others()
+            self._phase.call(self._values, outs)
+            for mark in marks:
+                mark.check()
+        return self._phase.filled(returned, outs)
+
+    # --- numbers of the fields' kind
+
+    def _call_strictly(self, outs: Mapping[str, Array]) -> Any:
+        """Call the function, if possible with views of `outs` that refuse lossy writes."""
+        views = {
+            name: strict_view(out, self._device.module)
+            for name, out in outs.items()
+            if out.dtype.kind in _STRICT_KINDS
+        }
+        returned, is_strict = None, bool(views)
+        if is_strict:
+            try:
+                returned = self._phase.call(self._values, {**outs, **views})
+            except (BlockMismatchError, InputError):
+                raise
+            except Exception:  # a compiled function takes plain arrays only
+                is_strict = False
+        for name in outs:
+            if not (is_strict and name in views and views[name].memory.is_written):
+                self._check_wider(name, outs)
+        return returned if is_strict else self._phase.call(self._values, outs)
+
+    def _check_wider(self, name: str, outs: Mapping[str, Array]) -> None:
+        """Refuse a function that fills fractions into an array that cannot hold them."""
+        out = outs[name]
+        if out.dtype.kind not in "biu":
+            return
+        wide = self._device.zeros(out.shape, np.float64 if out.dtype.itemsize > 2 else np.float32)
+        try:
+            self._phase.call(self._values, {**outs, name: wide})
+        except Exception:  # it fills integers only
+            return
+        module = self._device.module
+        lost = int(module.count_nonzero(wide != module.floor(wide)))
+        if lost:
+            raise BlockMismatchError(
+                f"expected a function that fills its parameter out with values of {out.dtype}, got "
+                f"one that fills {lost} of {out.size} elements with fractions. Give the dtype of "
+                f"the fields, iterate(..., dtype=float), or round the values."
+            )
+
+    # --- no corners
+
+    def _check_corners(self) -> None:
+        """Refuse a function whose results change with corners that are not exchanged."""
+        expected = self._results()
+        values = {field.layout.dtype: fillings(field.layout.dtype) for field in self._fields}
+        tests = [
+            {dtype: fill[number % len(fill)] for dtype, fill in values.items() if fill}
+            for number in range(max(map(len, values.values())))
+        ]
+        with np.errstate(all="ignore"):
+            has_changed = any(self._results_with(test) != expected for test in tests)
+        # Results that differ even for the same corners come from random numbers.
+        if has_changed and self._results_with({}) == expected:
+            raise InputError(
+                "corners=False: expected a function that reads no corners of the halo, where two "
+                "axes' halos meet, got one whose results change with them. Leave corners=False out."
+            )
+        self._fill({})
+
+    def _results_with(self, values: Mapping[DType, Any]) -> list[int]:
+        """Call the function with values in all corners, by dtype; return its results' checksums."""
+        self._fill(values)
+        self._fill_blocks()
+        return self._results()
+
+    def _fill(self, values: Mapping[DType, Any]) -> None:
+        for field in self._fields:
+            dtype = field.layout.dtype
+            field.fill_unread(values.get(dtype, unread_value(dtype)))
+
+    def _results(self) -> list[int]:
+        return [self._device.checksum(self._next_level(name).data) for name in self._names]
+
+
+class _Outs(dict[str, Array]):
+    """The memory of those fields that a function returns."""
+
+    def __init__(self, next_level: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._next_level = next_level
+
+    def __missing__(self, name: str) -> Array:
+        self[name] = self._next_level(name).inner
+        return self[name]
+
+
+class _Marks:
+    """Values in memory that a function must fill, which it hardly writes by accident.
+
+    Elements of four bytes and more have one value. Smaller ones have a pattern of zeros and ones in
+    a corner: a function may write each of these values, but hardly the whole pattern.
+    """
+
+    def __init__(self, out: Array, device: Any, name: str) -> None:
+        self._device, self._out = device, out
+        self._name = f"out.{name}" if name else "out"
+        self._unset: Any = None  # which elements have their marks
+        self._is_pattern = out.dtype.itemsize < _LARGE_BYTES
+        if self._is_pattern:
+            self._corner = out[(slice(_CORNER),) * out.ndim]
+            draw = np.random.default_rng(_SEED).integers(0, 2, self._corner.shape)
+            self._marks = [draw.astype(out.dtype), (1 - draw).astype(out.dtype)]
+            device.copy_from_host(self._corner, self._marks[0])
+        else:
+            size = out.dtype.itemsize
+            self._marks = [np.frombuffer(byte * size, out.dtype)[0] for byte in _MARKS]
+            out[...] = self._marks[0]
+
+    @staticmethod
+    def fit(out: Array) -> bool:
+        """Return whether the dtype and size of an array allow marks."""
+        is_large = out.dtype.itemsize >= _LARGE_BYTES
+        sizes = [min(size, _CORNER) for size in out.shape]
+        return out.dtype.kind in "biufcmM" and (is_large or np.prod(sizes) >= _LEAST_MARKED)
+
+    def find_unset(self, number: int = 0) -> int:
+        """Find the elements that have a mark; return their number, of a pattern all or none."""
+        mark = self._marks[number]
+        if self._is_pattern:
+            is_unset = np.array_equal(self._device.to_host(self._corner), mark)
+            return self._corner.size if is_unset else 0
+        is_mark = self._out == mark
+        self._unset = is_mark if number == 0 else self._unset & is_mark
+        return int(self._device.module.count_nonzero(self._unset))
+
+    def put_others(self) -> None:
+        """Put the other marks in the places of the first ones."""
+        if self._is_pattern:
+            self._device.copy_from_host(self._corner, self._marks[1])
+        else:
+            self._out[self._unset] = self._marks[1]
+
+    def check(self) -> None:
+        """Raise `BlockMismatchError` for elements that have kept both marks."""
+        if count := self.find_unset(1):
+            raise BlockMismatchError(
+                f"expected the function to fill its parameter {self._name}, of shape "
+                f"{self._out.shape}, but it left {count} of {self._out.size} elements as they "
+                f"were. Write to all of them, {self._name}[...] = ..."
+            )
+
+
+def fillings(dtype: DType) -> list[Any]:
+    """Return test values for corners: a function that reads corners notices one of them."""
+    if dtype.kind in "fc":
+        return [dtype.type(1), dtype.type(np.inf), dtype.type(-np.inf)]
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return [dtype.type(value) for value in (1, 2, limits.max, limits.min)]
+    ones = np.frombuffer(b"\1" * dtype.itemsize, dtype)[0] if dtype.itemsize else None
+    return [] if ones is None or dtype.kind == "U" else [ones]
+
+
+@dataclass
+class _StrictMemory:
+    array: Array
+    is_written: bool = False  # by an assignment to a strict view
+
+
+class _Strict:
+    """Mixin of array classes: views that refuse lossy assignments to their memory."""
+
+    module: Any  # array module: numpy or cupy
+    memory: Any
+
+    def __array_finalize__(self, obj: Any) -> None:
+        self.memory = getattr(obj, "memory", None)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        view: Any = self
+        memory = self.memory
+        if memory is not None and self.module.may_share_memory(view, memory.array):  # no copy
+            check_kept(value, view.dtype, "assign")
+            memory.is_written = True
+        super().__setitem__(key, value)  # type: ignore[misc]
+
+    def __array_ufunc__(
+        self, ufunc: Any, method: str, *inputs: Any, out: tuple[Any, ...] = (), **kwargs: Any
+    ) -> Any:
+        """Call a ufunc, which refuses lossy casts itself, with plain arrays."""
+        if out:
+            kwargs["out"] = tuple(map(_plain, out))
+            for target in out:
+                if isinstance(target, _Strict):
+                    target.memory.is_written = True
+        values = getattr(ufunc, method)(*map(_plain, inputs), **kwargs)
+        return out[0] if len(out) == 1 else values
+
+
+def _plain(value: Any) -> Any:
+    array: Any = value
+    return array.view(type=value.module.ndarray) if isinstance(value, _Strict) else value
+
+
+def strict_view(array: Array, module: Any) -> Any:
+    """Return a view of an array that refuses fractions and imaginary parts that it cannot hold."""
+    view = array.view(type=_strict_class(module))
+    view.memory = _StrictMemory(array)
+    return view
+
+
+@cache
+def _strict_class(module: Any) -> type:
+    return type("Strict", (_Strict, module.ndarray), {"module": module})
+
+
+def check_kept(value: Any, dtype: DType, verb: str) -> None:
+    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype.
+
+    Raises `UnsupportedArrayError` if they are more than their elements.
+    """
+    check_plain("the value of the function", value)
+    if not is_kept(value, dtype):
+        raise BlockMismatchError(
+            f"expected an array from the function that can be converted to {dtype} without loss, "
+            f"got {np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype "
+            f"of the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
         )
 
-    def _shows(self, arrays: Sequence[Array]) -> bool:
-        """Return whether a mean differs from some elements."""
-        return any(a.size and bool(a.min() != a.max()) for a in arrays)
 
-    def _depends(self, compute: Compute, part: Sequence[Array], cut: Sequence[Array]) -> bool:
-        """Return whether values depend on the division of the array into blocks."""
-        if self._is_same(part, cut):
-            return False
-        reads: list[str] = []
-        again = self._of_parts(compute, reads)
-        cut = self._of_whole(compute)
-        if "rank" in reads or not self._is_same(again, part) or self._is_same(part, cut):
-            return False  # random numbers of each rank, or of each call; a state
-        if "at" not in reads:
-            return True
-        # Random numbers by the position differ elsewhere; those of a mean differ alike.
-        away = self._of_parts(compute, reads, self._lengths), self._of_whole(compute, self._lengths)
-        changes = (_minus(*pair) for pair in zip(*away, strict=True))
-        arrays = zip(cut, part, changes, strict=True)
-        return self._is_same(cut, [c + change - _minus(p, c) for c, p, change in arrays])
+def is_kept(value: Any, dtype: DType) -> bool:
+    """Return whether values keep their kind of number when they are converted to a dtype.
 
-    def _of_parts(
-        self, compute: Compute, reads: list[str] | None = None, shift: Sequence[int] = ()
-    ) -> list[Array]:
-        return [*compute(self._copies(), self._part, PositionWatch(reads, shift))]
-
-    def _of_whole(self, compute: Compute, shift: Sequence[int] = ()) -> list[Array]:
-        return self._cut(compute(self._copies(), self._box, PositionWatch(None, shift)))
-
-    def _cut(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the part of arrays for the whole block."""
-        lows = zip(self._part, self._box, strict=True)
-        slices = tuple(slice(a - low, b - low) for (a, b), (low, _) in lows)
-        return [array[slices] for array in arrays]
-
-    def _is_same(self, parts: Sequence[Array], cut: Sequence[Array]) -> bool:
-        return all(is_close(self._module, *pair) for pair in zip(parts, cut, strict=True))
-
-
-def _part_of(box: Box, lengths: Sequence[int]) -> Box:
-    """Return a part with two cuts along each axis that has a length; of large blocks a small part.
-
-    It lies off the centre, where waves have other means.
+    Signed integers may be converted to unsigned ones if no value changes. A Python number only has
+    to keep its value: 0 has any dtype.
     """
-    shape = [
-        max(1, n * 10 // 21) if n else size for size, n in zip(box_shape(box), lengths, strict=True)
-    ]
-    while any(lengths) and prod(shape) > _MOST_PART:
-        axis = max((axis for axis, n in enumerate(lengths) if n), key=shape.__getitem__)
-        if shape[axis] <= _LEAST_PART:
-            break
-        shape[axis] //= 2
-    starts = (low + (max(1, n // 7) if n else 0) for (low, _), n in zip(box, lengths, strict=True))
-    return tuple((start, start + length) for start, length in zip(starts, shape, strict=True))
+    kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
+    if np.can_cast(kind, dtype, "same_kind"):
+        return True
+    is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
+    if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
+        with np.errstate(all="ignore"):
+            number = np.asarray(value) if is_plain else value
+            return bool((number.astype(dtype) == number).all())
+    return False
 
 
-def _minus(a: Array, b: Array) -> Array:
-    return a.astype(np.result_type(a.dtype, np.float64)) - b
+def written_fields() -> InputError:
+    """Return the error for a function that has written into its fields."""
+    return InputError(
+        "expected a function that only reads its fields and constants, got one that writes "
+        "into them. Write into a copy, u = u.copy(), or into the parameter out."
+    )
 
 
-def watched(values: Mapping[str, Any], watch: PositionWatch | None) -> dict[str, Any]:
-    """Return the arguments of a copy, whose reads of its position a watch notes."""
-    if watch is None:
-        return {**values}
-    positions = {name for name, value in values.items() if hasattr(value, "watched")}
-    return {name: watch(value) if name in positions else value for name, value in values.items()}
+def can_refuse(device: Any, function: Callable[..., Any]) -> bool:
+    """Return whether the arrays that a function receives refuse writes."""
+    return device.has_read_only and not isinstance(function, LibraryFunction)
+
+
+def arrays_in(values: Iterable[Any], kind: Any) -> Iterator[Any]:
+    """Yield the arrays among values, and among the time levels of fields."""
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif isinstance(value, tuple):
+            yield from arrays_in(value, kind)

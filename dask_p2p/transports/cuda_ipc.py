@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from dask_p2p.backends import SLOTS
@@ -169,10 +169,10 @@ class MappedAllocation:
 
     def overlaps(self, process: str, ipc_handle: IpcHandle) -> bool:
         """Return true if it overlaps the addresses of an allocation of the process."""
-        mine = self.ipc_handle
+        own_handle = self.ipc_handle
         return self.process == process and (
-            mine.base < ipc_handle.base + ipc_handle.nbytes
-            and ipc_handle.base < mine.base + mine.nbytes
+            own_handle.base < ipc_handle.base + ipc_handle.nbytes
+            and ipc_handle.base < own_handle.base + own_handle.nbytes
         )
 
 
@@ -185,7 +185,6 @@ class Mappings:
     - after its last user, if the allocation is little more than the block: its owner frees it with
       the block (in CuPy's own pool; allocations of RMM's pool hold many blocks),
     - after `Tuning.unused_mapping_s` without users,
-    - if the unused mappings of a process have more bytes than a GPU,
     - when its process has ended, or its worker has left,
     - when the process has another allocation at its addresses, and must have freed this one.
 
@@ -211,12 +210,12 @@ class Mappings:
         """
         process = peer.process
         with self._lock:
-            if (mapping := self._used(process, ipc_handle)) is not None:
+            if (mapping := self._find_open(process, ipc_handle)) is not None:
                 return mapping
             opening = self._opening[process]
         with opening:  # takes 0.1 ms, or seconds for a pool that is no multiple of 2 MiB
             with self._lock:
-                if (mapping := self._used(process, ipc_handle)) is not None:
+                if (mapping := self._find_open(process, ipc_handle)) is not None:
                     return mapping
                 freed = self._take_freed(process, ipc_handle)
             _close(freed)
@@ -239,20 +238,19 @@ class Mappings:
             mapping.unused_since_s = time.monotonic()
             if mapping.users:
                 return
-            due = self._excess(mapping.process) if mapping.is_kept else [mapping]
-            self._forget(due)
-        _close(due)
+            unneeded = [] if mapping.is_kept else [mapping]
+            self._forget(unneeded)
+        _close(unneeded)
         if self._open:
             self._timer.start()
 
-    def _used(self, process: str, ipc_handle: IpcHandle) -> MappedAllocation | None:
+    def _find_open(self, process: str, ipc_handle: IpcHandle) -> MappedAllocation | None:
         mapping = self._open.get((process, ipc_handle.buffer_id))
         if mapping is not None:
             mapping.users += 1
         return mapping
 
     def _take_freed(self, process: str, ipc_handle: IpcHandle) -> list[MappedAllocation]:
-        """Remove and return the mappings of allocations that the process must have freed."""
         freed = [
             mapping for mapping in self._open.values() if mapping.overlaps(process, ipc_handle)
         ]
@@ -307,21 +305,10 @@ class Mappings:
             return not mapping.users and (is_unwanted or mapping.unused_since_s <= oldest_s)
 
         with self._lock:
-            due = [*filter(is_due, self._open.values())]
-            self._forget(due)
-        _close(due)
+            unneeded = [*filter(is_due, self._open.values())]
+            self._forget(unneeded)
+        _close(unneeded)
         return len(self) > 0
-
-    def _excess(self, process: str) -> list[MappedAllocation]:
-        """Return a process's longest unused mappings, beyond the memory of a GPU."""
-        kept = [m for m in self._open.values() if m.process == process and m.is_kept]
-        kept.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
-        total_bytes, excess = 0, []
-        for mapping in kept:
-            total_bytes += mapping.ipc_handle.nbytes
-            if total_bytes > _device_bytes() and not mapping.users:
-                excess.append(mapping)
-        return excess
 
     def _forget(self, mappings: Iterable[MappedAllocation]) -> None:
         for mapping in mappings:
@@ -335,13 +322,6 @@ def _close(mappings: Iterable[MappedAllocation]) -> None:
 
 #: All mappings of this process, for its workers' tasks and its ranks of sections.
 MAPPINGS = Mappings()
-
-
-@cache
-def _device_bytes() -> int:
-    import cupy
-
-    return int(cupy.cuda.runtime.memGetInfo()[1])
 
 
 def ipc_part_bytes(options: Options) -> int | None:

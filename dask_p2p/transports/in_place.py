@@ -87,15 +87,15 @@ class CmaTransport(SameHostTransport):
         return {"address": block.ctypes.data}
 
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
-        wanted, address = reading.requests[number], descriptor.address["address"]
-        _check_runs(wanted, descriptor)
-        unread = sum(map(_weight, wanted.boxes))
+        request, address = reading.requests[number], descriptor.address["address"]
+        _check_runs(request, descriptor)
+        unread = sum(map(_weight, request.boxes))
 
         def read(box: Box, timeout_s: float | None, into: Array | None) -> Any:
             nonlocal unread
             if number not in reading.ending:
-                raise TransferError(f"{wanted} was closed before it was read")
-            region = self._copied(reading, wanted, address, descriptor.strides, box, into)
+                raise TransferError(f"{request} was closed before it was read")
+            region = self._copy_region(reading, request, address, descriptor.strides, box, into)
             unread -= _weight(box)
             if not unread:
                 # All regions have been read: the holder need not keep its block any longer.
@@ -105,10 +105,10 @@ class CmaTransport(SameHostTransport):
 
         return read
 
-    def _copied(
+    def _copy_region(
         self,
         reading: SameHostReading,
-        wanted: Request,
+        request: Request,
         address: int,
         strides: tuple[int, ...],
         box: Box,
@@ -116,17 +116,17 @@ class CmaTransport(SameHostTransport):
     ) -> Any:
         shape = box_shape(box)
         if 0 in shape:
-            return np.empty(shape, wanted.dtype)
+            return np.empty(shape, request.dtype)
         address += sum(first * s for (first, _), s in zip(box, strides, strict=True))
-        there = RemoteArray(reading.peer.pid, address, shape, strides, wanted.dtype)
+        remote_array = RemoteArray(reading.peer.pid, address, shape, strides, request.dtype)
         try:
-            return there.read(into, lambda nbytes: self.buffers.take((nbytes,), np.uint8))
+            return remote_array.read(into, lambda nbytes: self.buffers.take((nbytes,), np.uint8))
         except (OSError, OverflowError) as exc:
             reading.confirm()
             if getattr(exc, "errno", None) == errno.ESRCH:
-                message = f"{wanted.holder} ended while {wanted} was read"
+                message = f"{request.holder} ended while {request} was read"
                 raise TransferError(message, scope="block") from exc
-            raise TransferError(f"{wanted} cannot be read: {exc}") from exc
+            raise TransferError(f"{request} cannot be read: {exc}") from exc
 
 
 def _weight(box: Box) -> int:
@@ -191,24 +191,24 @@ class IpcTransport(SameHostTransport):
         return asdict(cuda_ipc.export(block))
 
     def regions(self, descriptor: Descriptor, reading: SameHostReading, number: int) -> ReadRegion:
-        wanted, peer = reading.requests[number], reading.peer
+        request, peer = reading.requests[number], reading.peer
         ipc_handle = cuda_ipc.IpcHandle(**descriptor.address)
         if ipc_handle.gpu != peer.memory_proof and (
             obstacle := cuda_ipc.peer_obstacle(ipc_handle.gpu)
         ):
-            raise TransferError(f"{wanted} is on another GPU than its holder's: {obstacle}")
-        block_bytes = prod(wanted.shape) * wanted.dtype.itemsize
+            raise TransferError(f"{request} is on another GPU than its holder's: {obstacle}")
+        block_bytes = prod(request.shape) * request.dtype.itemsize
         mapping = self.mappings.acquire(peer, ipc_handle, block_bytes)
         reading.ending[number].callback(self.mappings.release, mapping)
         address = mapping.address + ipc_handle.offset_bytes
         strides = descriptor.strides
-        return regions_of(cuda_ipc.array_at(address, wanted.shape, strides, wanted.dtype))
+        return regions_of(cuda_ipc.array_at(address, request.shape, strides, request.dtype))
 
     def on_worker_left(self, holder: str) -> None:
-        known = self._peers.get(holder)
+        description = self._peers.get(holder)
         super().on_worker_left(holder)
-        if known is not None:
-            self.mappings.retire(known[0].process)
+        if description is not None:
+            self.mappings.retire(description[0].process)
             self.worker.loop.call_later(_ENDING_S, self._close_unused)
 
     def _close_unused(self) -> None:

@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from dask_p2p.backends.host import RepeatingTimer
 from dask_p2p.errors import TransferError
 from dask_p2p.types import Key
 
@@ -64,7 +63,6 @@ DESCRIPTOR_BYTES = _SLOT_BYTES - _LENGTH_BYTES  # length of the longest descript
 OWNER = INDEX_BYTES + INDEX_BYTES // _ENTRY_BYTES * _SLOT_BYTES  # locked while the holder lives
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 CLOSED = 2**31 - 1  # never the number of an open file: all operations on it fail
-_LINGER_S = 0.1
 
 
 class _LockFile:
@@ -82,9 +80,9 @@ class _LockFile:
 
     def is_locked(self, byte: int) -> bool:
         """Return whether a byte is locked through another open file."""
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
-        found = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, asked)
-        return bool(_FLOCK.unpack(found)[0] != fcntl.F_UNLCK)
+        query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        conflict = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, query)
+        return bool(_FLOCK.unpack(conflict)[0] != fcntl.F_UNLCK)
 
     def close_file(self) -> None:
         """Close the file. This ends its locks, unless a forked child also has the file open."""
@@ -107,17 +105,17 @@ class Leases(_LockFile):
 
     def __init__(self, folder: str) -> None:
         super().__init__(folder, os.O_RDONLY)
-        self.held: defaultdict[int, int] = defaultdict(int)  # number of leases, by entry
+        self.counts: defaultdict[int, int] = defaultdict(int)  # number of leases, by entry
 
     def take(self, key: Key) -> tuple[int, bytes] | None:
         """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
-        bucket = bucket_of(digest := digest_of(key))
+        bucket = bucket_of(digest := hash_key(key))
         position = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
         if position < 0 or position % _ENTRY_BYTES:
             return None
         entry = bucket + position
         self.lock(entry)
-        self.held[entry] += 1
+        self.counts[entry] += 1
         if os.pread(self.fd, _ENTRY_BYTES, entry) != digest or not self.holder_lives():
             self.end(entry)
             return None
@@ -126,9 +124,8 @@ class Leases(_LockFile):
         return entry, content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
     def end(self, entry: int) -> None:
-        """End one lease on a block."""
-        self.held[entry] -= 1
-        if self.held[entry] == 0 and self.fd != CLOSED:
+        self.counts[entry] -= 1
+        if self.counts[entry] == 0 and self.fd != CLOSED:
             with suppress(OSError):  # the kernel has no memory for it: the lock ends with the file
                 self.lock(entry, fcntl.F_UNLCK)
 
@@ -157,7 +154,7 @@ class PublishedBlocks(_LockFile):
 
         self.published: dict[Any, _Published] = {}  # by key
         self.withdrawn: list[_Published] = []  # withdrawn blocks, leased at the last check
-        self.coming: dict[object, Key] = {}  # publications in progress that are not withdrawn
+        self.publications: dict[object, Key] = {}  # publications in progress that are not withdrawn
         self._used: set[int] = set()  # offsets of used entries
         self._lock = threading.RLock()
         try:
@@ -188,9 +185,9 @@ class PublishedBlocks(_LockFile):
         ValueError, OSError
             No block can be published, or the file cannot be written.
         """
-        coming, replaced = object(), None
+        publication, replaced = object(), None
         with self._lock:
-            self.coming[coming] = key
+            self.publications[publication] = key
         try:
             block = find()
             if self.touch(key, block):
@@ -199,19 +196,19 @@ class PublishedBlocks(_LockFile):
             with self._lock:
                 if self.refusal is not None:
                     raise ValueError(self.refusal)
-                if coming not in self.coming:
+                if publication not in self.publications:
                     raise KeyError(key)
                 if not self.touch(key, block):  # unless another thread was quicker
                     replaced = self._replace(key, block, text)
         finally:
             with self._lock:
-                self.coming.pop(coming, None)
+                self.publications.pop(publication, None)
             del replaced  # see `withdraw`
 
     def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
-        digest, replaced = digest_of(key), self.published.pop(key, None)
+        digest, replaced = hash_key(key), self.published.pop(key, None)
         try:
-            if len(text) > DESCRIPTOR_BYTES:  # a long key, or a dtype with many fields
+            if len(text) > DESCRIPTOR_BYTES:  # a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
                 raise TransferError(message, scope="region")
             entry = self._reserve(digest)
@@ -237,8 +234,12 @@ class PublishedBlocks(_LockFile):
     def withdraw(self, key: Key) -> None:
         """Withdraw a block. Its memory is freed as soon as no lease is left."""
         with self._lock:
-            for coming in [coming for coming, of in self.coming.items() if of == key]:
-                del self.coming[coming]
+            for publication in [
+                publication
+                for publication, published_key in self.publications.items()
+                if published_key == key
+            ]:
+                del self.publications[publication]
             dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # outside of the lock, since freeing GPU memory may wait for the GPU
 
@@ -252,8 +253,13 @@ class PublishedBlocks(_LockFile):
         """Withdraw old and spilled blocks. Drop unleased ones. Return the number of those left."""
         with self._lock:
             oldest_s = time.monotonic() - ttl_s
-            due = [k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)]
-            dropped = [self._withdraw(self.published.pop(key)) for key in due], self.withdrawn
+            expired_keys = [
+                k for k, n in self.published.items() if n.touched_s <= oldest_s or is_spilled(k)
+            ]
+            dropped = (
+                [self._withdraw(self.published.pop(key)) for key in expired_keys],
+                self.withdrawn,
+            )
             self.withdrawn = [block for block in self.withdrawn if self._is_kept(block)]
             remaining = len(self)
         del dropped
@@ -273,16 +279,12 @@ class PublishedBlocks(_LockFile):
                 self.close_file()
         return remaining
 
-    def linger(self) -> None:
-        """Start a thread that closes the directory as soon as the last reader is done."""
-        RepeatingTimer(_LINGER_S, lambda: self.close() > 0).start()
-
     @property
     def leased_bytes(self) -> int:
         """Bytes of all blocks that are kept alive."""
         with self._lock:
-            kept = [*self.published.values(), *self.withdrawn]
-        return sum(getattr(published.block, "nbytes", 0) for published in kept)
+            live_blocks = [*self.published.values(), *self.withdrawn]
+        return sum(getattr(published.block, "nbytes", 0) for published in live_blocks)
 
     def __len__(self) -> int:
         """Return the number of blocks that are kept alive."""
@@ -319,7 +321,7 @@ class PublishedBlocks(_LockFile):
         return False
 
 
-def digest_of(key: Key) -> bytes:
+def hash_key(key: Key) -> bytes:
     """Return a key's digest, the index of its descriptor."""
     return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
 

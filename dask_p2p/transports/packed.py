@@ -4,8 +4,8 @@ A reader requests a batch of regions, of any blocks of a holder, by one RPC. The
 into contiguous memory::
 
     reader                                        holder
-      allocates memory (`Landing`)
-      --- RPC: keys, boxes, dtype, where ------>  packs the regions (`Target`)
+      allocates memory (`RecvBuffer`)
+      --- RPC: keys, boxes, dtype, where ------>  packs the regions (`SendBuffer`)
       <-- reply: ok or an error, for each ------
 
 Several calls are in progress at a time, so that a batch is packed while the one before is sent.
@@ -41,17 +41,27 @@ from dask_p2p.backends import (
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box, Layout, box_size, box_slices
-from dask_p2p.transports.base import Request, Transport, WorkerContext, answers, find_block
+from dask_p2p.transports.base import (
+    Request,
+    Transport,
+    WorkerContext,
+    find_block,
+)
 from dask_p2p.transports.buffers import Footprint, Release, left_bytes, parts_held
-from dask_p2p.transports.packed_reading import Landing, Pace, PackedReading, layout_of
-from dask_p2p.transports.rpc import Handler, refuse
+from dask_p2p.transports.packed_reading import (
+    PackedReading,
+    RateController,
+    RecvBuffer,
+    lay_out_regions,
+)
+from dask_p2p.transports.rpc import Handler, refuse, rpc_handler
 from dask_p2p.types import Array, Key, Kind
 
 NO_ROOM = "its outgoing staging limit (p2p.memory.staging-limit) is reached"
 PAUSE_S = 1e-3  # between checks for free memory
 
 
-class Asked(NamedTuple):
+class ReadRequest(NamedTuple):
     """A reader's request."""
 
     blocks: Sequence[tuple[Key, tuple[int, ...]]]  # keys and shapes
@@ -67,18 +77,18 @@ class Asked(NamedTuple):
 
     def layout(self) -> Layout:
         """Return the layout of the regions in one buffer."""
-        return layout_of([box for _, box in self.parts], self.item_bytes)
+        return lay_out_regions([box for _, box in self.parts], self.item_bytes)
 
 
-class Target:
+class SendBuffer:
     """The memory into which a holder packs the regions of one request."""
 
-    def begin(self, asked: Asked, reserved: list[Release]) -> None:
+    def begin(self, request: ReadRequest, reserved: list[Release]) -> None:
         """Prepare for a request, or its first regions, with memory reserved for them."""
-        self.asked = asked
+        self.request = request
         self.reserved = dict(enumerate(reserved))
 
-    def takes(self, block: Array) -> bool:
+    def can_join(self, block: Array) -> bool:
         """Return whether this block's regions can join those that are packed already."""
         return True
 
@@ -87,7 +97,6 @@ class Target:
         """Queue a copy of the request's region number `number`. Return the packed array."""
 
     def payload(self, packed: Array) -> dict[str, Any]:
-        """Return the fields of the reply that contain a packed region."""
         return {}
 
     def send(self) -> None:
@@ -99,12 +108,12 @@ class Target:
             release()
 
 
-class MemoryTarget(Target):
+class FlatSendBuffer(SendBuffer):
     """A buffer that holds the regions one after another."""
 
-    def begin(self, asked: Asked, reserved: list[Release]) -> None:
-        super().begin(asked, reserved)
-        self._layout = asked.layout()
+    def begin(self, request: ReadRequest, reserved: list[Release]) -> None:
+        super().begin(request, reserved)
+        self._layout = request.layout()
         self.size_bytes = self._layout.size_bytes
 
     @abstractmethod
@@ -123,7 +132,7 @@ class PackedTransport(Transport):
 
     reading: ClassVar[type[PackedReading]] = PackedReading
     #: Class of the memory that receives a batch of regions.
-    landing: ClassVar[type[Landing]] = Landing
+    recv_buffer: ClassVar[type[RecvBuffer]] = RecvBuffer
     #: True if readers convert regions with another byte order.
     converts: ClassVar[bool] = False
     #: Executor that packs regions for readers; None: the worker's threads.
@@ -132,46 +141,45 @@ class PackedTransport(Transport):
     def __init__(self, worker: WorkerContext, options: Options) -> None:
         super().__init__(worker, options)
         self.opened: set[PackedReading] = set()  # open readings of task threads
-        self._paces: defaultdict[str, Pace] = defaultdict(Pace)  # by holder
+        self._rates: defaultdict[str, RateController] = defaultdict(RateController)  # by holder
 
     @property
     def op(self) -> str:
-        """Name of the holder's handler."""
         return f"p2p_{self.name}_read"
 
     def handlers(self) -> Mapping[str, Handler]:
         return {self.op: self._serve}
 
     @abstractmethod
-    async def target(self, asked: Asked, where: Any) -> Target:
-        """Return the target of a request, by the reader's description `where`."""
+    async def make_send_buffer(self, request: ReadRequest, where: Any) -> SendBuffer:
+        """Return the send buffer of a request, by the reader's description `where`."""
 
-    def own_bytes(self, asked: Asked) -> list[int]:
+    def own_bytes(self, request: ReadRequest) -> list[int]:
         """Return the sizes of the holder's own memory for packing a request."""
         return []
 
     def read(self, requests: Sequence[Request], options: Options) -> PackedReading:
-        reading = self.reading(self, requests, options, self._paces[requests[0].holder])
+        reading = self.reading(self, requests, options, self._rates[requests[0].holder])
         self.opened.add(reading)
         return reading
 
     def on_worker_left(self, holder: str) -> None:
-        self._paces.pop(holder, None)
+        self._rates.pop(holder, None)
 
     async def close(self) -> None:
         self.is_closed = True
-        await self.worker.offload(self.let_go)
+        await self.worker.offload(self.free_memory)
         if self.threads is not None:
             self.threads.shutdown(wait=False, cancel_futures=True)
 
-    def let_go(self) -> None:
+    def free_memory(self) -> None:
         """Free all kept memory. May block: call it from a thread."""
         for buffers in self.pools:
             buffers.clear()
 
     # --- the holder's side ---
 
-    @answers
+    @rpc_handler
     async def _serve(
         self,
         *,
@@ -183,64 +191,64 @@ class PackedTransport(Transport):
         where: Any = None,
     ) -> dict[str, Any]:
         """Handle one request. References keep the blocks alive until they are packed."""
-        asked = Asked(blocks, parts, dtype, item_bytes, time.monotonic() + wait_s)
-        return {"parts": await self.packed_for(asked, where)}
+        request = ReadRequest(blocks, parts, dtype, item_bytes, time.monotonic() + wait_s)
+        return {"parts": await self.pack_request(request, where)}
 
-    async def packed_for(self, asked: Asked, where: Any) -> Sequence[dict[str, Any]]:
+    async def pack_request(self, request: ReadRequest, where: Any) -> Sequence[dict[str, Any]]:
         """Pack the requested regions. Return the reply for each."""
-        target = await self.target(asked, where)
-        target.begin(*await self.reserve(asked))
-        return await self.worker.offload(self.pack_all, target, threads=self.threads)
+        send_buffer = await self.make_send_buffer(request, where)
+        send_buffer.begin(*await self.reserve(request))
+        return await self.worker.offload(self.pack_all, send_buffer, threads=self.threads)
 
-    async def reserve(self, asked: Asked) -> tuple[Asked, list[Release]]:
+    async def reserve(self, request: ReadRequest) -> tuple[ReadRequest, list[Release]]:
         """Reserve memory for the first regions of a request.
 
         Waits until at least one region fits. Returns the request for the regions that fit. Raises
         `TransferError` at the reader's deadline.
         """
-        count = len(asked.parts)
+        count = len(request.parts)
         while True:
             for shift in range(max(1, count.bit_length())):
-                first = asked._replace(parts=asked.parts[: count >> shift])
+                first = request._replace(parts=request.parts[: count >> shift])
                 sizes = self.own_bytes(first)
                 if sum(sizes) <= self.packed.limit_bytes or len(first.parts) == 1:
                     reserved = self.packed.reserve(*sizes)
                     if reserved is not None:
                         return first, reserved
-            if not asked.left_s:
+            if not request.left_s:
                 raise TransferError(NO_ROOM)
             await asyncio.sleep(PAUSE_S)
 
-    def pack_all(self, target: Target) -> list[dict[str, Any]]:
+    def pack_all(self, send_buffer: SendBuffer) -> list[dict[str, Any]]:
         """Pack the regions block by block, and send them. Return a reply or an error for each."""
-        asked, answers = target.asked, list[dict[str, Any]]()
-        with closing(target):
-            for number, group in groupby(enumerate(asked.parts), key=lambda part: part[1][0]):
+        request, replies = send_buffer.request, list[dict[str, Any]]()
+        with closing(send_buffer):
+            for number, group in groupby(enumerate(request.parts), key=lambda part: part[1][0]):
                 boxes = [(offset, box) for offset, (_, box) in group]
                 try:
-                    block = self._find(asked, *asked.blocks[number])
+                    block = self._find(request, *request.blocks[number])
                 except Exception as exc:
-                    answers += [refuse(exc) for _ in boxes]
+                    replies += [refuse(exc) for _ in boxes]
                     continue
-                if not target.takes(block):
+                if not send_buffer.can_join(block):
                     break  # the reader requests regions without a reply again
                 with device_of(block):
-                    answers += self._pack(target, asked.blocks[number][0], block, boxes)
+                    replies += self._pack(send_buffer, request.blocks[number][0], block, boxes)
                 del block
-            if any(answer["status"] == "ok" for answer in answers):
-                target.send()
-        return answers
+            if any(reply["status"] == "ok" for reply in replies):
+                send_buffer.send()
+        return replies
 
-    def _find(self, asked: Asked, key: Key, shape: tuple[int, ...]) -> Any:
+    def _find(self, request: ReadRequest, key: Key, shape: tuple[int, ...]) -> Any:
         block = find_block(self.worker, key, shape)
-        about, found = f"block {key!r}", dtype_text(block.dtype)
+        about, block_dtype = f"block {key!r}", dtype_text(block.dtype)
         try:
-            check_dtype_text(about, asked.dtype, found)
+            check_dtype_text(about, request.dtype, block_dtype)
         except TransferError:  # only the byte order differs
             if not self.converts:
                 raise
-        if block.dtype.itemsize != asked.item_bytes:
-            raise mismatch(about, asked.dtype, found)
+        if block.dtype.itemsize != request.item_bytes:
+            raise mismatch(about, request.dtype, block_dtype)
         return block
 
     def _queue_for(self, block: Array) -> Queue:
@@ -250,15 +258,16 @@ class PackedTransport(Transport):
         return queue
 
     def _pack(
-        self, target: Target, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
+        self, send_buffer: SendBuffer, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
-        """Pack regions of one block. Return the replies for them."""
         queue = self._queue_for(block)
         try:
-            packed = [target.pack(number, queue, block[box_slices(box)]) for number, box in boxes]
+            packed = [
+                send_buffer.pack(number, queue, block[box_slices(box)]) for number, box in boxes
+            ]
         finally:
             queue.synchronize()  # memory is reused after the reply, and after an error
-        return [{"status": "ok", **target.payload(region)} for region in packed]
+        return [{"status": "ok", **send_buffer.payload(region)} for region in packed]
 
 
 # ``comm``: packed regions over Dask's own connections, between any two workers.
@@ -283,11 +292,11 @@ class CommTransport(PackedTransport):
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
         """Return a footprint with parts of the configured size, or the largest size that fits."""
         part_bytes, on_device = options.part_bytes or _PART_BYTES, backend_named(kind).on_device
-        held = parts_held(_IN_FLIGHT, kind) + on_device  # one more in host memory
+        part_count = parts_held(_IN_FLIGHT, kind) + on_device  # one more in host memory
         return Footprint(
-            max(1, min(part_bytes, left_bytes(options, kind) // held)),
+            max(1, min(part_bytes, left_bytes(options, kind) // part_count)),
             _IN_FLIGHT,
-            parts_held=held,
+            parts_held=part_count,
             parts_packed=_IN_FLIGHT + 1,
             copies=2 if on_device else 1,
             is_buffered=False,
@@ -297,14 +306,14 @@ class CommTransport(PackedTransport):
     def probe(self, holder: str, kind: Kind) -> None:
         """Do nothing: Dask itself uses these connections, so that they need no probe."""
 
-    async def target(self, asked: Asked, where: Any) -> Target:
+    async def make_send_buffer(self, request: ReadRequest, where: Any) -> SendBuffer:
         return Reply(self.worker.address)
 
-    def own_bytes(self, asked: Asked) -> list[int]:
-        return [box_size(box) * asked.item_bytes for _, box in asked.parts]
+    def own_bytes(self, request: ReadRequest) -> list[int]:
+        return [box_size(box) * request.item_bytes for _, box in request.parts]
 
 
-class Reply(Target):
+class Reply(SendBuffer):
     """A reply that contains the regions."""
 
     def __init__(self, address: str) -> None:

@@ -35,7 +35,7 @@ _SMALLEST_BYTES = 2**16  # smaller replies would not be faster
 _UNLIMITED_BYTES = 2**62
 
 
-class Pace:
+class RateController:
     """The size of requests to one holder.
 
     Many readers may share a slow network, whose speed is not known in advance. Late or missing
@@ -55,7 +55,7 @@ class Pace:
             self.most_bytes = min(_UNLIMITED_BYTES, max(self.most_bytes, 2 * asked_bytes))
 
 
-class Landing:
+class RecvBuffer:
     """The memory that receives the regions of one batch. Made in the task's thread: may block."""
 
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
@@ -70,33 +70,33 @@ class Landing:
         """
         return None
 
-    async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
+    async def regions(self, replies: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
         """Wait for the regions of these replies, and return them."""
-        return [answer.get("data") if isinstance(answer, dict) else None for answer in answers]
+        return [reply.get("data") for reply in replies]
 
     def abandon(self) -> None:
         """Give the memory up after a failed call: the holder may still write to this memory."""
 
 
-class MemoryLanding(Landing):
+class FlatRecvBuffer(RecvBuffer):
     """A buffer that holds the regions one after another."""
 
     def __init__(self, transport: Any, reading: PackedReading, parts: Sequence[Region]) -> None:
         super().__init__(transport, reading, parts)
         self.layout = reading.layout(parts)
-        self.memory = self.room(reading, self.layout.size_bytes)
+        self.memory = self.allocate(reading, self.layout.size_bytes)
 
     @abstractmethod
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+    def allocate(self, reading: PackedReading, size_bytes: int) -> Array:
         """Return memory for all regions. Raises `TransferError` if there is none."""
 
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
+    async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
         """Wait for the regions of these replies, and return the memory."""
         return self.memory
 
-    async def regions(self, answers: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
-        memory = await self.arrived(answers, deadline_s)
-        return [self.region(memory, first + number) for number in range(len(answers))]
+    async def regions(self, replies: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
+        memory = await self.wait_for_arrival(replies, deadline_s)
+        return [self.region(memory, first + number) for number in range(len(replies))]
 
     def region(self, memory: Array, number: int) -> Array:
         """Return the region with this number, in this memory."""
@@ -112,42 +112,40 @@ class PackedReading(Reading):
         transport: PackedTransport,
         requests: Sequence[Request],
         options: Options,
-        pace: Pace,
+        rate: RateController,
     ) -> None:
         super().__init__(requests, transport.footprint(options, requests[0].kind), options)
         self._transport = transport
-        self._pace = pace
+        self._rate = rate
         self.worker = transport.worker
         self._answers_ahead = self.ahead
         self._last: deque[int] = deque(maxlen=self.ahead)  # numbers of parts in the last requests
         self.timeout_s = options.request_timeout_s
         self.calls: set[Future[Any]] = set()  # calls without a reply so far
         all_items = sum(box_size(box) for request in requests for box in request.boxes)
-        self.part_bytes: int = min(self.part_bytes or 1, pace.most_bytes)
+        self.part_bytes: int = min(self.part_bytes or 1, rate.most_bytes)
         self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
     def layout(self, parts: Sequence[Region]) -> Layout:
         """Return the layout of parts in one buffer."""
-        return layout_of([part.box for part in parts], self.requests[0].dtype.itemsize)
+        return lay_out_regions([part.box for part in parts], self.requests[0].dtype.itemsize)
 
     def __iter__(self) -> Iterator[Region]:
         for parts in self._batches():
-            yield from self._asked(parts)
+            yield from self._request_batch(parts)
 
-    def _asked(self, parts: Sequence[Region]) -> Iterator[Region]:
-        """Request a batch, and yield its regions."""
+    def _request_batch(self, parts: Sequence[Region]) -> Iterator[Region]:
         try:
             call = self._call(parts)
         except TransferError as exc:
-            yield from (part.failed(exc) for part in parts)
+            yield from (part.mark_failed(exc) for part in parts)
             return
         self._last.append(len(parts))
         self.ahead = sum(self._last)
         for number, part in enumerate(parts):
-            yield part.on_its_way(partial(answered, call, number), call.done)
+            yield part.mark_requested(partial(wait_for_region, call, number), call.done)
 
     def _batches(self) -> Iterator[list[Region]]:
-        """Group small parts into batches, up to the size of a large part."""
         batch: list[Region] = []
         batch_bytes = 0
         for part in self.parts():
@@ -162,11 +160,10 @@ class PackedReading(Reading):
             yield batch
 
     def _call(self, parts: Sequence[Region]) -> Future[list[Any]]:
-        """Start the request for a batch, and return its future."""
-        landing = self._transport.landing(self._transport, self, parts)
-        return self._begun(self.bring(parts, landing, landing.where(0)))
+        recv_buffer = self._transport.recv_buffer(self._transport, self, parts)
+        return self._start_call(self.bring(parts, recv_buffer, recv_buffer.where(0)))
 
-    def _begun(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
+    def _start_call(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
         """Start a call on the event loop. `close` cancels it."""
         call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
         self.calls.add(call)
@@ -178,20 +175,22 @@ class PackedReading(Reading):
             call.cancel()
         self._transport.opened.discard(self)
 
-    async def bring(self, parts: Sequence[Region], landing: Landing, where: Any) -> list[Any]:
+    async def bring(
+        self, parts: Sequence[Region], recv_buffer: RecvBuffer, where: Any
+    ) -> list[Any]:
         """Return the region for each part, or the error in its place."""
         regions: list[Any] = []
         try:
-            while left := parts[(first := len(regions)) :]:
+            while missing_parts := parts[(first := len(regions)) :]:
                 if first:  # the holder had no memory for the remaining parts
-                    where = await self.worker.offload(landing.where, first)
+                    where = await self.worker.offload(recv_buffer.where, first)
                 deadline_s = time.monotonic() + self.timeout_s
-                answers = await self._ask(left, where)
-                came = await landing.regions(answers, first, deadline_s)
-                for part, answer, region in zip(left, answers, came, strict=False):
-                    regions.append(await self._checked(part, answer, region))
+                replies = await self._ask(missing_parts, where)
+                arrays = await recv_buffer.regions(replies, first, deadline_s)
+                for part, reply, region in zip(missing_parts, replies, arrays, strict=False):
+                    regions.append(await self._check_region(part, reply, region))
         except BaseException:
-            landing.abandon()
+            recv_buffer.abandon()
             raise
         return regions
 
@@ -200,8 +199,8 @@ class PackedReading(Reading):
         first = self.requests[parts[0].request]
         # The request names each block once, and refers to it by its number.
         numbers = {number: i for i, number in enumerate(dict.fromkeys(p.request for p in parts))}
-        others = len(numbers) - 1
-        about = f"block {first.key!r}" + (f" and {others} others" if others else "")
+        further_blocks = len(numbers) - 1
+        about = f"block {first.key!r}" + (f" and {further_blocks} others" if further_blocks else "")
         limit_s = self.timeout_s * messages  # the timeout applies to each message
         asking = ask(
             self.worker, first.holder, self._transport.op, limit_s, about,
@@ -214,42 +213,34 @@ class PackedReading(Reading):
         try:
             reply = check_reply(await asking, first.holder, first)
         finally:
-            self._pace.update(self.layout(parts).size_bytes, time.monotonic() - begun_s, limit_s)
-        answers: Any = reply.get("parts")
-        if type(answers) not in (list, tuple) or not 0 < len(answers) <= len(parts):
-            message = f"{first.holder} sent no reply for any part: {reply}"
-            raise TransferError(f"{message:.500}")
-        result: Sequence[Any] = answers
-        return result
+            self._rate.update(self.layout(parts).size_bytes, time.monotonic() - begun_s, limit_s)
+        replies: Sequence[Any] = reply["parts"]
+        return replies
 
-    async def _checked(self, part: Region, answer: Any, came: Any) -> Any:
+    async def _check_region(self, part: Region, reply: Any, array: Any) -> Any:
         """Return a region in the declared dtype, or the error in its place."""
-        request, box = self.requests[part.request], part.box
+        request = self.requests[part.request]
         try:
-            check_reply(answer, request.holder, request)
-            shape = getattr(came, "shape", type(came).__name__)
-            if shape != box_shape(box):
-                sent = f"{shape} instead of {box_shape(box)} of {request}"
-                raise TransferError(f"{request.holder} sent {sent}")
-            region = came
-            if came.dtype != request.dtype:
-                region = await self.worker.offload(in_dtype, came, request.dtype)
+            check_reply(reply, request.holder, request)
+            if array.dtype == request.dtype:
+                return array
+            region = await self.worker.offload(in_dtype, array, request.dtype)
             if region is None:
-                raise mismatch(request, request.dtype, came.dtype)
+                raise mismatch(request, request.dtype, array.dtype)
         except (TransferError, BlockMismatchError) as exc:
             return exc
         return region
 
 
-def answered(call: Future[list[Any]], number: int, timeout_s: float | None, *_: Any) -> Any:
+def wait_for_region(call: Future[list[Any]], number: int, timeout_s: float | None, *_: Any) -> Any:
     """Return the region of one of a call's parts."""
-    answers = call.result(timeout_s)
-    region, answers[number] = answers[number], None  # the caller owns the array from now on
+    regions = call.result(timeout_s)
+    region, regions[number] = regions[number], None  # the caller owns the array from now on
     if isinstance(region, Exception):
         raise region
     return region
 
 
-def layout_of(boxes: Sequence[Box], item_bytes: int) -> Layout:
+def lay_out_regions(boxes: Sequence[Box], item_bytes: int) -> Layout:
     """Return the layout of regions in one buffer. Both sides compute the same."""
     return Layout(map(box_shape, boxes), item_bytes, _ALIGNMENT_BYTES)

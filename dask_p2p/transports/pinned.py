@@ -19,7 +19,6 @@ A segment whose call got no reply is not reused, since the holder may still writ
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -36,17 +35,15 @@ from dask_p2p.transports.buffers import (
     SegmentName,
     Segments,
     buffer_bytes,
-    buffered,
+    fit_parts,
     left_bytes,
     parts_held,
     to_device,
 )
-from dask_p2p.transports.packed import Asked, MemoryTarget, PackedTransport
-from dask_p2p.transports.packed_reading import Landing, MemoryLanding, PackedReading
+from dask_p2p.transports.packed import FlatSendBuffer, PackedTransport, ReadRequest
+from dask_p2p.transports.packed_reading import FlatRecvBuffer, PackedReading, RecvBuffer
 from dask_p2p.transports.rpc import ask_and_wait
 from dask_p2p.types import Array, Kind
-
-MOST_MAPPED = 256  # segments of readers, each with a file descriptor. A task has 7 of them
 
 _PART_BYTES = 2**25
 # Parts requested ahead. A reply takes 5 ms, including 1 ms of copies (two H200: 17 GB/s per reader
@@ -56,10 +53,10 @@ _IDLE_PARTS = _IN_FLIGHT + 2
 _THREADS = 4  # each waits for a copy from or to a GPU
 
 
-class _SegmentLanding(MemoryLanding):
+class _SegmentRecvBuffer(FlatRecvBuffer):
     """A shared segment, lent to one call. Regions for a GPU are copied from it to the device."""
 
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+    def allocate(self, reading: PackedReading, size_bytes: int) -> Array:
         segments = self.transport.segments[self.about.kind]
         try:
             # All of one size, so that a segment also fits the next batch and the next array.
@@ -71,16 +68,13 @@ class _SegmentLanding(MemoryLanding):
     def where(self, first: int) -> Any:
         return tuple(self._segment.name)
 
-    async def arrived(self, answers: Sequence[Any], deadline_s: float) -> Array:
-        if len(answers) < len(self.parts):  # holders need no own memory, and so pack all regions
-            count = f"{len(answers)} of {len(self.parts)} regions"
-            raise TransferError(f"{self.about.holder} answered only for {count}")
+    async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
         if not backend_named(self.about.kind).on_device:
             return self.memory
         transport: PinnedTransport = self.transport
-        return await transport.worker.offload(self._copied, threads=transport.threads)
+        return await transport.worker.offload(self._copy_to_device, threads=transport.threads)
 
-    def _copied(self) -> Array:
+    def _copy_to_device(self) -> Array:
         memory, self.memory = self.memory, None  # the loan ends with the copy
         return to_device(memory, self.transport.buffers[self.about.kind])
 
@@ -92,7 +86,7 @@ class PinnedTransport(PackedTransport):
     """Transport of regions through host memory that reader and holder share."""
 
     name: ClassVar[str] = "pinned"
-    landing: ClassVar[type[Landing]] = _SegmentLanding
+    recv_buffer: ClassVar[type[RecvBuffer]] = _SegmentRecvBuffer
 
     @classmethod
     def is_in_auto(cls, kind: Kind) -> bool:
@@ -104,12 +98,12 @@ class PinnedTransport(PackedTransport):
         part_bytes = options.part_bytes or _PART_BYTES
         on_device = backend_named(kind).on_device
 
-        def held(in_flight: int) -> int:  # parts that have arrived are in device memory too
+        def count_held(in_flight: int) -> int:  # parts that have arrived are in device memory too
             return parts_held(in_flight, kind) + (in_flight + 1) * on_device
 
-        found = buffered(part_bytes, _IN_FLIGHT, left_bytes(options, kind), held)
+        footprint = fit_parts(part_bytes, _IN_FLIGHT, left_bytes(options, kind), count_held)
         # Idle parts are counted in host memory and in device memory. Holders have no own memory.
-        return replace(found, parts_idle=_IDLE_PARTS, copies=4 if on_device else 2)
+        return replace(footprint, parts_idle=_IDLE_PARTS, copies=4 if on_device else 2)
 
     # --- the reader's side, in task threads ---
 
@@ -120,7 +114,7 @@ class PinnedTransport(PackedTransport):
         self.buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
         self.pools += [*self.segments.values(), *self.buffers.values()]
         self._obstacles: dict[str, Obstacle | None] = {}  # by holder
-        self.mapped: OrderedDict[SegmentName, Segment] = OrderedDict()  # readers', by last use
+        self.mapped: dict[SegmentName, Segment] = {}  # of readers
         self._mapping = threading.Lock()
         self.threads: ThreadPoolExecutor = ThreadPoolExecutor(_THREADS, "p2p-pinned")
 
@@ -130,7 +124,6 @@ class PinnedTransport(PackedTransport):
         return self._obstacles[holder]
 
     def _ask_to_open(self, holder: str) -> Obstacle | None:
-        """Ask a holder to open this worker's memory. Return the obstacle, if any."""
         try:
             segment, _ = self.segments["numpy"].lend(1)
         except (OSError, AttributeError, MemoryError) as exc:
@@ -158,22 +151,21 @@ class PinnedTransport(PackedTransport):
 
     # --- the holder's side ---
 
-    async def target(self, asked: Asked, where: Any) -> MemoryTarget:
+    async def make_send_buffer(self, request: ReadRequest, where: Any) -> FlatSendBuffer:
         name = SegmentName(*where)
-        if not asked.parts:  # the reader only tests whether its memory can be opened
+        if not request.parts:  # the reader only tests whether its memory can be opened
             await self.worker.offload(Segment.open, name)
-        return _SegmentTarget(self, name)
+        return _SegmentSendBuffer(self, name)
 
     def segment(self, name: SegmentName) -> Segment:
         """Return a reader's segment, mapped once. Unmap segments that readers have closed."""
         with self._mapping:
             if name not in self.mapped:
-                for other in [other for other in self.mapped if not other.is_open()]:
-                    del self.mapped[other]
+                for closed_name in [
+                    mapped_name for mapped_name in self.mapped if not mapped_name.is_open()
+                ]:
+                    del self.mapped[closed_name]
                 self.mapped[name] = Segment.open(name)
-            self.mapped.move_to_end(name)
-            while len(self.mapped) > MOST_MAPPED:
-                self.mapped.popitem(last=False)
             return self.mapped[name]
 
     # --- both sides ---
@@ -188,12 +180,12 @@ class PinnedTransport(PackedTransport):
         with self._mapping:
             self.mapped.clear()
 
-    def let_go(self) -> None:
-        super().let_go()
+    def free_memory(self) -> None:
+        super().free_memory()
         self._unmap()
 
 
-class _SegmentTarget(MemoryTarget):
+class _SegmentSendBuffer(FlatSendBuffer):
     """A segment of a reader, mapped for the first region that is packed into it."""
 
     def __init__(self, transport: PinnedTransport, name: SegmentName) -> None:

@@ -3,7 +3,7 @@
 ``process_vm_readv`` copies from another process's memory in one system call. This is half of the
 work of sockets or shared memory, since it needs neither packing nor sending. The kernel lets a
 process read the processes that it may trace, see ptrace(2): those of the same user, unless a
-security module restricts this. `allow_readers` lifts the restriction of one such module.
+security module restricts this. `own_token` lifts the restriction of one such module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.errors import Obstacle
-from dask_p2p.geometry import gapless_from
+from dask_p2p.geometry import first_gapless_axis
 from dask_p2p.types import Array, DType
 
 MOST_RUNS = 1024  # of one system call: IOV_MAX
@@ -111,7 +111,7 @@ def _in_memory(
     extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
     lie = [extents[axis] for axis in order]
-    run = gapless_from(lie, [steps[axis] for axis in order], itemsize)
+    run = first_gapless_axis(lie, [steps[axis] for axis in order], itemsize)
     return extents, steps, order, order[:run], itemsize * prod(lie[run:])
 
 
@@ -127,7 +127,9 @@ def read(
     if runs.run_bytes:
         _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(memory.ctypes.data, runs))
     array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
-    turned: list[Any] = [slice(None, None, -1 if back else 1) for back in runs.backwards]
+    turned: list[Any] = [
+        slice(None, None, -1 if is_backwards else 1) for is_backwards in runs.backwards
+    ]
     return array[(*turned, ...)]  # an array also without axes
 
 
@@ -142,17 +144,17 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
         local.backwards + runs.backwards
     ):
         return False
-    here, run_bytes_here = local[:2]
-    there, run_bytes_there = runs[:2]
-    if len(here) == 1:
-        here, run_bytes_here = _contiguous(int(here[0]), runs)
-    elif len(there) == 1:
-        there, run_bytes_there = _cut(int(there[0]), local)
+    local_addresses, run_bytes_here = local[:2]
+    remote_addresses, run_bytes_there = runs[:2]
+    if len(local_addresses) == 1:
+        local_addresses, run_bytes_here = _contiguous(int(local_addresses[0]), runs)
+    elif len(remote_addresses) == 1:
+        remote_addresses, run_bytes_there = _cut(int(remote_addresses[0]), local)
     shortest, longest = sorted((run_bytes_here, run_bytes_there))
     least_bytes, ratio = tuning.current.process_run_bytes, MOST_RUNS
     if not least_bytes <= shortest <= longest <= ratio * shortest:
         return False
-    _read_runs(pid, there, run_bytes_there, here, run_bytes_here)
+    _read_runs(pid, remote_addresses, run_bytes_there, local_addresses, run_bytes_here)
     return True
 
 
@@ -166,8 +168,8 @@ def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int
 def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
     count = len(local.addresses)
-    most = min(count, MOST_RUNS)
-    at_once = next(n for n in range(most, 0, -1) if count % n == 0)
+    run_limit = min(count, MOST_RUNS)
+    at_once = next(n for n in range(run_limit, 0, -1) if count % n == 0)
     run_bytes = at_once * local.run_bytes
     end = address + count * local.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
@@ -175,13 +177,13 @@ def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
 
 def _read_runs(
     pid: int,
-    there: np.ndarray[Any, Any],
+    remote_addresses: np.ndarray[Any, Any],
     run_bytes: int,
-    here: np.ndarray[Any, Any],
+    local_addresses: np.ndarray[Any, Any],
     local_run_bytes: int,
 ) -> None:
     """Copy runs of another process to local runs. One length divides the other."""
-    remote, local = _iovecs(there, run_bytes), _iovecs(here, local_run_bytes)
+    remote, local = _iovecs(remote_addresses, run_bytes), _iovecs(local_addresses, local_run_bytes)
     longest = max(run_bytes, local_run_bytes)
     step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
     steps = step_bytes // run_bytes, step_bytes // local_run_bytes
@@ -191,12 +193,12 @@ def _read_runs(
             for iovecs, step in zip((remote, local), steps, strict=True)
         )
         # The copy ends with the remote runs; the last local run may be longer.
-        done = _libc().process_vm_readv(
+        copied_bytes = _libc().process_vm_readv(
             pid, dst.ctypes.data, len(dst), src.ctypes.data, len(src), 0
         )
-        if done != len(src) * run_bytes:
+        if copied_bytes != len(src) * run_bytes:
             # A short copy: the rest is not mapped there.
-            error = ctypes.get_errno() if done < 0 else errno.EFAULT
+            error = ctypes.get_errno() if copied_bytes < 0 else errno.EFAULT
             raise OSError(error, os.strerror(error))
 
 
@@ -224,8 +226,12 @@ def is_supported() -> bool:
 
 
 def own_token() -> tuple[int, bytes]:
-    """Let other processes read this one. Return the address and the value of its token."""
-    allow_readers()
+    """Let other processes read this one. Return the address and the value of its token.
+
+    If Yama allows only parents to read a process, all processes of this user may from now on read
+    this one, and trace it. Without Yama the call has no effect.
+    """
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     token = _own_token()
     return token.ctypes.data, token.tobytes()
 
@@ -260,14 +266,6 @@ def holds(pid: int, address: int, token: bytes) -> bool:
     """Return true if a process has this token at an address. Raises the errors of `read`."""
     runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
     return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
-
-
-def allow_readers() -> None:
-    """Let all processes of this user read this one's memory, if Yama allows only its parents.
-
-    They may then also trace it. Without Yama the call has no effect.
-    """
-    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 logger = logging.getLogger(__name__)
@@ -318,7 +316,6 @@ class Processes:
             self._calls.get(name, {}).pop(on_end, None)
 
     def has_ended(self, name: str) -> bool:
-        """Return true if a watched process has ended."""
         return name in self._ended
 
     def _begin(self, name: str, pid: int) -> None:
@@ -386,10 +383,9 @@ class Peer:
     refusal: str | None = None  # reason why it has no folder
 
     @classmethod
-    def own(cls, memory_proof: str, folder: str = "", refusal: str | None = None) -> Peer:
-        """Describe this process."""
-        own = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
-        return cls(*own, folder, memory_proof, refusal)
+    def describe_self(cls, memory_proof: str, folder: str = "", refusal: str | None = None) -> Peer:
+        identity = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
+        return cls(*identity, folder, memory_proof, refusal)
 
 
 def separation(local: Peer, remote: Peer) -> Obstacle | None:

@@ -47,7 +47,8 @@ async def ask(
         calling = asyncio.ensure_future(worker.call(holder, op, **kwargs))
         for task in (calling, asyncio.current_task()):
             if task is not None:
-                task.add_done_callback(_retrieve_error)
+                # Retrieved, so that asyncio does not log an error that no caller waits for.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
         text = f"no answer from {holder} about {about} within {timeout_s:g} s"
@@ -78,23 +79,17 @@ def ask_and_wait(
         raise TransferError("the worker's event loop did not respond") from None
 
 
-def _retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve a task's error, so that asyncio does not log it if no caller waits any longer."""
-    if not task.cancelled():
-        task.exception()
-
-
-def answering(handler: Handler) -> Handler:
+def rpc_handler(handler: Handler) -> Handler:
     """Return a method as an RPC handler that replies with the method's result or error."""
 
     @wraps(handler)
-    async def answer(self: Any, /, **request: Any) -> dict[str, Any]:
+    async def reply(self: Any, /, **request: Any) -> dict[str, Any]:
         try:
             return {"status": "ok", **await handler(self, **request)}
         except Exception as exc:
             return refuse(exc)
 
-    return answer
+    return reply
 
 
 def refuse(exc: Exception) -> dict[str, Any]:

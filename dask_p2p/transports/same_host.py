@@ -35,12 +35,11 @@ from dask_p2p.transports.base import (
     Request,
     Transport,
     WorkerContext,
-    answers,
     find_block,
 )
 from dask_p2p.transports.leases import Leases, PublishedBlocks
 from dask_p2p.transports.process_memory import Peer, no_directory, separation
-from dask_p2p.transports.rpc import Handler, ask_and_wait, check_reply
+from dask_p2p.transports.rpc import Handler, ask_and_wait, check_reply, rpc_handler
 from dask_p2p.types import Array, Key
 
 EXPIRY_S = 0.1  # interval of checks for descriptors that have expired
@@ -89,37 +88,37 @@ class SameHostTransport(Transport):
     # --- the reader's side, in task threads ---
 
     def holder_obstacle(self, holder: str) -> Obstacle | None:
-        return self._known(holder)[1]
+        return self._identify_peer(holder)[1]
 
     def boot_id(self, worker: str) -> str | None:
         if worker == self.worker.address:
             return kernel_and_namespace()[0]
-        known = self._peers.get(worker)
-        return None if known is None else known[0].boot_id
+        description = self._peers.get(worker)
+        return None if description is None else description[0].boot_id
 
     def read(self, requests: Sequence[Request], options: Options) -> SameHostReading:
-        peer, obstacle = self._known(requests[0].holder)
+        peer, obstacle = self._identify_peer(requests[0].holder)
         if obstacle is not None:
             message = f"{requests[0].holder} cannot be read in place: {obstacle}"
             raise TransferError(message, obstacle=obstacle)
         return SameHostReading(self, requests, peer, options)
 
-    def _known(self, holder: str) -> tuple[Peer, Obstacle | None]:
+    def _identify_peer(self, holder: str) -> tuple[Peer, Obstacle | None]:
         """Return a worker's process, and the obstacle to reading its memory, if any.
 
         Asks the worker once. A missing answer is not recorded, so the next call asks again.
         """
-        known = self._peers.get(holder)
-        if known is None:
+        description = self._peers.get(holder)
+        if description is None:
             about = "its process"
             reply = ask_and_wait(self.worker, holder, self._peer_op, PROBE_TIMEOUT_S, about)
             peer = Peer(**check_reply(reply, holder, about)["peer"])
             try:
-                known = self._peers[holder] = (peer, self._peer_obstacle(peer))
+                description = self._peers[holder] = (peer, self._peer_obstacle(peer))
             except OSError as exc:
                 message = f"this worker cannot describe its own process: {exc}"
                 raise TransferError(message) from exc
-        return known
+        return description
 
     def _peer_obstacle(self, peer: Peer) -> Obstacle | None:
         local = self.describe()
@@ -128,7 +127,7 @@ class SameHostTransport(Transport):
     # --- the holder's side ---
 
     def handlers(self) -> Mapping[str, Handler]:
-        return {self._peer_op: self._answer_peer, self.publish_op: self._answer_publish}
+        return {self._peer_op: self._serve_peer, self.publish_op: self._serve_publish}
 
     @property
     def refusal(self) -> Obstacle | None:
@@ -170,22 +169,20 @@ class SameHostTransport(Transport):
         if self.expiring is not None:
             self.expiring.cancel()
         deadline_s = time.monotonic() + CLOSE_S
-        while self.directory.close():
-            if time.monotonic() > deadline_s:
-                self.directory.linger()
-                break
+        while self.directory.close() and time.monotonic() <= deadline_s:
             await asyncio.sleep(0.01)
 
-    @answers
-    async def _answer_peer(self) -> dict[str, Any]:
+    @rpc_handler
+    async def _serve_peer(self) -> dict[str, Any]:
         return {"peer": asdict(await self.worker.offload(self.describe))}
 
     def describe(self) -> Peer:
-        """Describe this process."""
-        return Peer.own(self.memory_proof(), self.directory.folder, self.directory.refusal)
+        return Peer.describe_self(
+            self.memory_proof(), self.directory.folder, self.directory.refusal
+        )
 
-    @answers
-    async def _answer_publish(
+    @rpc_handler
+    async def _serve_publish(
         self, *, blocks: Sequence[tuple[Key, tuple[int, ...]]]
     ) -> dict[str, Any]:
         """Publish the first of these blocks, and all others that are in memory."""
@@ -197,7 +194,7 @@ class SameHostTransport(Transport):
         was_on_disk = self.worker.is_on_disk(key)
         find = partial(self._find, key, shape)
         try:
-            self.directory.publish(key, find, partial(self._describe_block, key))
+            self.directory.publish(key, find, self._describe_block)
         finally:
             if self.expiring is None:  # a timer that is already set covers this block too
                 self.worker.loop.call_soon_threadsafe(self._expire_later)
@@ -213,10 +210,8 @@ class SameHostTransport(Transport):
             raise TransferError(f"the block is in memory of {kind} arrays", scope="region")
         return block
 
-    def _describe_block(self, key: Key, block: Array) -> bytes:
-        """Wait for a block's values, and return its descriptor."""
+    def _describe_block(self, block: Array) -> bytes:
         return Descriptor(
-            key=repr(key),
             shape=tuple(block.shape),
             strides=tuple(block.strides),
             dtype=dtype_text(block.dtype),
@@ -253,7 +248,6 @@ ReadRegion = Callable[[Box, float | None, Array | None], Any]
 class Descriptor:
     """The address and the layout of a published block."""
 
-    key: str  # repr of the key
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: str
@@ -266,12 +260,7 @@ class Descriptor:
     @classmethod
     def parse(cls, text: bytes, block: Request) -> Descriptor:
         """Return a descriptor, checked against the request for its block."""
-        try:
-            descriptor = _read(text)
-        except (ValueError, TypeError, KeyError) as exc:
-            raise TransferError(f"the descriptor of {block} cannot be read: {exc}") from exc
-        if descriptor.key != repr(block.key):
-            raise TransferError(f"the descriptor of {block} is that of {descriptor.key}")
+        descriptor = _read(text)
         if descriptor.shape != tuple(block.shape):
             declared = f"{block.dtype} {block.shape}"
             raise mismatch(block, declared, f"{descriptor.dtype} {descriptor.shape}")
@@ -313,69 +302,74 @@ class SameHostReading(Reading):
     def __iter__(self) -> Iterator[Region]:
         for part in self.parts(is_tapered=self._transport.in_place):
             number = part.request
-            wanted = self.requests[number]
+            request = self.requests[number]
             try:
-                if number not in self._regions and 0 in wanted.shape:  # no memory to lease
-                    empty = backend_named(wanted.kind).empty(wanted.shape, wanted.dtype)
+                if number not in self._regions and 0 in request.shape:  # no memory to lease
+                    empty = backend_named(request.kind).empty(request.shape, request.dtype)
                     self._regions[number] = regions_of(empty)
                 elif number not in self._regions:
-                    descriptor = Descriptor.parse(self._lease(number), wanted)
+                    descriptor = Descriptor.parse(self._lease(number), request)
                     self._regions[number] = self._transport.regions(descriptor, self, number)
             except (TransferError, BlockMismatchError) as exc:
                 self.drop(number)
                 if number in self.ending:
                     self.end(number)
-                yield part.failed(exc)
+                yield part.mark_failed(exc)
             else:
-                yield part.on_its_way(partial(self._regions[number], part.box))
+                yield part.mark_requested(partial(self._regions[number], part.box))
 
     def _lease(self, number: int) -> bytes:
         """Lease the block of a request, and return its descriptor.
 
         Requests the publication if the holder does not publish the block on its own.
         """
-        wanted, asked = self.requests[number], 0
+        request, request_count = self.requests[number], 0
         deadline_s = time.monotonic() + _WAIT_S
         try:
             while True:
                 with suppress(FileNotFoundError):  # the holder is closing
                     leases = self._leases = self._leases or Leases(self.peer.folder)
-                    if (taken := leases.take(wanted.key)) is not None:
-                        entry, text = taken
+                    if (lease := leases.take(request.key)) is not None:
+                        entry, text = lease
                         self.ending[number] = ExitStack()
                         self.ending[number].callback(leases.end, entry)
                         return text
-                if not asked and time.monotonic() <= deadline_s:
+                if not request_count and time.monotonic() <= deadline_s:
                     time.sleep(_POLL_S)
                     continue
                 # The block may be withdrawn again: moved and back, or one of many on disk.
-                if asked == PUBLISH_REQUESTS:
+                if request_count == PUBLISH_REQUESTS:
                     break
-                asked += 1
+                request_count += 1
                 self._ask_to_publish(self.requests[number:][:_MOST_PUBLISHED])
         except OSError as exc:
-            message = f"the descriptors of {wanted.holder} cannot be read: {exc}"
+            message = f"the descriptors of {request.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
-        raise TransferError(f"{wanted.holder} published and withdrew {wanted} {asked} times")
+        raise TransferError(
+            f"{request.holder} published and withdrew {request} {request_count} times"
+        )
 
     def _ask_to_publish(self, requests: Sequence[Request]) -> None:
         """Request the publication of the first block, and of all others that are in memory."""
-        wanted, host, op = requests[0], self._transport.worker, self._transport.publish_op
-        blocks, about = [(other.key, other.shape) for other in requests], f"block {wanted.key!r}"
+        first_request, host, op = requests[0], self._transport.worker, self._transport.publish_op
+        blocks, about = (
+            [(request.key, request.shape) for request in requests],
+            f"block {first_request.key!r}",
+        )
         timeout_s = self._options.request_timeout_s
-        reply = ask_and_wait(host, wanted.holder, op, timeout_s, about, blocks=blocks)
-        check_reply(reply, wanted.holder, wanted)
+        reply = ask_and_wait(host, first_request.holder, op, timeout_s, about, blocks=blocks)
+        check_reply(reply, first_request.holder, first_request)
 
     def confirm(self) -> None:
         # All blocks are of one process. Blocks without a lease were confirmed before.
         leases = self._leases if self.ending else None
-        wanted = self.requests[next(iter(self.ending), 0)]
+        request = self.requests[next(iter(self.ending), 0)]
         try:
             lives = leases is None or leases.holder_lives()
         except OSError as exc:
-            raise TransferError(f"cannot check that {wanted.holder} is alive: {exc}") from exc
+            raise TransferError(f"cannot check that {request.holder} is alive: {exc}") from exc
         if not lives:
-            raise TransferError(f"{wanted.holder} ended while {wanted} was read", scope="block")
+            raise TransferError(f"{request.holder} ended while {request} was read", scope="block")
 
     def end(self, number: int) -> None:
         """End the lease on a block. Call only after all reads of the block are synchronised."""

@@ -32,7 +32,6 @@ NAP_S = 20e-6
 _EPOLL_MS = 1
 _CLOSE_ROUND_NS = 50_000_000
 _CLOSE_ROUNDS = 20
-_MOST_BEHIND = 1000  # most endpoints of the other process that this one lacks
 
 
 @cache  # the search goes through folders, and would delay each source of a block
@@ -59,7 +58,7 @@ class Message:
         self.is_ended = False  # true if it was cancelled: waits for it end
 
     @property
-    def done(self) -> bool:
+    def is_complete(self) -> bool:
         """True if UCX no longer uses the array, after success or failure."""
         return bool(self._request.completed)
 
@@ -81,7 +80,7 @@ class Message:
             self.give_up(timeout_s)
             raise
         try:
-            with _explained():
+            with _translate_errors():
                 self._request.check_error()
         finally:
             self.array = None  # free it now, since the messenger drops messages later
@@ -119,7 +118,9 @@ class Messenger:
         self._poll = device is not None
         self._driven = False
         self.endpoints: dict[bytes, Any] = {}
-        self._made: Counter[bytes] = Counter()  # number of endpoints made so far, by address
+        self._endpoint_counts: Counter[bytes] = (
+            Counter()
+        )  # number of endpoints made so far, by address
         self._messages: deque[Message] = deque()  # messages that UCX may still use
         self._waiting: set[threading.Timer] = set()
         self._used_s = time.monotonic()
@@ -129,10 +130,10 @@ class Messenger:
     def send(self, address: bytes, array: Array, tag: int, *, other_host: bool = False) -> Message:
         """Send a C-ordered array of bytes. Raises `TransferError` if UCX refuses it."""
         give_up = partial(self._forget_unsent, address, other_host)
-        with self._lock, _explained():
+        with self._lock, _translate_errors():
             self._drive()
             request = self._endpoint(address).tag_send(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._recorded(Message(request, array, tag, give_up))
+            return self._remember(Message(request, array, tag, give_up))
 
     def receive(self, array: Array, tag: int) -> Message:
         """Receive a message into an array of bytes.
@@ -140,10 +141,10 @@ class Messenger:
         A longer message is an error, a shorter one is not: its length must be sent separately.
         Raises `TransferError` if UCX refuses it.
         """
-        with self._lock, _explained():
+        with self._lock, _translate_errors():
             self._drive()
             request = self._worker.tag_recv(self._wrap(array), self._lib.UCXXTag(tag))
-            return self._recorded(
+            return self._remember(
                 Message(request, array, tag, lambda given_up, _: self.end(given_up))
             )
 
@@ -153,15 +154,15 @@ class Messenger:
         UCX cannot cancel a single receive request, so the messenger sends itself an empty message.
         """
         with self._lock:
-            if message.done or message.is_ended or self._closed:
+            if message.is_complete or message.is_ended or self._closed:
                 return
             message.is_ended = True
             nothing = np.empty(0, np.uint8)
-            with _explained():
+            with _translate_errors():
                 endpoint = self._endpoint(self.address)
                 tag = self._lib.UCXXTag(message.tag)
                 request = endpoint.tag_send(self._wrap(nothing), tag)
-            self._recorded(Message(request, nothing, message.tag, lambda *_: None))
+            self._remember(Message(request, nothing, message.tag, lambda *_: None))
 
     def forget(self, address: bytes) -> None:
         """Close the endpoint to an address, if there is one; its unsent messages fail."""
@@ -181,59 +182,53 @@ class Messenger:
             self.forget(address)
             return
 
-        def look() -> None:
+        def forget_if_unsent() -> None:
             self._waiting.discard(timer)
-            if not message.done:
+            if not message.is_complete:
                 self.forget(address)
 
-        timer = threading.Timer(CLOSE_TIMEOUTS * timeout_s, look)
+        timer = threading.Timer(CLOSE_TIMEOUTS * timeout_s, forget_if_unsent)
         timer.daemon = True
         with self._lock:
             if not self._closed:
                 self._waiting.add(timer)
                 timer.start()
 
-    def closed(self, address: bytes) -> int:
+    def count_closed(self, address: bytes) -> int:
         """Return the number of endpoints to an address that have been closed."""
         with self._lock:  # all endpoints except an open one
-            return self._made[address] - (address in self.endpoints)
+            return self._endpoint_counts[address] - (address in self.endpoints)
 
-    def renew(self, address: bytes, closed: int) -> None:
+    def reset_endpoint(self, address: bytes, closed: int) -> None:
         """Abandon endpoints that the other side has closed.
 
         UCX pairs the n-th endpoint of one process to another with the n-th endpoint of the other
         one to the first. If one side is closed, messages from the other side are lost, and UCX
-        detects this late or never. `closed` is the other side's `Messenger.closed` for this
-        process; `TransferError` if it is implausibly large.
+        detects this late or never. `closed` is the other side's `Messenger.count_closed` for this
+        process.
         """
-        left = []
-        with self._lock, _explained():
-            if closed - self._made[address] > _MOST_BEHIND:
-                raise TransferError(
-                    f"the reader reports {closed} closed endpoints, expected at most "
-                    f"{self._made[address] + _MOST_BEHIND}"
-                )
-            while self._made[address] < closed:
-                left.append(self.endpoints.pop(address, None))
+        abandoned = []
+        with self._lock, _translate_errors():
+            while self._endpoint_counts[address] < closed:
+                abandoned.append(self.endpoints.pop(address, None))
                 self._make_endpoint(address)
-            if self._made[address] == closed:
-                left.append(self.endpoints.pop(address, None))
-        _close(left)
+            if self._endpoint_counts[address] == closed:
+                abandoned.append(self.endpoints.pop(address, None))
+        _close(abandoned)
 
     @property
-    def under_way(self) -> int:
-        """Number of messages that UCX still uses."""
+    def in_flight(self) -> int:
         with self._lock:
-            self._messages = deque(message for message in self._messages if not message.done)
+            self._messages = deque(message for message in self._messages if not message.is_complete)
             return len(self._messages)
 
-    def rest(self, idle_s: float) -> bool:
+    def stop_when_idle(self, idle_s: float) -> bool:
         """Stop driving UCX after `idle_s` without messages; return true if it is stopped.
 
         The next message drives it again.
         """
         with self._lock:
-            if self.under_way:
+            if self.in_flight:
                 self._used_s = time.monotonic()
             elif self._driven and time.monotonic() - self._used_s >= idle_s:
                 self._driven = False
@@ -256,7 +251,7 @@ class Messenger:
                 self._driven = False
                 self._worker.stop_progress_thread()
             nothing = self._lib.UCXXTagMask(0)
-            if self.under_way or self._worker.tag_probe(self._lib.UCXXTag(0), nothing).matched:
+            if self.in_flight or self._worker.tag_probe(self._lib.UCXXTag(0), nothing).matched:
                 # ucxx's destructor receives all unreceived messages, and would wait for ever for
                 # senders that have left, so it must never run.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._worker))
@@ -268,13 +263,13 @@ class Messenger:
         return endpoint
 
     def _make_endpoint(self, address: bytes) -> Any:
-        for known, endpoint in [*self.endpoints.items()]:
+        for other_address, endpoint in [*self.endpoints.items()]:
             if not endpoint.alive:  # its process may have ended; its address is never reused
-                del self.endpoints[known]
+                del self.endpoints[other_address]
         remote = self._lib.UCXAddress.create_from_buffer(address)
         endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
         self.endpoints[address] = endpoint
-        self._made[address] += 1
+        self._endpoint_counts[address] += 1
         return endpoint
 
     def _drive(self) -> None:
@@ -285,8 +280,8 @@ class Messenger:
             self._driven = True
             self._worker.start_progress_thread(polling_mode=self._poll, epoll_timeout=_EPOLL_MS)
 
-    def _recorded(self, message: Message) -> Message:
-        while self._messages and self._messages[0].done:
+    def _remember(self, message: Message) -> Message:
+        while self._messages and self._messages[0].is_complete:
             self._messages.popleft()
         self._messages.append(message)
         return message
@@ -302,7 +297,7 @@ def _options() -> dict[str, str]:
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _translate_errors() -> Iterator[None]:
     """Raise a `TransferError` for the errors of ucxx, which has a class for each UCX status."""
     try:
         yield

@@ -29,21 +29,21 @@ with needs("xarray", "xarray"):
     import xarray as xr
 
 from dask_p2p.xarray.by_name import (
+    add_chunks_of_shards,
     by_dimension,
-    iterated,
-    named_in_errors,
-    regular,
-    with_chunks_of_shards,
+    iterate_by_name,
+    make_regular,
+    name_axes,
 )
-from dask_p2p.xarray.spectra import of_dataset, spectrum, undone
+from dask_p2p.xarray.spectra import invert, transform, transform_dataset
 from dask_p2p.xarray.variables import (
     as_dask,
-    changed,
+    change_data,
+    change_variables,
     check_dimensions,
-    chunked,
-    in_memory,
+    chunk_variable,
+    is_in_memory,
     sizes_by_name,
-    with_data,
 )
 
 __all__ = ["P2PAccessor"]
@@ -72,7 +72,7 @@ class P2PAccessor(Generic[T]):
     """
 
     def __init__(self, given: T) -> None:
-        self._given = given
+        self._data = given
 
     def transpose(self, *dims: Any, chunks: Mapping[Any, Any] | None = None) -> T:
         """Transpose Dask arrays by `dask_p2p.transpose`, and arrays in memory as xarray does.
@@ -104,7 +104,7 @@ class P2PAccessor(Generic[T]):
         sizes = self._sizes(chunks or {})
         check_dimensions([dim for dim in dims if dim is not ...], self._dims)
         try:
-            result = self._given.transpose(*dims)
+            result = self._data.transpose(*dims)
         except ValueError as exc:
             raise InputError(
                 f"expected the dimensions {self._dims} in any order, with `...` for dimensions "
@@ -112,15 +112,15 @@ class P2PAccessor(Generic[T]):
             ) from exc
 
         def change(before: Any, after: Any, name: Hashable) -> Any:
-            wanted = {i: sizes[dim] for i, dim in enumerate(after.dims) if dim in sizes}
-            if in_memory(before) or (before.dims == after.dims and not wanted):
+            axis_sizes = {i: sizes[dim] for i, dim in enumerate(after.dims) if dim in sizes}
+            if is_in_memory(before) or (before.dims == after.dims and not axis_sizes):
                 return after
             axes = [before.dims.index(dim) for dim in after.dims]
-            with named_in_errors(after.dims, wanted):
-                data = transpose(as_dask(before, name), axes, chunks=wanted or None)
+            with name_axes(after.dims, axis_sizes):
+                data = transpose(as_dask(before, name), axes, chunks=axis_sizes or None)
             return after.copy(deep=False, data=data)
 
-        return changed(self._given, result, change)
+        return change_variables(self._data, result, change)
 
     def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> T:
         """Rechunk Dask arrays by `dask_p2p.rechunk`, and arrays in memory as xarray does.
@@ -146,16 +146,16 @@ class P2PAccessor(Generic[T]):
         sizes = {**self._sizes({} if chunks is None else chunks), **self._sizes(chunks_kwargs)}
 
         def change(before: Any, _: Any, name: Hashable) -> Any:
-            if in_memory(before):
+            if is_in_memory(before):
                 named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
-                return chunked(before, named, name)
-            wanted = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
-            if not wanted:
+                return chunk_variable(before, named, name)
+            axis_sizes = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
+            if not axis_sizes:
                 return before
-            with named_in_errors(before.dims, wanted):
-                return before.copy(deep=False, data=rechunk(as_dask(before, name), wanted))
+            with name_axes(before.dims, axis_sizes):
+                return before.copy(deep=False, data=rechunk(as_dask(before, name), axis_sizes))
 
-        return changed(self._given, self._given, change)
+        return change_variables(self._data, self._data, change)
 
     def map_overlap(
         self,
@@ -201,14 +201,14 @@ class P2PAccessor(Generic[T]):
             if not by_axis:
                 return before
             beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
-            with named_in_errors(before.dims, by_axis, beyond):
+            with name_axes(before.dims, by_axis, beyond):
                 x = as_dask(before, name)
                 y = map_overlap(func, x, depth=by_axis, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
             after.encoding = {}  # the encoding belongs to other values
             return after
 
-        return with_data(self._given, self._given, change)
+        return change_data(self._data, self._data, change)
 
     @overload
     def iterate(
@@ -297,10 +297,11 @@ class P2PAccessor(Generic[T]):
         >>> a.p2p.iterate(smooth, {"x": 1}, 2).values
         array([1., 0., 2., 0., 1., 0.])
         """
-        count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (fields, constants))
-        is_before = fields is not None and isinstance(self._given, xr.DataArray)
+        lists = (value for value in (fields, constants) if isinstance(value, (list, tuple)))
+        count = 2 + sum(len(values) - 1 for values in lists)
+        is_before = fields is not None and isinstance(self._data, xr.DataArray)
         check_names(func, count + is_before, type(self).iterate, locals())
-        return iterated(self._given, func, depth, steps, fields, boundary, constants, kwargs)
+        return iterate_by_name(self._data, func, depth, steps, fields, boundary, constants, kwargs)
 
     def to_zarr(self, store: Any = None, *, chunks: Any = None, **kwargs: Any) -> Any:
         """Write to a Zarr store, rechunked to chunks of one size along each dimension if needed.
@@ -347,14 +348,14 @@ class P2PAccessor(Generic[T]):
         with needs("zarr", "zarr"):
             import zarr  # noqa: F401  # before blocks move
         sizes = self._sizes({} if chunks is None else chunks)
-        encoding = with_chunks_of_shards(kwargs.pop("encoding", None) or {}, self._given, sizes)
+        encoding = add_chunks_of_shards(kwargs.pop("encoding", None) or {}, self._data, sizes)
         region: Any = kwargs.get("region") or {}
         existing_dims = {*(region if isinstance(region, Mapping) else self._dims)}
         if kwargs.get("append_dim") is not None:
             existing_dims.add(kwargs["append_dim"])
         kwargs.setdefault("safe_chunks", False)  # blocks get whole units where they are stored
         with install():
-            return regular(self._given, sizes, encoding, existing_dims).to_zarr(
+            return make_regular(self._data, sizes, encoding, existing_dims).to_zarr(
                 store, encoding=encoding or None, **kwargs
             )
 
@@ -414,7 +415,7 @@ class P2PAccessor(Generic[T]):
         (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
         """
         options = (shift, true_phase, true_amplitude, prefix)
-        return self._transformed(dim, real_dim, lambda a: spectrum(a, dim, real_dim, *options))
+        return self._transformed(dim, real_dim, lambda a: transform(a, dim, real_dim, *options))
 
     def ifft(
         self,
@@ -433,7 +434,7 @@ class P2PAccessor(Generic[T]):
         """
         options = (true_phase, true_amplitude, prefix)
         return self._transformed(
-            dim, real_dim, lambda a: undone(a, dim, real_dim, *options), prefix
+            dim, real_dim, lambda a: invert(a, dim, real_dim, *options), prefix
         )
 
     def __repr__(self) -> str:
@@ -443,18 +444,18 @@ class P2PAccessor(Generic[T]):
             for name, method in vars(P2PAccessor).items()
             if callable(method) and not name.startswith("_")
         ]
-        return "\n".join([f"<methods of dask_p2p for this {type(self._given).__name__}>", *lines])
+        return "\n".join([f"<methods of dask_p2p for this {type(self._data).__name__}>", *lines])
 
     @property
     def _dims(self) -> tuple[Hashable, ...]:
-        return tuple(self._given.sizes)
+        return tuple(self._data.sizes)
 
     def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
-        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, InputError), self._given)
+        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, InputError), self._data)
 
     def _transformed(
         self, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
     ) -> Any:
-        if isinstance(self._given, xr.Dataset):
-            return of_dataset(self._given, dim, real_dim, transform, prefix)
-        return transform(self._given)
+        if isinstance(self._data, xr.Dataset):
+            return transform_dataset(self._data, dim, real_dim, transform, prefix)
+        return transform(self._data)

@@ -22,16 +22,16 @@ from dask_p2p.sections.iterate.output.stores import Save
 from dask_p2p.tools.zarr_stores import is_regular, regular_chunks, regular_size
 from dask_p2p.xarray.variables import (
     as_dask,
-    changed,
-    changed_coords,
+    change_coords,
+    change_variables,
     check_data,
     check_dimensions,
     check_labels,
-    chunked,
-    in_memory,
-    values_of,
-    with_host_memory,
-    without_file_chunks,
+    chunk_variable,
+    copy_to_host,
+    drop_file_chunks,
+    host_values,
+    is_in_memory,
 )
 
 #: Options of `iterate` that need names of fields.
@@ -40,36 +40,36 @@ _LABELS = "expected the sizes and labels of the newest field along its dimension
 
 
 def by_dimension(
-    dims: Sequence[Hashable], subject: str, given: Any, error: type[InputError] = InputError
+    dims: Sequence[Hashable], subject: str, value: Any, error: type[InputError] = InputError
 ) -> Mapping[Any, Any]:
     """Return values by dimension, from a mapping or from one value for all dimensions."""
-    if not isinstance(given, (Mapping, tuple, list)):
-        return dict.fromkeys(dims, given)
-    if isinstance(given, Mapping):
-        check_dimensions(given, dims, error, subject)
+    if not isinstance(value, (Mapping, tuple, list)):
+        return dict.fromkeys(dims, value)
+    if isinstance(value, Mapping):
+        check_dimensions(value, dims, error, subject)
     else:
         raise error(
-            f"expected {subject} of the dimensions {tuple(dims)}, got {given!r}. Use names "
+            f"expected {subject} of the dimensions {tuple(dims)}, got {value!r}. Use names "
             f"of dimensions as keys, like {{{next(iter(dims), 'x')!r}: ...}}."
         )
-    return given
+    return value
 
 
 @contextmanager
-def named_in_errors(dims: Sequence[Hashable], *given: Mapping[int, Any]) -> Iterator[None]:
+def name_axes(dims: Sequence[Hashable], *values_by_axis: Mapping[int, Any]) -> Iterator[None]:
     """Replace numbers of axes in errors by names of dimensions."""
     try:
         yield
     except InputError as exc:
         text = str(exc).replace(CHUNKS_REMEDY, "Give sizes that fit, by dimension.")
-        for by_axis in given:
-            text = text.replace(repr(by_axis), repr({dims[i]: of for i, of in by_axis.items()}))
-        text = re.sub(r"axis (\d+)", lambda found: f"dimension {dims[int(found[1])]!r}", text)
+        for by_axis in values_by_axis:
+            text = text.replace(repr(by_axis), repr({dims[i]: n for i, n in by_axis.items()}))
+        text = re.sub(r"axis (\d+)", lambda match: f"dimension {dims[int(match[1])]!r}", text)
         raise type(exc)(text) from exc.__cause__
 
 
-def iterated(
-    given: Any,
+def iterate_by_name(
+    owner: Any,
     func: Callable[..., Any],
     depth: Any,
     steps: int,
@@ -80,7 +80,7 @@ def iterated(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.iterate`."""
     if isinstance(fields, Mapping):
-        return _coupled(given, func, depth, steps, fields, boundary, constants, kwargs)
+        return _iterate_coupled(owner, func, depth, steps, fields, boundary, constants, kwargs)
     if isinstance(constants, Mapping):
         raise InputError(
             f"constants: expected a list, as the fields have no names, got "
@@ -92,17 +92,17 @@ def iterated(
             raise InputError(
                 f"{option}: expected fields by name, got fields={fields!r}. Give the variables of "
                 f"a dataset by the names of the function's parameters, fields={{'u': "
-                f"{_listed(fields or 'u')[0]!r}}}."
+                f"{_as_list(fields or 'u')[0]!r}}}."
             )
-    levels = _levels(given, fields)
+    levels = _levels(owner, fields)
     first = levels[0]
-    dims, arrays = first.dims, _aligned(levels)
-    read = [_constant(given, each, first, arrays[0]) for each in _listed(constants)]
-    each = depth if isinstance(depth, list) else [depth]
-    widths: Any = [_by_axis(dims, "depth", of) for of in each]
+    dims, arrays = first.dims, _align_levels(levels)
+    read = [_constant(owner, constant, first, arrays[0]) for constant in _as_list(constants)]
+    depths = depth if isinstance(depth, list) else [depth]
+    widths: Any = [_by_axis(dims, "depth", level_depth) for level_depth in depths]
     beyond = _by_axis(dims, "boundary", boundary)
-    with named_in_errors(dims, *widths, beyond):
-        made: Any = iterate(
+    with name_axes(dims, *widths, beyond):
+        results: Any = iterate(
             func,
             arrays if fields is not None else arrays[0],
             widths if isinstance(depth, list) else widths[0],
@@ -111,15 +111,16 @@ def iterated(
             constants=tuple(read),
             **kwargs,
         )
-    made = made if fields is not None else (made,)
-    changed = [_with_data(level, dims, data) for level, data in zip(levels, made, strict=True)]
-    if isinstance(given, xr.Dataset):
-        return given.assign(dict(zip(_listed(fields), changed, strict=True)))
-    return changed[0] if fields is None else tuple(changed)
+    results = results if fields is not None else (results,)
+    pairs = zip(levels, results, strict=True)
+    after = [_replace_data(level, dims, data) for level, data in pairs]
+    if isinstance(owner, xr.Dataset):
+        return owner.assign(dict(zip(_as_list(fields), after, strict=True)))
+    return after[0] if fields is None else tuple(after)
 
 
-def _coupled(
-    given: Any,
+def _iterate_coupled(
+    dataset: Any,
     func: Any,
     depth: Any,
     steps: int,
@@ -129,9 +130,9 @@ def _coupled(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Iterate coupled fields of a dataset, from the names of parameters to those of variables."""
-    if not isinstance(given, xr.Dataset):
+    if not isinstance(dataset, xr.Dataset):
         raise InputError(
-            f"fields: expected a dataset for fields by name, got {type(given).__name__}. Convert "
+            f"fields: expected a dataset for fields by name, got {type(dataset).__name__}. Convert "
             f"it, xarray.Dataset({{'u': u}})."
         )
     if not isinstance(constants, Mapping) and constants != ():
@@ -139,69 +140,69 @@ def _coupled(
             f"constants: expected a mapping by name, as the fields have, got "
             f"{type(constants).__name__}. Give {{'name': value}}."
         )
-    names = [name for value in fields.values() for name in _listed(value)]
-    levels = _levels(given, names)
-    first, rest = levels[0], iter(_aligned(levels))
+    names = [name for value in fields.values() for name in _as_list(value)]
+    levels = _levels(dataset, names)
+    first, aligned = levels[0], iter(_align_levels(levels))
     dims = first.dims
     arrays: dict[str, Any] = {}
     for key, value in fields.items():
-        own = [next(rest) for _ in _listed(value)]
-        arrays[key] = own if isinstance(value, (list, tuple)) else own[0]
-    data = _listed(next(iter(arrays.values())))[0]
-    read = {key: _constant(given, each, first, data) for key, each in dict(constants).items()}
+        field_arrays = [next(aligned) for _ in _as_list(value)]
+        arrays[key] = field_arrays if isinstance(value, (list, tuple)) else field_arrays[0]
+    data = _as_list(next(iter(arrays.values())))[0]
+    read = {key: _constant(dataset, x, first, data) for key, x in dict(constants).items()}
     widths, beyond = _by_axis(dims, "depth", depth), _by_axis(dims, "boundary", boundary)
-    more = {**kwargs, "save": _with_names(kwargs.get("save", ()), first, steps)}
-    with named_in_errors(dims, widths, beyond):
-        made = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **more)
-    results = [each for key in arrays for each in _listed(made[key])]
+    options = {**kwargs, "save": _name_frames(kwargs.get("save", ()), first, steps)}
+    with name_axes(dims, widths, beyond):
+        run = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **options)
+    results = [result for key in arrays for result in _as_list(run[key])]
     changed = zip(names, levels, results, strict=True)
-    series = {name: _series(given, name, made[name]) for name in made if name not in arrays}
-    return given.assign(
-        {name: _with_data(level, dims, own) for name, level, own in changed} | series
+    series = {name: _series(dataset, name, run[name]) for name in run if name not in arrays}
+    return dataset.assign(
+        {name: _replace_data(level, dims, result) for name, level, result in changed} | series
     )
 
 
-def _series(given: Any, name: str, data: Any) -> tuple[list[str], Any]:
+def _series(dataset: Any, name: str, data: Any) -> tuple[list[str], Any]:
     """Return a series of a run as a variable: its first axis has the records."""
-    if name in given.variables:
+    if name in dataset.variables:
         raise InputError(
             f"record: expected names that no variable of the dataset has, got {name!r}. Rename it."
         )
-    others = [f"{name}_{axis}" for axis in range(1, data.ndim)]
-    return [f"{name}_record", *others][: data.ndim], data
+    later_dims = [f"{name}_{axis}" for axis in range(1, data.ndim)]
+    return [f"{name}_record", *later_dims][: data.ndim], data
 
 
-def _with_names(save: Any, first: Any, steps: int) -> Any:
+def _name_frames(save: Any, first: Any, steps: int) -> Any:
     """Return the stores of a run with the dimensions and coordinates of a field."""
     coords = {}
     for name in first.dims:
         if name in first.coords and not isinstance(first.indexes.get(name), pd.MultiIndex):
-            given = first.coords[name].variable
-            on_host = xr.Variable(given.dims, values_of(given), given.attrs, given.encoding)
+            variable = first.coords[name].variable
+            values = host_values(variable)
+            on_host = xr.Variable(variable.dims, values, variable.attrs, variable.encoding)
             encoded = xr.conventions.encode_cf_variable(on_host, name=name)
             encoded.attrs.pop("_FillValue", None)  # the values are complete
             if encoded.dtype.kind in "biuf":
                 coords[str(name)] = encoded
     return [
         replace(
-            each,
-            dims=[*map(str, first.dims)] if each.dims is None else each.dims,
-            coords={"frame": _frame_steps(each, steps), **coords, **each.coords},
+            target,
+            dims=[*map(str, first.dims)] if target.dims is None else target.dims,
+            coords={"frame": _frame_steps(target, steps), **coords, **target.coords},
         )
-        if isinstance(each, Save)
-        else each
-        for each in _listed(save)
+        if isinstance(target, Save)
+        else target
+        for target in _as_list(save)
     ]
 
 
 def _frame_steps(save: Save, steps: int) -> Any:
-    """Return the steps of the frames."""
     every = checked_count("steps between frames", every=save.every)
     steps = checked_count("steps", steps=steps)
     return np.arange(every, steps + 1, every)
 
 
-def _aligned(levels: Sequence[Any]) -> list[Any]:
+def _align_levels(levels: Sequence[Any]) -> list[Any]:
     """Return the data of fields with the dimensions and chunks of the first one."""
     first = levels[0]
     dims, arrays = first.dims, [as_dask(first.variable, first.name)]
@@ -217,49 +218,49 @@ def _aligned(levels: Sequence[Any]) -> list[Any]:
     return arrays
 
 
-def _with_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
+def _replace_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
     """Return a field with other data, in these dimensions."""
     turned = level.transpose(*dims)
-    result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
+    result = turned.copy(deep=False, data=data).assign_coords(change_coords(level, turned))
     result.encoding = {}  # the encoding belongs to other values
     return result
 
 
-def _levels(given: Any, fields: Any) -> list[Any]:
+def _levels(data: Any, fields: Any) -> list[Any]:
     """Return the time levels as DataArrays, the newest first."""
-    if isinstance(given, xr.Dataset):
-        names = [] if fields is None else _listed(fields)
-        if not names or not all(isinstance(n, Hashable) and n in given.data_vars for n in names):
+    if isinstance(data, xr.Dataset):
+        names = [] if fields is None else _as_list(fields)
+        if not names or not all(isinstance(n, Hashable) and n in data.data_vars for n in names):
             raise InputError(
-                f"fields: expected names of the dataset's arrays, {tuple(given.data_vars)}, the "
+                f"fields: expected names of the dataset's arrays, {tuple(data.data_vars)}, the "
                 f"newest time level first, got {fields!r}."
             )
-        return [given[name] for name in names]
-    others = [] if fields is None else _listed(fields)
-    for other in others:
-        if not isinstance(other, xr.DataArray):
+        return [data[name] for name in names]
+    earlier_levels = [] if fields is None else _as_list(fields)
+    for level in earlier_levels:
+        if not isinstance(level, xr.DataArray):
             raise InputError(
                 f"fields: expected the time levels before this array, as DataArrays, got "
-                f"{type(other).__name__}. Use names only for fields of a dataset."
+                f"{type(level).__name__}. Use names only for fields of a dataset."
             )
-    return [given, *others]
+    return [data, *earlier_levels]
 
 
-def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
+def _constant(owner: Any, constant: Any, field: Any, data: Any) -> Any:
     """Return a constant with the dimensions of the field; values that are no arrays unchanged."""
     if isinstance(constant, str):
-        known = given.variables if isinstance(given, xr.Dataset) else given.coords
-        if constant not in known:
+        arrays = owner.variables if isinstance(owner, xr.Dataset) else owner.coords
+        if constant not in arrays:
             raise InputError(
-                f"constants: expected the name of one of {tuple(known)}, a DataArray or a value, "
+                f"constants: expected the name of one of {tuple(arrays)}, a DataArray or a value, "
                 f"got {constant!r}."
             )
-        constant = given[constant]
+        constant = owner[constant]
     if not isinstance(constant, xr.DataArray):
         return constant
-    if not constant.ndim and in_memory(constant.variable):
+    if not constant.ndim and is_in_memory(constant.variable):
         check_data(constant.data, constant.name)
-        return values_of(constant.variable)[()]
+        return host_values(constant.variable)[()]
     if not set(constant.dims) <= set(field.dims):
         raise InputError(
             f"constants: expected only dimensions of the fields, {field.dims}, got an array with "
@@ -269,21 +270,21 @@ def _constant(given: Any, constant: Any, field: Any, data: Any) -> Any:
     along = constant.variable.copy(data=as_dask(constant.variable, constant.name))
     # Rechunk before the array is repeated along the other dimensions.
     sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
-    whole = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
-    return whole.data
+    expanded = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
+    return expanded.data
 
 
-def _by_axis(dims: Sequence[Hashable], subject: str, given: Any) -> dict[int, Any]:
-    named = by_dimension(dims, subject, given)
+def _by_axis(dims: Sequence[Hashable], subject: str, value: Any) -> dict[int, Any]:
+    named = by_dimension(dims, subject, value)
     return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
 
 
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, (list, tuple)) else [given]
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def regular(
-    given: Any,
+def make_regular(
+    data: Any,
     sizes: Mapping[Hashable, Any],
     encoding: Mapping[Hashable, Mapping[str, Any]],
     existing_dims: Collection[Hashable] = (),
@@ -297,8 +298,8 @@ def regular(
 
     def change(before: Any, _: Any, name: Hashable) -> Any:
         named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
-        if in_memory(before):
-            return _checked(chunked(before, named, name), name) if named else before
+        if is_in_memory(before):
+            return _checked(chunk_variable(before, named, name), name) if named else before
         x = as_dask(before, name)
         check_chunks_are_known(x)
         if not named and not {*existing_dims}.isdisjoint(before.dims):
@@ -308,18 +309,18 @@ def regular(
             for axis, dim in enumerate(before.dims)
         }
         of_file = encoding.get(name, {})
-        with named_in_errors(before.dims, by_axis):
+        with name_axes(before.dims, by_axis):
             chunks = checked_chunks(by_axis, x.chunks, x.dtype)
             _check_one_size(chunks, before.dims, name)
             chunks = regular_chunks(chunks, of_file.get("shards") or of_file.get("chunks"))
             after = before.copy(deep=False, data=rechunk(x, chunks))
-        return after if _fits(after) else without_file_chunks(after)
+        return after if _fits(after) else drop_file_chunks(after)
 
-    return with_host_memory(changed(given, given, change))
+    return copy_to_host(change_variables(data, data, change))
 
 
-def with_chunks_of_shards(
-    encoding: Mapping[Hashable, Mapping[str, Any]], given: Any, sizes: Mapping[Hashable, Any]
+def add_chunks_of_shards(
+    encoding: Mapping[Hashable, Mapping[str, Any]], data: Any, sizes: Mapping[Hashable, Any]
 ) -> dict[Hashable, Any]:
     """Return encodings with chunks for all shards: those of `sizes`, or whole shards.
 
@@ -327,8 +328,8 @@ def with_chunks_of_shards(
     """
     result = {**encoding}
     for name, of_file in encoding.items():
-        is_array = not hasattr(given, "data_vars") and name not in given.coords
-        dims = given.dims if is_array else given[name].dims
+        is_array = not hasattr(data, "data_vars") and name not in data.coords
+        dims = data.dims if is_array else data[name].dims
         shards = of_file.get("shards")
         if isinstance(shards, int):
             shards = (shards,) * len(dims)

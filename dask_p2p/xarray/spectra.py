@@ -17,7 +17,7 @@ from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import functions_of
-from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, values_of
+from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, host_values
 
 _EVEN = 1e-3  # largest difference of spacings, relative to their mean
 
@@ -33,7 +33,7 @@ class _Dimension:
     attrs: dict[str, float]
 
 
-def spectrum(
+def transform(
     a: Any,
     dim: Any,
     real_dim: Any,
@@ -44,10 +44,12 @@ def spectrum(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.fft`."""
     dims = _checked_dims(a, dim, real_dim, list(a.dims))
-    a = _ascending(a, dims)
+    values = {name: _read_numbers(a, name) for name in dims if a.sizes[name]}
+    descending = [name for name in values if values[name][-1] < values[name][0]]  # as latitudes are
+    a = a.isel(dict.fromkeys(descending, slice(None, None, -1)))
     axes = []
     for name in dims:
-        first, step = _even(_numbers(a, name), a[name])
+        first, step = _measure_spacing(_read_numbers(a, name), a[name])
         n = a.sizes[name]
         is_real = name == real_dim
         frequencies = np.fft.rfftfreq(n, step) if is_real else np.fft.fftfreq(n, step)
@@ -64,39 +66,39 @@ def spectrum(
     shifted = every if real_dim is None else every[:-1]
     if shift and shifted:
         y = transforms.fftshift(y, shifted)
-    return _made(a, _scaled(y, axes), axes)
+    return _assign_coords(a, _scale(y, axes), axes)
 
 
-def undone(
+def invert(
     a: Any, dim: Any, real_dim: Any, true_phase: bool, true_amplitude: bool, prefix: str
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.ifft`."""
-    found = [name for name in a.dims if str(name).startswith(prefix)]
-    dims = _checked_dims(a, dim, real_dim, found)
+    spectral_dims = [name for name in a.dims if str(name).startswith(prefix)]
+    dims = _checked_dims(a, dim, real_dim, spectral_dims)
     axes, shifted, lengths = [], [], []
     for name in dims:
         number, is_real, size = a.get_axis_num(name), name == real_dim, a.sizes[name]
-        given, in_order = _frequencies(a, name, 0 if is_real else size // 2)
+        frequencies, in_order = _read_frequencies(a, name, 0 if is_real else size // 2)
         if in_order and not is_real:
             shifted.append(number)
         n = 2 * (size - 1) if is_real else size
-        step = 1 / (n * abs(given[1] - given[0]))
+        step = 1 / (n * abs(frequencies[1] - frequencies[0]))
         start = a[name].attrs.get("direct_lag", 0.0) - n // 2 * step
-        factor = np.exp(2j * np.pi * given * start) if true_phase else np.ones(1)
+        factor = np.exp(2j * np.pi * frequencies * start) if true_phase else np.ones(1)
         amplitude = 1 / step if true_amplitude else 1.0
         values = start + step * np.arange(n)
         title = str(name).removeprefix(prefix)
         axes.append(_Dimension(title, number, values, factor * amplitude, {"spacing": step}))
         lengths.append(n)
-    y = _scaled(as_dask(a.variable, a.name), axes)
+    y = _scale(as_dask(a.variable, a.name), axes)
     if shifted:
         y = transforms.ifftshift(y, shifted)
     transform = transforms.ifftn if real_dim is None else transforms.irfftn
     y = transform(y, lengths, [axis.number for axis in axes])
-    return _made(a, y, axes)
+    return _assign_coords(a, y, axes)
 
 
-def of_dataset(
+def transform_dataset(
     ds: Any, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
 ) -> Any:
     """Return a dataset with the transforms of the arrays that have the dimensions.
@@ -104,10 +106,10 @@ def of_dataset(
     Without dimensions they are all arrays with a dimension that has the prefix. Raises `InputError`
     if no array, or an array of several dimensions only some, has the dimensions.
     """
-    wanted = {*_listed(dim or ()), *([] if real_dim is None else [real_dim])}
+    chosen_dims = {*_listed(dim or ()), *([] if real_dim is None else [real_dim])}
     arrays = {}
     for name, a in ds.data_vars.items():
-        of_array = wanted or {each for each in a.dims if str(each).startswith(prefix)}
+        of_array = chosen_dims or {name for name in a.dims if str(name).startswith(prefix)}
         if of_array.isdisjoint(a.dims):
             continue
         if not of_array <= {*a.dims}:
@@ -117,19 +119,19 @@ def of_dataset(
             )
         arrays[name] = transform(a)
     if not arrays:
-        check_dimensions(wanted, tuple(ds.sizes))
+        check_dimensions(chosen_dims, tuple(ds.sizes))
         raise InputError(
             f"expected dimensions of {tuple(ds.sizes)}, got dim={dim!r}, real_dim={real_dim!r}."
         )
     gone = {d for name, a in arrays.items() for d in ds[name].dims if d not in a.dims}
-    kept = {name: of for name, of in ds.coords.items() if not gone & {*of.dims}}
-    return xr.Dataset({name: arrays.get(name, ds[name]) for name in ds}, kept, ds.attrs)
+    coords = {name: x for name, x in ds.coords.items() if gone.isdisjoint(x.dims)}
+    return xr.Dataset({name: arrays.get(name, ds[name]) for name in ds}, coords, ds.attrs)
 
 
 def _checked_dims(a: Any, dim: Any, real_dim: Any, every: Sequence[Hashable]) -> list[Hashable]:
     """Return the dimensions to transform; the one of real numbers is last."""
-    given = every if dim is None else _listed(dim)
-    dims = [name for name in given if name != real_dim]
+    names = every if dim is None else _listed(dim)
+    dims = [name for name in names if name != real_dim]
     dims += [] if real_dim is None else [real_dim]
     check_dimensions(dims, a.dims)
     if not dims or len({*dims}) < len(dims):
@@ -143,47 +145,40 @@ def _listed(dim: Any) -> list[Hashable]:
     return [dim] if isinstance(dim, str) else list(dim)
 
 
-def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
-    """Reverse an array along descending coordinates, as latitudes often are."""
-    every = {name: _numbers(a, name) for name in dims if a.sizes[name]}
-    turned = [name for name, values in every.items() if values[-1] < values[0]]
-    return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
-
-
-def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
+def _read_frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
     """Return frequencies, and whether they ascend. `zero` is the index of 0 in ascending order."""
-    n, values = a.sizes[name], _numbers(a, name)
+    n, values = a.sizes[name], _read_numbers(a, name)
     in_order = bool(n) and values[0] < values[-1]
-    first, step = _even(values if in_order else np.fft.fftshift(values), a[name])
+    first, step = _measure_spacing(values if in_order else np.fft.fftshift(values), a[name])
     if abs(first + zero * step) > _EVEN * step:
         raise InputError(
             f"expected frequencies along {name!r} with 0 at index {zero} in ascending order, got "
-            f"{values_of(a[name].variable)[:4]}... Use the frequencies of a.p2p.fft."
+            f"{host_values(a[name].variable)[:4]}... Use the frequencies of a.p2p.fft."
         )
     frequencies = step * (np.arange(n) - zero)
     return frequencies if in_order else np.fft.ifftshift(frequencies), in_order
 
 
-def _even(values: Any, coordinate: Any) -> tuple[float, float]:
+def _measure_spacing(values: Any, coordinate: Any) -> tuple[float, float]:
     """Return the first number of a coordinate, and its mean spacing."""
-    given, name = values_of(coordinate.variable), coordinate.name
+    labels, name = host_values(coordinate.variable), coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
     # Rounded numbers are not exactly evenly spaced.
-    rounding = np.spacing(abs(given).max()) if given.dtype.kind == "f" and given.size else 0
+    rounding = np.spacing(abs(labels).max()) if labels.dtype.kind == "f" and labels.size else 0
     steps = np.diff(values)
     if not step > 0 or not (steps > 0).all() or abs(steps - step).max() > _EVEN * step + rounding:
         raise InputError(
             f"expected a coordinate {name!r} of at least two values at even distances, got "
-            f"{given[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
+            f"{labels[:4]}... Interpolate the array, or drop the coordinate: a.drop_vars({name!r})."
         )
     return float(values[0]), float(step)
 
 
-def _numbers(a: Any, name: Hashable) -> Any:
+def _read_numbers(a: Any, name: Hashable) -> Any:
     """Return a coordinate as float64; times as seconds after the first one."""
     if not isinstance(a[name].variable, xr.IndexVariable):
         check_data(a[name].variable.data, name)
-    values = values_of(a[name].variable)
+    values = host_values(a[name].variable)
     kind = values.dtype.kind
     try:
         if kind in "mM":
@@ -200,16 +195,16 @@ def _numbers(a: Any, name: Hashable) -> Any:
     return values.astype(float)
 
 
-def _scaled(x: Any, axes: Sequence[_Dimension]) -> Any:
+def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
     """Multiply by the factors of all axes."""
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
     for axis in axes:
         if axis.factor.size > 1:
-            x = x * _along(x, axis.number, axis.factor)
+            x = x * _broadcast_along(x, axis.number, axis.factor)
     return x
 
 
-def _along(x: Any, axis: int, values: Any) -> Any:
+def _broadcast_along(x: Any, axis: int, values: Any) -> Any:
     """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
     module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
     dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype
@@ -218,11 +213,11 @@ def _along(x: Any, axis: int, values: Any) -> Any:
     return factor.reshape(-1, *(1,) * (x.ndim - axis - 1))
 
 
-def _made(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
+def _assign_coords(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
     """Return an array with the coordinates of `a`, replaced along `axes`."""
     names = {a.dims[axis.number]: axis.name for axis in axes}
-    kept = {name: of for name, of in a.coords.items() if not names.keys() & {*of.dims}}
+    coords = {name: x for name, x in a.coords.items() if names.keys().isdisjoint(x.dims)}
     new = {axis.name: (axis.name, axis.values, axis.attrs) for axis in axes}
     dims = [names.get(name, name) for name in a.dims]
-    made = xr.DataArray(y, {**kept, **new}, dims, attrs=a.attrs)
-    return made.rename(a.name)  # also of an array without a name
+    result = xr.DataArray(y, {**coords, **new}, dims, attrs=a.attrs)
+    return result.rename(a.name)  # also of an array without a name

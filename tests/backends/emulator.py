@@ -85,8 +85,8 @@ class GuardedBytes:
         for guard in (base, base + page + self._size):
             if libc.mprotect(guard, page, 0):
                 raise OSError(ctypes.get_errno(), "mprotect")
-        whole = (ctypes.c_ubyte * self._size).from_address(base + page)
-        self._bytes = np.ctypeslib.as_array(whole)
+        pages = (ctypes.c_ubyte * self._size).from_address(base + page)
+        self._bytes = np.ctypeslib.as_array(pages)
 
     def take(self, size_bytes: int, flush: str, shift: int = 0) -> np.ndarray:
         """Return bytes that start at the first guard, or end at the second, but for `shift`."""

@@ -35,7 +35,7 @@ def test_memory_maps_are_plain_arrays(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("block", "came"),
+    ("block", "kind"),
     [
         (np.ma.masked_array([1, 2], [True, False]), "MaskedArray"),
         (np.ones((2, 2)).view(np.matrix), "matrix"),
@@ -43,8 +43,8 @@ def test_memory_maps_are_plain_arrays(tmp_path):
         (memoryview(b"12"), "memoryview"),
     ],
 )
-def test_others_are_refused_by_name(block, came):
-    with pytest.raises(UnsupportedArrayError, match=rf"(?s)expected .*got .*{came}.*Convert|Fill"):
+def test_others_are_refused_by_name(block, kind):
+    with pytest.raises(UnsupportedArrayError, match=rf"(?s)expected .*got .*{kind}.*Convert|Fill"):
         backend_for(block)
 
 
@@ -188,8 +188,8 @@ def test_what_rmm_takes_memory_from(monkeypatch, resource, expected_bytes, statu
     assert module.CUPY.memory_below(1000, 1) is None
     assert module.CUPY.memory_below(1001, None) == expected_bytes
     assert module.CUPY.device_bytes() == (expected_bytes or 0)
-    found = module.CUPY.device_status()
-    assert (found["memory_resource"], found["pool_bytes"]) == status
+    facts = module.CUPY.device_status()
+    assert (facts["memory_resource"], facts["pool_bytes"]) == status
 
 
 def test_numpy_blocks_do_not_need_cupy():

@@ -48,18 +48,18 @@ class Plan:
 @pytest.fixture
 def cupy(monkeypatch):
     """What was planned, and what was left to CuPy."""
-    found = SimpleNamespace(planned=[], left=[], stream=SimpleNamespace(ptr=next(STREAMS)))
+    fake = SimpleNamespace(planned=[], left=[], stream=SimpleNamespace(ptr=next(STREAMS)))
     library = ModuleType("cupyx.scipy.fft")
 
     def get_fft_plan(a, lengths, axes, values):
         if len(axes) > 3:
             raise ValueError("Only up to three axes is supported")
-        found.planned.append((lengths, axes, values))
+        fake.planned.append((lengths, axes, values))
         return Plan(lengths, axes, values)
 
     def leaves(name):
         def run(*args, **kwargs):
-            found.left.append(name)
+            fake.left.append(name)
             return getattr(scipy.fft, name)(*args, **kwargs)
 
         return run
@@ -68,14 +68,14 @@ def cupy(monkeypatch):
     for name in [*NAMES, "hfft"]:
         setattr(library, name, leaves(name))
     package, scipys = ModuleType("cupy"), ModuleType("cupyx.scipy")
-    package.cuda = SimpleNamespace(get_current_stream=lambda: found.stream)
+    package.cuda = SimpleNamespace(get_current_stream=lambda: fake.stream)
     scipys.fft = library
     for module in (package, ModuleType("cupyx"), scipys, library):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return found
+    return fake
 
 
-def given(name, x, axes):
+def arguments(name, x, axes):
     """Return what a function makes this of without scaling."""
     lengths = [x.shape[axis] for axis in axes]
     if name == "irfftn":
@@ -90,12 +90,12 @@ def test_plans_are_made_once(cupy, name, axes, overwrites):
     x = block((3, 4, 5), "f8" if name == "rfftn" else "c16")
     if name not in ("fftn", "ifftn") and axes == (2, 1):
         axes = (1, 2)
-    lengths, norm = given(name, x, axes)
-    wanted = getattr(scipy.fft, name)(np.asarray(x), lengths, axes, norm=norm)
+    lengths, norm = arguments(name, x, axes)
+    expected = getattr(scipy.fft, name)(np.asarray(x), lengths, axes, norm=norm)
     for _ in range(2):
         a = x.copy()
         y = getattr(cufft, name)(a, lengths, axes, norm=norm, overwrite_x=overwrites)
-        np.testing.assert_allclose(y, wanted)
+        np.testing.assert_allclose(y, expected)
         assert (y is a) == (overwrites and name in ("fftn", "ifftn"))
         assert overwrites or np.array_equal(a, x)
     assert (len(cupy.planned), cupy.left) == (1, [])
@@ -119,8 +119,8 @@ def test_plans_are_made_once(cupy, name, axes, overwrites):
 )
 def test_what_is_left_to_cupy(cupy, name, x, lengths, axes, norm):
     y = getattr(cufft, name)(x, lengths, axes, norm=norm)
-    wanted = getattr(scipy.fft, name)(np.asarray(x), lengths, axes, norm=norm)
-    np.testing.assert_allclose(y, wanted)
+    expected = getattr(scipy.fft, name)(np.asarray(x), lengths, axes, norm=norm)
+    np.testing.assert_allclose(y, expected)
     assert (cupy.planned, cupy.left) == ([], [name])
     assert cufft.hfft(np.ones(3)).shape == (4,)
 
@@ -165,11 +165,11 @@ def test_values(dtype, overwrites):
     names = ["rfftn"] if dtype[0] == "f" else ["fftn", "ifftn", "irfftn"]
     for name, axes, shape in product(names, [(2,), (1, 2), (0, 1, 2)], [(4, 6, 8), (3, 5, 7)]):
         x = np.random.default_rng(0).normal(size=shape).astype(dtype)
-        lengths, norm = given(name, x, axes)
-        wanted = getattr(scipy.fft, name)(x, lengths, axes, norm=norm)
+        lengths, norm = arguments(name, x, axes)
+        expected = getattr(scipy.fft, name)(x, lengths, axes, norm=norm)
         for _ in range(2):
             a = cupy.asarray(x)
-            got = getattr(cufft, name)(a, lengths, axes, norm=norm, overwrite_x=overwrites)
-            np.testing.assert_allclose(got.get(), wanted, rtol=0, atol=1e-4)
-            assert got.dtype == wanted.dtype
+            result = getattr(cufft, name)(a, lengths, axes, norm=norm, overwrite_x=overwrites)
+            np.testing.assert_allclose(result.get(), expected, rtol=0, atol=1e-4)
+            assert result.dtype == expected.dtype
             assert overwrites or np.array_equal(a.get(), x)

@@ -58,7 +58,7 @@ def to_device(array, shift_items):
     return out
 
 
-def whole(shape, axes, dtype, **options):
+def whole_copy(shape, axes, dtype, **options):
     block = random_bits(shape, dtype)
     check(block, (), axes, tuple(shape[a] for a in axes), (), **options)
 
@@ -74,13 +74,13 @@ def sizes(word):
 @pytest.mark.parametrize("word", WORD_SIZES_BYTES)
 def test_two_axes(word):
     for shape in sizes(word):
-        whole(shape, (1, 0), WORD_DTYPES[word])
+        whole_copy(shape, (1, 0), WORD_DTYPES[word])
 
 
 @pytest.mark.parametrize("word", WORD_SIZES_BYTES)
 def test_unaligned_addresses(word):
     for shift in range(1, 17):
-        whole((150, 160), (1, 0), WORD_DTYPES[word], shift_items=shift)
+        whole_copy((150, 160), (1, 0), WORD_DTYPES[word], shift_items=shift)
 
 
 @pytest.mark.parametrize("word", WORD_SIZES_BYTES)
@@ -88,11 +88,11 @@ def test_unaligned_addresses(word):
 @pytest.mark.parametrize("margin", [32, 35])
 def test_boxes_of_larger_blocks(word, place, margin):
     rows, columns = 200, 300
-    top, left = place
+    top, column = place
     block = random_bits((rows + 32, columns + margin - columns % 16), WORD_DTYPES[word])
-    columns = min(columns, block.shape[1] - left)
-    src_box = np.s_[top : top + rows, left : left + columns]
-    dst_box = np.s_[left : left + columns, 2 * top : 2 * top + rows]
+    columns = min(columns, block.shape[1] - column)
+    src_box = np.s_[top : top + rows, column : column + columns]
+    dst_box = np.s_[column : column + columns, 2 * top : 2 * top + rows]
     check(block, src_box, (1, 0), (columns + 40, 208 + margin + 64), dst_box)
 
 
@@ -101,16 +101,16 @@ def test_boxes_of_larger_blocks(word, place, margin):
 def test_all_permutations(word, ndim):
     for shape in [(7, 48, 64, 3)[:ndim], (5, 33, 4, 70)[-ndim:], (2, 3, 4, 5)[:ndim]]:
         for axes in itertools.permutations(range(ndim)):
-            whole(shape, axes, WORD_DTYPES[word])
+            whole_copy(shape, axes, WORD_DTYPES[word])
 
 
 def test_many_axes():
-    whole((2, 3) * 5, (9, 7, 5, 3, 1, 8, 6, 4, 2, 0), "f4")
+    whole_copy((2, 3) * 5, (9, 7, 5, 3, 1, 8, 6, 4, 2, 0), "f4")
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (0,), (3, 0), (0, 0, 2), (5,), (1, 7, 1)])
 def test_least_shapes(shape):
-    whole(shape, tuple(reversed(range(len(shape)))), "f8")
+    whole_copy(shape, tuple(reversed(range(len(shape)))), "f8")
 
 
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(3))))
@@ -133,8 +133,8 @@ def test_a_broadcast_source():
     "dtype", ["?", "i1", "u2", "f2", "i4", "f4", "u8", "i8", "f8", "c8", "c16"]
 )
 def test_dtypes(dtype):
-    whole((130, 141), (1, 0), dtype)
-    whole((3, 128, 144), (0, 2, 1), dtype)
+    whole_copy((130, 141), (1, 0), dtype)
+    whole_copy((3, 128, 144), (0, 2, 1), dtype)
 
 
 def test_more_than_2_to_the_31_items():

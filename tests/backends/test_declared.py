@@ -39,21 +39,21 @@ def test_a_block_in_another_byte_order_is_converted(declared):
     raw = np.arange(3 * declared.itemsize, dtype="u1") if declared.kind != "U" else None
     block = np.array(["ab", "c", "\u20ac"], declared) if raw is None else raw.view(declared)
     for real in (declared.newbyteorder("="), declared.newbyteorder("S"), declared):
-        got = checked_block(block.astype(real), "key", (3,), declared)
-        assert got.dtype == declared
-        assert got.tobytes() == block.tobytes()
+        result = checked_block(block.astype(real), "key", (3,), declared)
+        assert result.dtype == declared
+        assert result.tobytes() == block.tobytes()
         if real != declared:
             with pytest.raises(TransferError, match="only comm changes the byte order"):
                 check_dtype_text("block", dtype_text(declared), dtype_text(real))
-    other = np.zeros(3, declared.newbyteorder("=")).view(f"V{declared.itemsize}")
+    opaque = np.zeros(3, declared.newbyteorder("=")).view(f"V{declared.itemsize}")
     with pytest.raises(BlockMismatchError):
-        checked_block(other, "key", (3,), declared)
+        checked_block(opaque, "key", (3,), declared)
     with pytest.raises(BlockMismatchError):
-        check_dtype_text("block", dtype_text(declared), dtype_text(other.dtype))
+        check_dtype_text("block", dtype_text(declared), dtype_text(opaque.dtype))
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("one", "second"),
     [
         ("f8", ">f8"),
         ("i8", "M8[ns]"),
@@ -71,9 +71,9 @@ def test_a_block_in_another_byte_order_is_converted(declared):
     ],
     ids=str,
 )
-def test_text_of_dtypes_tells_them_apart(one, other):
-    one, other = np.dtype(one), np.dtype(other)
-    assert one.itemsize == other.itemsize
-    assert one != other
-    assert dtype_text(one) != dtype_text(other)
+def test_text_of_dtypes_tells_them_apart(one, second):
+    one, second = np.dtype(one), np.dtype(second)
+    assert one.itemsize == second.itemsize
+    assert one != second
+    assert dtype_text(one) != dtype_text(second)
     assert dtype_text(one) == dtype_text(one.newbyteorder().newbyteorder())

@@ -9,7 +9,7 @@ import pytest
 
 from dask_p2p.backends import Timer, device
 from dask_p2p.backends.base import SLOTS
-from dask_p2p.backends.device_queue import BeingRead, DeviceQueue
+from dask_p2p.backends.device_queue import DeviceQueue, UnreadArrays
 from tests.simulation.streams import RaceError, Stream
 
 ROWS, COLUMNS = 4, 16  # of a part: a row of float64 is what a copy engine takes
@@ -25,7 +25,7 @@ def assembled(gpu):
     queue = DeviceQueue("cupy")
     timer = Timer()
     peers = [gpu.written(values(n)) for n in range(PARTS)]
-    own = gpu.written(values(PARTS))
+    local = gpu.written(values(PARTS))
     out = queue.empty((COLUMNS, (PARTS + 4) * ROWS), "f8")
     places = [out[:, n * ROWS : (n + 1) * ROWS] for n in range(PARTS + 4)]
     ahead = []
@@ -35,7 +35,7 @@ def assembled(gpu):
         if len(ahead) == SLOTS:
             at, part = ahead.pop(0)
             queue.permute_prefetched(places[at], part, (1, 0))
-    queue.permute(places[PARTS], own, (1, 0), concurrent=True)
+    queue.permute(places[PARTS], local, (1, 0), concurrent=True)
     for at, part in ahead:
         queue.permute_prefetched(places[at], part, (1, 0))
     for n in range(1, 3):  # that came by messages, and are dropped at once
@@ -44,18 +44,18 @@ def assembled(gpu):
         del received
     queue.fill(places[PARTS + 3], np.full((), 7.0))
     queue.synchronize()
-    found = gpu.read(out)  # by a peer, which waits for nothing
+    result = gpu.read(out)  # by a peer, which waits for nothing
     gpu.check()
     expected = np.concatenate(
         [*(values(n).T for n in range(PARTS + 3)), np.full((COLUMNS, ROWS), 7.0)], axis=1
     )
-    return found, expected
+    return result, expected
 
 
 def test_all_is_done_in_order(gpu):
     for _ in range(3):  # on memory that is used again
-        found, expected = assembled(gpu)
-        np.testing.assert_array_equal(found, expected)
+        result, expected = assembled(gpu)
+        np.testing.assert_array_equal(result, expected)
         gc.collect()
     gpu.check()
 
@@ -86,14 +86,14 @@ def test_packed_regions_are_there_when_they_are_waited_for(gpu):
 def test_regions_whose_axes_lie_otherwise_come_through_slots(gpu, axes):
     """As of a spectrum, whose transformed axis lies last."""
     queue = DeviceQueue("cupy")
-    whole = np.arange(8 * 6 * 40, dtype="f8").reshape(8, 6, 40)
-    region = gpu.written(whole)[:, :, 3:23].transpose(axes)  # runs of 160 bytes
+    array = np.arange(8 * 6 * 40, dtype="f8").reshape(8, 6, 40)
+    region = gpu.written(array)[:, :, 3:23].transpose(axes)  # runs of 160 bytes
     out = queue.empty(region.shape[::-1], "f8")
     part = queue.prefetch(region, region.nbytes)
     assert part.slot is not None
     queue.permute_prefetched(out, part, (2, 1, 0))
     queue.synchronize()
-    np.testing.assert_array_equal(gpu.read(out), whole[:, :, 3:23].transpose(axes).T)
+    np.testing.assert_array_equal(gpu.read(out), array[:, :, 3:23].transpose(axes).T)
     gpu.check()
 
 
@@ -151,11 +151,11 @@ def test_streams_of_a_queues_own(gpu):
     for has_own_streams in (False, False, True, True):
         before = len(gpu.streams)
         queue = DeviceQueue("cupy", False, has_own_streams)
-        streams.append((len(gpu.streams) - before, {each.name for each in queue.reading}))
-    (made, of_thread), (again, same), *own = streams
-    assert (made - 1, again, of_thread) == (4, 0, same), "besides one for memory"
-    assert [made for made, _ in own] == [4, 4]
-    assert len(of_thread.union(*(names for _, names in own))) == 3 * len(of_thread)
+        streams.append((len(gpu.streams) - before, {stream.name for stream in queue.reading}))
+    (stream_count, of_thread), (again, same), *queues = streams
+    assert (stream_count - 1, again, of_thread) == (4, 0, same), "besides one for memory"
+    assert [stream_count for stream_count, _ in queues] == [4, 4]
+    assert len(of_thread.union(*(names for _, names in queues))) == 3 * len(of_thread)
 
 
 def ignore(*args, **kwargs):
@@ -173,7 +173,7 @@ def without_waiting_for(stream_name):
 
 
 @pytest.mark.parametrize(
-    ("what", "changed"),
+    ("title", "changed"),
     [
         ("a kernel waits for the copy into its slot", "emptying"),
         ("a copy waits until its slot is free", "copies"),
@@ -182,7 +182,7 @@ def without_waiting_for(stream_name):
         ("streams are waited for at the end", "synchronize"),
     ],
 )
-def test_without_its_order_a_race_is_found(gpu, monkeypatch, what, changed):
+def test_without_its_order_a_race_is_found(gpu, monkeypatch, title, changed):
     """So the tests above would fail if the queue lost one of these."""
     queue = DeviceQueue("cupy")
     test = test_all_is_done_in_order
@@ -199,7 +199,7 @@ def test_without_its_order_a_race_is_found(gpu, monkeypatch, what, changed):
         monkeypatch.setattr(device, "order_after_null_stream", order_after_null_stream)
         monkeypatch.setattr(Stream, "wait_event", without_waiting_for(stream.name))
     elif changed == "unread":
-        monkeypatch.setattr(BeingRead, "add", ignore)
+        monkeypatch.setattr(UnreadArrays, "add", ignore)
     elif changed == "null stream":
         monkeypatch.setattr(device, "order_after_null_stream", ignore)
         test = test_an_output_waits_for_what_the_null_stream_still_does_with_its_memory

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import dlpack
-from dask_p2p.backends.dlpack import LibraryFunction, checked_library, in_library, own_function
+from dask_p2p.backends.dlpack import (
+    LibraryFunction,
+    checked_library,
+    copy_for_thread,
+    wrap_in_library,
+)
 from dask_p2p.errors import BlockMismatchError, InputError, MissingPackageError
 
 
@@ -32,7 +37,7 @@ def install(monkeypatch, name, module):
     monkeypatch.setitem(sys.modules, name, module)
     if name == "jax":
         monkeypatch.setitem(sys.modules, "jax.dlpack", module.dlpack)
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
 
 
 @pytest.fixture
@@ -42,7 +47,7 @@ def torch(monkeypatch):
     module.from_dlpack = lambda array: Tensor(np.from_dlpack(array))
     install(monkeypatch, "torch", module)
     yield module
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
 
 
 @pytest.fixture
@@ -57,12 +62,12 @@ def jax(monkeypatch):
     module.dlpack.from_dlpack = lambda array: Array(np.from_dlpack(array))
     install(monkeypatch, "jax", module)
     yield module
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
 
 
 def test_a_function_gets_arrays_of_the_library_over_the_same_memory(torch):
     def doubled(a, levels, out, at, count):
-        assert all(isinstance(each, Tensor) for each in (a, *levels, out.u, at.index))
+        assert all(isinstance(array, Tensor) for array in (a, *levels, out.u, at.index))
         assert count == 3
         a.values[...] = 7
         return {"u": Tensor(2 * levels[1].values)}
@@ -73,9 +78,9 @@ def test_a_function_gets_arrays_of_the_library_over_the_same_memory(torch):
 
     a, b, u = np.zeros(4), np.ones(4), np.zeros(4)
     function = LibraryFunction(doubled, "torch")
-    made = function(a, (a, b), SimpleNamespace(u=u), at=Position(), count=3)
-    assert type(made["u"]) is np.ndarray
-    assert made["u"].tolist() == [2] * 4
+    result = function(a, (a, b), SimpleNamespace(u=u), at=Position(), count=3)
+    assert type(result["u"]) is np.ndarray
+    assert result["u"].tolist() == [2] * 4
     assert a.tolist() == [7] * 4
 
 
@@ -97,11 +102,11 @@ class SimpleMemory:
 
 
 def test_other_values_are_unchanged(torch):
-    masked, given = np.ma.masked_array([1.0], [True]), [np.ones(2)]
+    masked, arrays = np.ma.masked_array([1.0], [True]), [np.ones(2)]
     function = LibraryFunction(lambda *values: values, "torch")
-    made = function(masked, given, "text", None, np.float64(2))
-    assert made[0] is masked
-    assert made[1:] == (given, "text", None, 2)
+    result = function(masked, arrays, "text", None, np.float64(2))
+    assert result[0] is masked
+    assert result[1:] == (arrays, "text", None, 2)
 
 
 def test_arrays_that_dlpack_lacks_are_refused(torch):
@@ -138,17 +143,17 @@ def test_jax_gets_contiguous_arrays_of_the_same_dtype(jax):
 
 
 def test_results_of_jax_are_waited_for(jax):
-    made = []
-    LibraryFunction(lambda a: made.append(a) or a, "jax")(np.zeros(2))
-    assert made[0].was_ready
+    results = []
+    LibraryFunction(lambda a: results.append(a) or a, "jax")(np.zeros(2))
+    assert results[0].was_ready
 
 
 def test_unknown_and_missing_libraries(monkeypatch):
     assert checked_library(None) is None
-    assert in_library(len, None) is len
+    assert wrap_in_library(len, None) is len
     with pytest.raises(InputError, match=r"expected one of torch, jax, or None.* got 'numpy'"):
         checked_library("numpy")
-    dlpack._loaded.cache_clear()
+    dlpack._load_library.cache_clear()
     for name in ("torch", "jax"):
         monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(MissingPackageError, match=f"pip install {name}") as caught:
@@ -161,8 +166,8 @@ def test_functions_are_pickled_and_named():
     again = pickle.loads(pickle.dumps(function))
     assert (again.function, again.library) == (np.sin, "torch")
     assert again.__name__ == "sin"
-    assert own_function(len) is len
-    assert own_function(function)._kept is not function._kept
+    assert copy_for_thread(len) is len
+    assert copy_for_thread(function)._returned is not function._returned
 
 
 # --- GPUs
@@ -212,14 +217,14 @@ def test_torch_has_the_current_stream(torch, cupy):
 
 def test_arrays_of_jax_live_until_the_stream_has_read_them(jax, cupy):
     function = LibraryFunction(lambda: jax.Array(np.zeros(2), device=(2, 0)), "jax")
-    kept = function._kept
+    returned = function._returned
     function()
-    assert len(kept._new) == 1
+    assert len(returned._new) == 1
     assert not cupy.events  # readers of the result may follow
     function()
-    assert len(kept._read) == 1
+    assert len(returned._read) == 1
     assert len(cupy.events) == 1
     cupy.events[0].done = True
     function()
-    assert [event for event, _ in kept._read] == cupy.events[1:]
-    assert not copy.copy(function)._kept._read
+    assert [event for event, _ in returned._read] == cupy.events[1:]
+    assert not copy.copy(function)._returned._read

@@ -66,7 +66,7 @@ def test_a_mapping_is_closed_without_pythons_lock_if_possible(monkeypatch, statu
     monkeypatch.setattr(driver, "driver", lambda: None if status is None else api)
     driver.close_ipc(4096)
     by = {0: ["driver"], 1: ["driver", "CuPy"], None: ["CuPy"]}[status]
-    assert closed == [(each, 4096) for each in by]
+    assert closed == [(address, 4096) for address in by]
 
 
 class Driver:
@@ -74,8 +74,8 @@ class Driver:
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
 
-    def __init__(self, **known):
-        self.known = {f"CU_POINTER_ATTRIBUTE_{name}": value for name, value in known.items()}
+    def __init__(self, **functions):
+        self.known = {f"CU_POINTER_ATTRIBUTE_{name}": value for name, value in functions.items()}
 
     class CUpointer_attribute:  # noqa: N801
         pass

@@ -8,7 +8,7 @@ import pytest
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.base import check_plain, is_plain
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.sections.iterate.first_step import strict_view
+from dask_p2p.sections.checks import strict_view
 
 
 class Quantity(np.ndarray):
@@ -21,8 +21,8 @@ class Quantity(np.ndarray):
 class Modular(np.ndarray):
     """An array with an operator of its own."""
 
-    def __add__(self, other):
-        return (np.asarray(self) + other) % 7
+    def __add__(self, addend):
+        return (np.asarray(self) + addend) % 7
 
 
 @pytest.mark.parametrize(

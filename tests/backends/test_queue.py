@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends import Timer
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.device_queue import BeingRead
+from dask_p2p.backends.device_queue import UnreadArrays
 from dask_p2p.backends.host import HostQueue
-from dask_p2p.backends.kernels.copies import Pitch, engine_pitch, pitched
+from dask_p2p.backends.kernels.copies import Pitch, engine_pitch, find_pitch
 from dask_p2p.backends.numpy import NUMPY
 from tests.clock import Clock
 
@@ -28,7 +28,7 @@ def regions(draw):
 
 @given(regions())
 def test_a_pitched_copy_gives_the_elements_in_order(region):
-    pitch = pitched(region.shape, region.strides, region.itemsize)
+    pitch = find_pitch(region.shape, region.strides, region.itemsize)
     if region.size == 0:
         assert pitch is None
         return
@@ -80,8 +80,8 @@ def check_fill(queue, new, items):
                 expected[box] = value
                 queue.fill(dst[box], value)
             queue.synchronize()
-            found = dst if isinstance(dst, np.ndarray) else dst.get()
-            assert found.tobytes() == expected.tobytes()
+            values = dst if isinstance(dst, np.ndarray) else dst.get()
+            assert values.tobytes() == expected.tobytes()
 
 
 @pytest.mark.gpu
@@ -94,13 +94,13 @@ def test_the_device_queue_fills():
 def test_the_host_queue_tells_what_work_took():
     queue = HostQueue(NUMPY)
     clock = Clock()
-    timer, other = Timer(clock=clock), Timer(clock=clock)
+    timer, second_timer = Timer(clock=clock), Timer(clock=clock)
     for _ in range(2):
         with queue.timing(timer):
             clock.advance(2)
-    with queue.timing(other):
+    with queue.timing(second_timer):
         clock.advance(1)
-    assert (timer.seconds, other.seconds) == (4, 1)
+    assert (timer.seconds, second_timer.seconds) == (4, 1)
 
 
 @pytest.mark.gpu
@@ -113,9 +113,9 @@ def test_the_device_queue_tells_what_work_took():
     queue.wait_until_written([src], any_stream=True)
     dst = queue.empty((8192, 8192), "f4")
     half = queue.empty((4096, 8192), "f4")
-    own, kernels, copies, dropped = (Timer() for _ in range(4))
+    local, kernels, copies, dropped = (Timer() for _ in range(4))
     for _ in range(100):  # more than are timed at once
-        with queue.timing(own):
+        with queue.timing(local):
             queue.permute(dst, src, (1, 0), concurrent=True)
         with queue.timing(copies):
             part = queue.prefetch(region, region.nbytes)
@@ -124,9 +124,9 @@ def test_the_device_queue_tells_what_work_took():
         queue.permute(dst, src, (1, 0))  # is not timed
     with queue.timing(dropped):
         queue.permute_and_drop(half, region.get(), (1, 0))
-    assert own.seconds + kernels.seconds < 10
+    assert local.seconds + kernels.seconds < 10
     queue.synchronize()
-    seconds = [timer.seconds for timer in (own, kernels, copies, dropped)]
+    seconds = [timer.seconds for timer in (local, kernels, copies, dropped)]
     # 256 MiB are read and written at 0.5 to 5 TB/s; some of the groups are timed.
     assert all(
         30 * nbytes / 5e12 < s < 300 * nbytes / 1e11
@@ -136,7 +136,7 @@ def test_the_device_queue_tells_what_work_took():
     ), seconds
     assert region.nbytes / 5e12 < seconds[3] < 0.1
     queue.synchronize()
-    assert [timer.seconds for timer in (own, kernels, copies, dropped)] == seconds
+    assert [timer.seconds for timer in (local, kernels, copies, dropped)] == seconds
 
 
 @pytest.mark.gpu
@@ -183,8 +183,8 @@ def test_packing_on_a_device(columns, order):
     wait = queue.pack(packed, region)
     wait()
     with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing by itself
-        found = packed.get()
-    np.testing.assert_array_equal(found, src.get()[1:2999, columns])
+        values = packed.get()
+    np.testing.assert_array_equal(values, src.get()[1:2999, columns])
 
 
 @pytest.mark.gpu
@@ -217,7 +217,7 @@ class Read:
 
 
 def test_what_is_being_read_is_kept_until_then():
-    being_read = BeingRead(2)
+    being_read = UnreadArrays(2)
     events = []
     for _ in range(5):
         array = np.empty(3)

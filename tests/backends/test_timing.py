@@ -18,10 +18,10 @@ class Stream:
 
 
 class Event:
-    made = 0
+    count = 0
 
     def __init__(self):
-        Event.made += 1
+        Event.count += 1
 
     def record(self, stream):
         self.stream, self.at_ms = stream, stream.at_ms
@@ -34,7 +34,7 @@ def elapsed_ms(start, stop):
 
 @pytest.fixture
 def timings():
-    Event.made = 0
+    Event.count = 0
     return StreamTimings(Event, elapsed_ms)
 
 
@@ -49,7 +49,7 @@ def test_of_many_groups_few_are_timed(timings):
         with timings.group(timer):
             work(timings, stream, 1000 if number < 64 else 7000)
     timings.read()
-    assert (timer.groups, timer.timed, Event.made) == (100, 3, 2 * 3)  # 1, 8, 64
+    assert (timer.groups, timer.timed, Event.count) == (100, 3, 2 * 3)  # 1, 8, 64
     assert timer.seconds == pytest.approx(100 * (2 + 7) / 3)
 
 

@@ -84,17 +84,17 @@ def reduced(da, rng, v, x):
         return None
     name = rng.choice(["sum", "max", "min", "mean"])
     axis, keepdims = rng.randrange(v.ndim), rng.random() < 0.5
-    return (getattr(each, name)(axis=axis, keepdims=keepdims) for each in (v, x))
+    return (getattr(array, name)(axis=axis, keepdims=keepdims) for array in (v, x))
 
 
 def centred(da, rng, v, x):
     axis = rng.randrange(v.ndim)
-    return (each - each.mean(axis, keepdims=True) for each in (v, x))
+    return (array - array.mean(axis, keepdims=True) for array in (v, x))
 
 
 def with_own_transpose(da, rng, v, x):
-    both = dask_p2p.transpose(x), x.T
-    return v.T + v.T, rng.choice(both) + rng.choice(both)
+    transposes = dask_p2p.transpose(x), x.T
+    return v.T + v.T, rng.choice(transposes) + rng.choice(transposes)
 
 
 def multiplied(da, rng, v, x):
@@ -152,8 +152,8 @@ def program(da, seed):
     for _ in range(rng.randrange(2, 8)):
         if not 0 < v.size < MOST_ELEMENTS or not v.ndim:
             break
-        if (made := rng.choice(OPERATIONS)(da, rng, v, x)) is not None:
-            v, x = made
+        if (pair := rng.choice(OPERATIONS)(da, rng, v, x)) is not None:
+            v, x = pair
             steps.append((v, x))
     return rng, steps
 
@@ -162,8 +162,8 @@ def check_program(da, seed):
     """Compute the last array, perhaps with another one of its program, and compare the values."""
     rng, steps = program(da, seed)
     chosen = [steps[-1], *rng.sample(steps, rng.choice([0, 0, 1]))]
-    found = dask.compute(*(x for _, x in chosen), scheduler="sync")
-    for (v, x), values in zip(chosen, found, strict=True):
+    results = dask.compute(*(x for _, x in chosen), scheduler="sync")
+    for (v, x), values in zip(chosen, results, strict=True):
         tolerance = 1e-3 if values.dtype == "f4" else 1e-6  # of roots of small differences
         scale = max(1, np.abs(v).max(initial=0))
         np.testing.assert_allclose(values / scale, v / scale, atol=tolerance, err_msg=str(seed))

@@ -117,9 +117,9 @@ def test_an_optimiser_that_changes_chunks(operation, dask_array):
     x = dask_array.from_array(values, chunks=(4, 4))
     moving = dask_array.sliding_window_view(x, 9, axis=0).mean(axis=-1)
     assert moving.expr.optimize().chunks != moving.chunks
-    wanted = np.lib.stride_tricks.sliding_window_view(values, 9, axis=0).mean(axis=-1)
-    found = DOUBLED[operation](moving).compute(scheduler="sync")
-    np.testing.assert_allclose(found, 2 * wanted)
+    expected = np.lib.stride_tricks.sliding_window_view(values, 9, axis=0).mean(axis=-1)
+    result = DOUBLED[operation](moving).compute(scheduler="sync")
+    np.testing.assert_allclose(result, 2 * expected)
 
 
 def test_functions_that_dask_cannot_tokenize(x):
@@ -133,9 +133,9 @@ def test_functions_that_dask_cannot_tokenize(x):
     with pytest.raises(TokenizationError):
         x.map_blocks(lambda block: locked(None, block)[0])
     y, sums = dask_p2p.spmd(locked, x, ranks=1, per_rank=[0.0])
-    both = y.sum() + sums.sum()
-    assert len({key[0] for key in both.__dask_graph__() if "-ranks-" in str(key[0])}) == 1
-    assert both.compute(scheduler="sync") == 3 * VALUES.sum()
+    total = y.sum() + sums.sum()
+    assert len({key[0] for key in total.__dask_graph__() if "-ranks-" in str(key[0])}) == 1
+    assert total.compute(scheduler="sync") == 3 * VALUES.sum()
     z = dask_p2p.map_overlap(lambda block: locked(None, block)[0], x, 1, dtype=float)
     np.testing.assert_array_equal((z + z.T.T).compute(scheduler="sync"), 4 * VALUES)
 

@@ -31,22 +31,22 @@ CALLS = {
 
 
 def test_each_array_has_a_library(dask_array):
-    ours, theirs = (each.from_array(VALUES, chunks=3) for each in (da, dask_array))
-    assert library_of(ours) == "dask.array"
-    assert functions_of(ours) is da
-    assert library_of(theirs) == "dask_array"
-    assert functions_of(theirs) is dask_array
-    for other in (VALUES, None, [ours]):
-        assert library_of(other) is None
-        assert functions_of(other) is da
-    check_one_library([ours, VALUES, ours])
+    x, y = (library.from_array(VALUES, chunks=3) for library in (da, dask_array))
+    assert library_of(x) == "dask.array"
+    assert functions_of(x) is da
+    assert library_of(y) == "dask_array"
+    assert functions_of(y) is dask_array
+    for value in (VALUES, None, [x]):
+        assert library_of(value) is None
+        assert functions_of(value) is da
+    check_one_library([x, VALUES, x])
     with pytest.raises(UnsupportedArrayError, match=r"dask_array and of dask\.array\. Make all"):
-        check_one_library([theirs, ours])
+        check_one_library([y, x])
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_takes_arrays_of_one_library(call, dask_array):
-    x, y = (each.from_array(VALUES, chunks=(3, 10)) for each in (da, dask_array))
+    x, y = (library.from_array(VALUES, chunks=(3, 10)) for library in (da, dask_array))
     for arrays in ((x, y), (y, x)):
         with pytest.raises(UnsupportedArrayError, match="expected arrays of one library in a call"):
             CALLS[call](*arrays)
@@ -54,9 +54,9 @@ def test_a_call_takes_arrays_of_one_library(call, dask_array):
 
 def test_frequencies_are_of_the_library_of_like(dask_array):
     x = dask_array.from_array(VALUES, chunks=3)
-    found = dask_p2p.fft.fftfreq(8, chunks=4, like=x)
-    assert type(found) is type(x)
-    np.testing.assert_array_equal(found.compute(), np.fft.fftfreq(8))
+    frequencies = dask_p2p.fft.fftfreq(8, chunks=4, like=x)
+    assert type(frequencies) is type(x)
+    np.testing.assert_array_equal(frequencies.compute(), np.fft.fftfreq(8))
     assert type(dask_p2p.fft.rfftfreq(8, like=VALUES)) is da.Array
 
 

@@ -24,5 +24,5 @@ def test_a_transpose_before_an_exchange_is_part_of_it(change):
         assert len(y.dask.layers) == len(x.dask.layers) + 1, name
         np.testing.assert_array_equal(y.compute(scheduler="sync"), expected, name)
     assert dask_p2p.transpose(x.T, chunks=x.chunks).name == x.name, "nothing is left to do"
-    both = dask_p2p.rechunk(x.T, (6, -1)) + x.T  # also other arrays that have the transpose
-    np.testing.assert_array_equal(both.compute(scheduler="sync"), 2 * expected)
+    total = dask_p2p.rechunk(x.T, (6, -1)) + x.T  # also other arrays that have the transpose
+    np.testing.assert_array_equal(total.compute(scheduler="sync"), 2 * expected)

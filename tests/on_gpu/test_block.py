@@ -47,10 +47,10 @@ def kernel(gpu, function):
         name = gpu.current[-1].name
         assert name != "null"
         values = np.asarray(function(*(a.values for a in arrays), **kwargs))
-        made = gpu.empty(values.shape, values.dtype)
-        gpu.do(name, "the function", reads=arrays, writes=[made])
-        made.values[...] = values
-        return made
+        result = gpu.empty(values.shape, values.dtype)
+        gpu.do(name, "the function", reads=arrays, writes=[result])
+        result.values[...] = values
+        return result
 
     return run
 
@@ -88,8 +88,8 @@ def around(a):
 
 def test_halos(gpu, x):
     """They are trimmed on the GPU: copies to the host are contiguous."""
-    given = {"depth": 1, "boundary": "periodic", "part_bytes": 6 * 66 * 8}
-    y = on_gpu(gpu, around, x, **given)
+    options = {"depth": 1, "boundary": "periodic", "part_bytes": 6 * 66 * 8}
+    y = on_gpu(gpu, around, x, **options)
     np.testing.assert_array_equal(computed(gpu, y), around(VALUES))
     assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
 
@@ -105,9 +105,9 @@ def test_blocks_of_the_gpu_go_through_as_they_are(gpu):
 
     y = dask_p2p.map_on_gpu(doubled, da.from_array(values), dtype="f8")
     task = y.__dask_graph__()[(y.name, 0, 0)]
-    made = task.func((0, 0), block, keywords={})
+    result = task.func((0, 0), block, keywords={})
     gpu.cupy.cuda.Stream.null.synchronize()
-    np.testing.assert_array_equal(gpu.read(made), 2 * values)
+    np.testing.assert_array_equal(gpu.read(result), 2 * values)
     np.testing.assert_array_equal(gpu.read(block), values)
     two = dask_p2p.map_on_gpu(np.add, da.from_array(values), da.from_array(values), dtype="f8")
     with pytest.raises(BlockMismatchError, match="one array library, got cupy and numpy ones"):
@@ -159,7 +159,7 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
     running = []
 
     def noted(a):
-        running.extend(look() for look in context.running.values())
+        running.extend(record() for record in context.running.values())
         return -a
 
     np.testing.assert_array_equal(computed(gpu, on_gpu(gpu, noted, x)), -VALUES)

@@ -55,20 +55,20 @@ def test_what_is_overwritten_is_the_function_s_own(part_bytes):
 
 
 def test_parts_are_as_large_as_asked():
-    seen = []
+    lengths = []
 
     def noted(part, *, offset):
-        seen.append(part.shape)
+        lengths.append(part.shape)
         return part + offset
 
     x = da.from_array(X, chunks=(12, 5))
     y = on_gpu(noted, x, part_bytes=5 * 40, dtype="f8", offset=da.ones((), chunks=()))
     np.testing.assert_array_equal(computed(y), X + 1)
-    assert seen == 2 * [(4, 5), (4, 5), (4, 5)]
-    seen.clear()
+    assert lengths == 2 * [(4, 5), (4, 5), (4, 5)]
+    lengths.clear()
     y = on_gpu(noted, x, axis=-1, depth={1: 1}, part_bytes=4 * 96, dtype="f8", offset=0)
     np.testing.assert_array_equal(computed(y), X)
-    assert sorted(seen) == [(12, 2), (12, 3), (12, 3), (12, 4), (12, 4), (12, 4)]
+    assert sorted(lengths) == [(12, 2), (12, 3), (12, 3), (12, 4), (12, 4), (12, 4)]
 
 
 def test_several_arrays_are_broadcast():
@@ -88,13 +88,13 @@ def test_several_arrays_are_broadcast():
 
 
 def test_rims_of_several_arrays():
-    def both(p, q):
+    def add_windows(p, q):
         return p + np.roll(q, 1, 0) + np.roll(q, -1, 0)
 
     x = da.from_array(X, chunks=(5, 4))
     for depth in ({0: 1}, [{0: 1}, {0: 1}]):
-        y = on_gpu(both, x, 2 * x, depth=depth, boundary="periodic", part_bytes=300)
-        np.testing.assert_allclose(computed(y), both(X, 2 * X))
+        y = on_gpu(add_windows, x, 2 * x, depth=depth, boundary="periodic", part_bytes=300)
+        np.testing.assert_allclose(computed(y), add_windows(X, 2 * X))
     line = da.from_array(X[0], chunks=10)  # whose axis is the second one of the output
     y = on_gpu(lambda p, q: np.roll(p, 1, 0) * q, x, line, depth={0: 1}, boundary="periodic")
     np.testing.assert_array_equal(computed(y), np.roll(X, 1, 0) * X[0])
@@ -274,14 +274,14 @@ def test_what_it_cannot_do_is_refused_at_the_call(call, error, words):
 
 def test_what_it_takes_of_a_gpu_is_known_before():
     x = da.ones((1000, 100), chunks=(250, 100))
-    found = dask_p2p.estimate(
+    estimate = dask_p2p.estimate(
         dask_p2p.map_on_gpu(np.sqrt, x, depth={0: 2}, part_bytes=100 * 800, dtype="f4")
     )
-    assert found.input_bytes == 3 * 70656  # 84 + 4 rows, in units of 512
-    assert found.output_bytes == 4 * 35328, "one of them without its halos"
-    assert found.total_bytes == 3 * 70656 + 4 * 35328
-    there = on_gpu(np.sqrt, da.from_array(X, chunks=5)).persist(scheduler="sync")
-    assert dask_p2p.estimate(there, workers=2).input_bytes > 0, "of a transpose"
+    assert estimate.input_bytes == 3 * 70656  # 84 + 4 rows, in units of 512
+    assert estimate.output_bytes == 4 * 35328, "one of them without its halos"
+    assert estimate.total_bytes == 3 * 70656 + 4 * 35328
+    computed = on_gpu(np.sqrt, da.from_array(X, chunks=5)).persist(scheduler="sync")
+    assert dask_p2p.estimate(computed, workers=2).input_bytes > 0, "of a transpose"
     short = dask_p2p.map_on_gpu(np.sqrt, da.ones((50, 8), chunks=((9, 10, 31), 8)), part_bytes=640)
     assert dask_p2p.estimate(short).total_bytes == 3 * 2 * 512
 
@@ -307,16 +307,16 @@ def test_of_cupys_ufuncs_numpys_are_taken():
 
 
 def test_all_other_keywords_are_for_the_function():
-    own = inspect.signature(dask_p2p.map_on_gpu).parameters.values()
-    own = {of.name for of in own if of.kind is of.KEYWORD_ONLY}
+    parameters = inspect.signature(dask_p2p.map_on_gpu).parameters.values()
+    parameters = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     names = parameter_names(
         *(f"dask_p2p.on_gpu.{name}" for name in ("map_on_gpu", "block")),
         *("dask.array.core", "dask.array.blockwise", "functools"),
     )
-    assert {"func", "arrays", "function", "self", "keywords"} <= {*names} - own
+    assert {"func", "arrays", "function", "self", "keywords"} <= {*names} - parameters
     array = np.arange(8.0)
     x = da.from_array(array, chunks=4)
-    keywords = dict.fromkeys({*names} - own, 3)
+    keywords = dict.fromkeys({*names} - parameters, 3)
     y = dask_p2p.map_on_gpu(added, x, fallback="numpy", dtype=float, **keywords)
     np.testing.assert_array_equal(y.compute(scheduler="sync"), array + 3 * len(keywords))
 

@@ -123,10 +123,10 @@ def of_cut_arrays(function, original):
         if isinstance(x, (int, float)):  # the length of a transform whose frequencies are wanted
             result = function(x, *args, **kwargs)
         else:
-            made = x if is_dask_array(x) else da.from_array(np.asarray(x))
+            array = x if is_dask_array(x) else da.from_array(np.asarray(x))
             if "shift" not in function.__name__:  # of which Dask's tests look at the chunks
-                made = made.rechunk(tuple(max(1, n // 2 + 1) for n in made.shape))
-            result = function(made, *args, **kwargs)
+                array = array.rechunk(tuple(max(1, n // 2 + 1) for n in array.shape))
+            result = function(array, *args, **kwargs)
         return result if original.__module__.startswith("dask") else result.compute()
 
     return replacement

@@ -17,8 +17,8 @@ def of_neighbours(block):
     return out
 
 
-def weighed(block, other, factor):
-    block += factor * other[::-1]
+def weighed(block, second, factor):
+    block += factor * second[::-1]
     return block
 
 

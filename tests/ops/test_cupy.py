@@ -24,28 +24,28 @@ def arrays(library, strict_cupy):
     return x.map_blocks(strict_cupy.asarray), x
 
 
-def check(y, wanted, cupy):
+def check(y, host_array, cupy):
     """Compare an array of CuPy blocks with one of NumPy blocks."""
     with dask.config.set(scheduler="sync"):
-        found, expected = y.compute(), wanted.compute()
+        result, expected = y.compute(), host_array.compute()
     assert isinstance(meta_from_array(y), cupy.ndarray)
-    assert isinstance(found, cupy.ndarray)
-    assert found.dtype == y.dtype == wanted.dtype
-    assert y.chunks == wanted.chunks
-    np.testing.assert_allclose(found.get(), expected, rtol=1e-9, atol=1e-9)
+    assert isinstance(result, cupy.ndarray)
+    assert result.dtype == y.dtype == host_array.dtype
+    assert y.chunks == host_array.chunks
+    np.testing.assert_allclose(result.get(), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_those_of_numpy(name, arrays, strict_cupy):
-    y, wanted = map(PROGRAMS[name], arrays)
-    check(y, wanted, strict_cupy)
+    y, host_array = map(PROGRAMS[name], arrays)
+    check(y, host_array, strict_cupy)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
 def test_results_of_sections_are_of_cupy(name, arrays, strict_cupy):
-    y, wanted = map(SECTIONS[name], arrays)
+    y, host_array = map(SECTIONS[name], arrays)
     assert isinstance(y._meta, strict_cupy.ndarray)
-    assert (y.dtype, y.chunks) == (wanted.dtype, wanted.chunks)
+    assert (y.dtype, y.chunks) == (host_array.dtype, host_array.chunks)
 
 
 @pytest.mark.parametrize("library", ["dask.array"], indirect=True)

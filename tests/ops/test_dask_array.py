@@ -47,7 +47,7 @@ DIFFERENT = {
 
 @pytest.mark.skipif(find_spec("dask_array") is None, reason="needs it: pip install dask-array")
 def test_the_operations_of_arrays_of_dask_array():
-    left_out = [each for name in DIFFERENT for each in ("--deselect", f"tests/{name}")]
+    left_out = [option for name in DIFFERENT for option in ("--deselect", f"tests/{name}")]
     arguments = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     arguments += ["-p", "tests.xarray.dask_arrays", *left_out, *TESTED]
     assert int(re.search(r"(\d+) passed", output_of(*arguments, cwd=ROOT))[1]) >= 700

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.programs
 
 def passed_and_failed(folder, *arguments, source=None):
     """Numbers of tests that passed, and that failed as they were expected to."""
-    given = "tests.ops.dask_suites", folder, *arguments
-    output = output_of_suite(*given, DISTRIBUTED_SOURCE=source or "")
+    command = "tests.ops.dask_suites", folder, *arguments
+    output = output_of_suite(*command, DISTRIBUTED_SOURCE=source or "")
     passed, failed = (re.search(rf"(\d+) {word}", output) for word in ("passed", "xfailed"))
     return int(passed[1]), int(failed[1]) if failed else 0
 

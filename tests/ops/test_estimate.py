@@ -35,36 +35,36 @@ MIB = 2**20
     ],
 )
 def test_what_is_added_up(shape, chunks, workers, expected):
-    found = dask_p2p.estimate(da.ones(shape, chunks=chunks), workers=workers)
-    got = (found.input_bytes, found.output_bytes, found.staging_bytes, found.packed_bytes)
-    assert tuple(nbytes / MIB for nbytes in got) == expected
-    assert found.total_bytes == sum(expected) * MIB
+    need = dask_p2p.estimate(da.ones(shape, chunks=chunks), workers=workers)
+    sizes = (need.input_bytes, need.output_bytes, need.staging_bytes, need.packed_bytes)
+    assert tuple(nbytes / MIB for nbytes in sizes) == expected
+    assert need.total_bytes == sum(expected) * MIB
 
 
 def test_blocks_that_are_not_even():
     x = da.ones((100, 10), chunks=((50, 30, 20), (10,)))
-    found = dask_p2p.estimate(x, workers=2, chunks=((10,), (60, 40)))
-    assert found.input_bytes == 80 * 10 * 8, "the two largest of three"
-    assert found.output_bytes == 60 * 10 * 8
+    need = dask_p2p.estimate(x, workers=2, chunks=((10,), (60, 40)))
+    assert need.input_bytes == 80 * 10 * 8, "the two largest of three"
+    assert need.output_bytes == 60 * 10 * 8
 
 
 @pytest.mark.parametrize(("workers", "rows"), [(4, 13), (16, 4), (None, 1)])
 def test_groups_of_blocks_are_those_of_so_many_workers(workers, rows):
     """Two for each of them; without a cluster nobody knows yet, and 64 would gain too little."""
     x = da.ones((1600, 1600), chunks=(16, 1600))
-    found = dask_p2p.estimate(x, chunks=(16, 1600), workers=workers)
+    need = dask_p2p.estimate(x, chunks=(16, 1600), workers=workers)
     groups = -(-100 // rows)
-    each = -(-groups // (workers or 100))
-    assert found.output_bytes == each * rows * 16 * 1600 * 8
+    groups_per_worker = -(-groups // (workers or 100))
+    assert need.output_bytes == groups_per_worker * rows * 16 * 1600 * 8
 
 
 def test_the_options_that_count():
     x = da.ones((8192, 8192), chunks=(2048, 8192))
     with dask.config.set({"p2p.memory.staging-limit": "10 MiB"}):
-        found = dask_p2p.estimate(x, workers=4)
-    assert found.staging_bytes <= (10 + 2) * MIB
-    assert found.staging_bytes > (9 + 2) * MIB
-    assert found.packed_bytes == 10 * MIB
+        need = dask_p2p.estimate(x, workers=4)
+    assert need.staging_bytes <= (10 + 2) * MIB
+    assert need.staging_bytes > (9 + 2) * MIB
+    assert need.packed_bytes == 10 * MIB
     with dask.config.set({"p2p.transports.order": ["ucx"]}):
         with_ucx = dask_p2p.estimate(x, workers=4)
     assert with_ucx.staging_bytes == (48 + 80) * MIB, "buffers are kept for later"
@@ -89,9 +89,9 @@ def test_it_takes_what_transpose_takes():
 
 def test_the_workers_of_the_current_client(client):
     x = da.ones((800, 800), chunks=(100, 800))
-    found = dask_p2p.estimate(x)
-    assert found.workers == 4
-    assert found == dask_p2p.estimate(x, workers=4), "of one thread each"
+    need = dask_p2p.estimate(x)
+    assert need.workers == 4
+    assert need == dask_p2p.estimate(x, workers=4), "of one thread each"
 
 
 # --- exchanges of transforms ---
@@ -103,8 +103,8 @@ def cube(chunks, dtype="D"):
 
 def test_the_exchanges_of_transforms_and_the_bytes_that_they_move():
     slabs = fft.fftn(cube((16, -1, -1)))
-    found = fft.estimate(slabs, workers=4)
-    assert (found.exchanges, found.moved_bytes) == (1, 3 * MIB)
+    need = fft.estimate(slabs, workers=4)
+    assert (need.exchanges, need.moved_bytes) == (1, 3 * MIB)
     assert fft.estimate(slabs, workers=2).moved_bytes == 2 * MIB
     assert fft.estimate(slabs, workers=1).moved_bytes == 0
     y = cube((16, -1, -1))
@@ -112,11 +112,11 @@ def test_the_exchanges_of_transforms_and_the_bytes_that_they_move():
         y = fft.ifftn(fft.fftn(y) * 2)
     repeated = fft.estimate(y, workers=4)
     assert (repeated.exchanges, repeated.moved_bytes) == (8, 8 * 3 * MIB)
-    assert repeated.total_bytes == found.total_bytes, "one exchange at a time"
+    assert repeated.total_bytes == need.total_bytes, "one exchange at a time"
     half = fft.estimate(fft.rfftn(cube((16, -1, -1), "d")), workers=4)
     assert half.moved_bytes == 3 * MIB * 33 / 64
     of_a_gang = spmd(lambda ctx, a: a, cube((16, -1, -1)), ranks=4)
-    assert fft.estimate(fft.fftn(of_a_gang), workers=4) == found, "without the gang's exchanges"
+    assert fft.estimate(fft.fftn(of_a_gang), workers=4) == need, "without the gang's exchanges"
     none = fft.estimate(cube(16), workers=2)
     assert str(none).startswith("0 exchanges between 2 workers: 0 B move; a worker holds at most")
 
@@ -126,18 +126,18 @@ def test_the_memory_of_transforms():
         to_complex = fft.fft(cube((16, -1, -1), "d"), axis=0)
         in_place = fft.fft(cube((16, -1, -1)), axis=0)
     # Of 2 MiB of real numbers in four blocks: the transform of one lies beside it.
-    found, same = (fft.estimate(y, workers=1) for y in (to_complex, in_place))
-    assert (found.input_bytes, found.output_bytes, found.staging_bytes) == (2 * MIB, 2 * MIB, MIB)
+    need, same = (fft.estimate(y, workers=1) for y in (to_complex, in_place))
+    assert (need.input_bytes, need.output_bytes, need.staging_bytes) == (2 * MIB, 2 * MIB, MIB)
     assert same.total_bytes == same.input_bytes + same.output_bytes == 8 * MIB
 
 
 @pytest.mark.usefixtures("without_stealing")
 def test_as_many_bytes_move_as_estimated(client):
     y = fft.fftn(spread(client, cube((16, -1, -1))))
-    found = fft.estimate(y)
-    assert found.workers == 4
+    need = fft.estimate(y)
+    assert need.workers == 4
     y = persisted(client, y)
-    assert run_of(client, y).moved_bytes == found.moved_bytes
+    assert run_of(client, y).moved_bytes == need.moved_bytes
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ def star(block):
 @pytest.mark.parametrize("depth", [1, 3, (1, 2), {0: 2}, {1: 4}, 0], ids=str)
 def test_values_are_those_of_dask(boundary, depth):
     x = da.from_array(X, chunks=(6, 5))
-    got = dask_p2p.map_overlap(star, x, depth, boundary)
+    result = dask_p2p.map_overlap(star, x, depth, boundary)
     expected = da.map_overlap(star, x, depth=depth, boundary=boundary)
-    assert got.chunks == expected.chunks == x.chunks
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), expected.compute(scheduler="sync"))
-    layers_of(got)
+    assert result.chunks == expected.chunks == x.chunks
+    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
+    layers_of(result)
 
 
 @given(cases())
@@ -61,8 +61,8 @@ def test_any_widths_and_blocks(case):
         slice(before, before + length) for (before, _), length in zip(depth, shape, strict=True)
     )
     largest = partial(windows, depth=depth)
-    got = dask_p2p.map_overlap(largest, da.from_array(x, chunks=chunks), depth, boundary)
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), largest(around)[inner])
+    result = dask_p2p.map_overlap(largest, da.from_array(x, chunks=chunks), depth, boundary)
+    np.testing.assert_array_equal(result.compute(scheduler="sync"), largest(around)[inner])
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
@@ -72,30 +72,30 @@ def test_a_function_that_trims_by_itself(boundary):
         return block[2:] - block[:-2] if boundary != "none" else block[: min(6, len(block))]
 
     x = da.from_array(X, chunks=(6, 5))
-    got = dask_p2p.map_overlap(inner, x, {0: 1}, boundary, trim=False)
+    result = dask_p2p.map_overlap(inner, x, {0: 1}, boundary, trim=False)
     expected = da.map_overlap(inner, x, depth={0: 1}, boundary=boundary, trim=False)
-    assert got.chunks == expected.chunks
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), expected.compute(scheduler="sync"))
+    assert result.chunks == expected.chunks
+    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
 
 
 @pytest.mark.parametrize("keep", ["the rims", "half of them", "nothing"])
 def test_without_trim_whatever_a_function_returns_is_taken(keep):
-    def kept(block):
+    def record_block(block):
         return {"the rims": block, "half of them": block[1:], "nothing": block[:0]}[keep]
 
     x = da.from_array(X, chunks=(6, 5))
-    got = dask_p2p.map_overlap(kept, x, {0: 1}, "reflect", trim=False)
-    expected = da.map_overlap(kept, x, depth={0: 1}, boundary="reflect", trim=False)
-    assert got.chunks == expected.chunks
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), expected.compute(scheduler="sync"))
+    result = dask_p2p.map_overlap(record_block, x, {0: 1}, "reflect", trim=False)
+    expected = da.map_overlap(record_block, x, depth={0: 1}, boundary="reflect", trim=False)
+    assert result.chunks == expected.chunks
+    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
 
 
 @pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
 def test_without_corners_stars_have_the_same_values(boundary):
     x = da.from_array(X, chunks=(4, 3))
     lean = dask_p2p.map_overlap(star, x, 1, boundary, corners=False)
-    whole = dask_p2p.map_overlap(star, x, 1, boundary)
-    np.testing.assert_array_equal(lean.compute(scheduler="sync"), whole.compute(scheduler="sync"))
+    with_corners = dask_p2p.map_overlap(star, x, 1, boundary)
+    np.testing.assert_array_equal(*dask.compute(lean, with_corners, scheduler="sync"))
     edges = [len(task.dependencies) for task in layers_of(lean)[lean.name].values()]
     assert max(edges) == 5, "a block and its four neighbours"
 
@@ -148,11 +148,11 @@ def test_all_other_keywords_are_for_the_function(way):
     )
     x = da.from_array(X, chunks=(6, 10))
     arrays = [x] * (2 if way == "several" else 1)
-    more = {"token": "added"} if way == "by Dask" else {}
+    extra = {"token": "added"} if way == "by Dask" else {}
     assert {"func", "x", "plan", "self", "concatenate", "output"} <= {*names}
     for name in {*names} - NOT_FOR_FUNCTIONS:
-        given = {"depth": {0: 1}, "dtype": float, **more, name: 3}
-        y = dask_p2p.map_overlap(added, *arrays, **given)
+        options = {"depth": {0: 1}, "dtype": float, **extra, name: 3}
+        y = dask_p2p.map_overlap(added, *arrays, **options)
         np.testing.assert_array_equal(y.compute(scheduler="sync"), X * len(arrays) + 3, name)
 
 
@@ -216,9 +216,9 @@ def test_arguments_that_are_in_the_wrong_place():
         dask_p2p.map_overlap(star, x, 1, depth=2)
     with pytest.raises(InputError, match=r"got \[True\] after these"):
         dask_p2p.map_overlap(star, x, 1, "none", True)
-    for wrong in (X, [X]):
+    for argument in (X, [X]):
         with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got"):
-            dask_p2p.map_overlap(star, wrong, 1)
+            dask_p2p.map_overlap(star, argument, 1)
     with pytest.raises(UnsupportedArrayError, match=r"a Dask array, got numpy\.ndarray"):
         dask_p2p.map_overlap(np.add, x, X, depth=1)
 
@@ -285,10 +285,10 @@ def test_a_function_that_overwrites_its_block(boundary, depth, chunks, function)
 def test_a_function_that_overwrites_blocks_of_several_arrays(depth, scheduler):
     x = (da.from_array(X, chunks=(4, 10)) + 0).persist(scheduler="sync")
     row = (da.from_array(X[:1], chunks=(1, 10)) + 0).persist(scheduler="sync")
-    for other, expected in ((x, 2 * X), (row, X + X[:1])):
-        depths = 0 if other is row else depth
-        y = dask_p2p.map_overlap(zeroed_twin, x, other, depth=depths, dtype=X.dtype)
-        if depth != [0, 1] or other is row:  # blocks of one shape
+    for second, expected in ((x, 2 * X), (row, X + X[:1])):
+        depths = 0 if second is row else depth
+        y = dask_p2p.map_overlap(zeroed_twin, x, second, depth=depths, dtype=X.dtype)
+        if depth != [0, 1] or second is row:  # blocks of one shape
             np.testing.assert_array_equal(y.compute(scheduler=scheduler), expected)
             np.testing.assert_array_equal(y.compute(scheduler=scheduler), expected)
         np.testing.assert_array_equal(x.compute(scheduler=scheduler), X)
@@ -303,9 +303,9 @@ def test_functions_overwrite_blocks_that_others_read_meanwhile(client):
         one_sided = dask_p2p.map_overlap(bump, x, {0: (0, 1)}, dtype=a.dtype)
         alone = dask_p2p.map_overlap(bump, x, {1: 1}, "none", dtype=a.dtype)
         turned = [dask_p2p.transpose(x), dask_p2p.rechunk(x, (400, 75))]
-        got = client.gather(client.compute([one_sided, alone, *turned, x]))
-        for found, expected in zip(got, [a + 1000, a + 1000, a.T, a, a], strict=True):
-            np.testing.assert_array_equal(found, expected)
+        results = client.gather(client.compute([one_sided, alone, *turned, x]))
+        for result, expected in zip(results, [a + 1000, a + 1000, a.T, a, a], strict=True):
+            np.testing.assert_array_equal(result, expected)
 
 
 def test_a_function_overwrites_blocks_that_groups_handed_out(client):
@@ -343,8 +343,9 @@ def test_functions_are_not_called_for_blocks_without_elements(chunks, way):
     x = da.from_array(10 * X, chunks=chunks)
     function = {"block_id": with_id, "block_info": with_info}.get(way, twice)
     arrays = [x, x + 1] if way == "several" else [x]
-    more = {"above": da.zeros((), dtype=int)} if way == "by Dask" else {}
-    y = dask_p2p.map_overlap(function, *arrays, depth={0: 1}, boundary="reflect", dtype=int, **more)
+    keywords = {"above": da.zeros((), dtype=int)} if way == "by Dask" else {}
+    keywords |= {"depth": {0: 1}, "boundary": "reflect", "dtype": int}
+    y = dask_p2p.map_overlap(function, *arrays, **keywords)
     calls.clear()
     places.clear()
     assert y.chunks == chunks
@@ -386,16 +387,16 @@ def test_block_id_and_block_info_tell_where_a_block_is():
         return block + (sum(map(sum, where)) if where else 0)
 
     for function in (by_id, by_info):
-        for others in ({}, {"trim": False, "depth": 0}):
-            options = {"depth": 1, "boundary": "reflect", "dtype": float} | others
-            got = dask_p2p.map_overlap(function, x, **options)
+        for overrides in ({}, {"trim": False, "depth": 0}):
+            options = {"depth": 1, "boundary": "reflect", "dtype": float} | overrides
+            result = dask_p2p.map_overlap(function, x, **options)
             expected = da.map_overlap(function, x, **options)
             np.testing.assert_array_equal(
-                got.compute(scheduler="sync"), expected.compute(scheduler="sync")
+                result.compute(scheduler="sync"), expected.compute(scheduler="sync")
             )
-            assert not np.array_equal(got.compute(scheduler="sync"), x.compute(scheduler="sync"))
-    told = dask_p2p.map_overlap(by_id, x, 1, block_id=(5, 5), dtype=float)
-    np.testing.assert_array_equal(told.compute(scheduler="sync"), np.arange(48).reshape(6, 8) + 55)
+            assert not np.array_equal(result.compute(scheduler="sync"), x.compute(scheduler="sync"))
+    z = dask_p2p.map_overlap(by_id, x, 1, block_id=(5, 5), dtype=float)
+    np.testing.assert_array_equal(z.compute(scheduler="sync"), np.arange(48).reshape(6, 8) + 55)
 
 
 def test_one_layer_where_a_function_has_a_block_id():
@@ -452,11 +453,11 @@ def test_names_and_numbers_of_axes():
     )
     assert stacked.shape == (2, 12, 10)
     np.testing.assert_array_equal(stacked.compute(scheduler="sync"), np.stack([X, -X]))
-    wrong = dask_p2p.map_overlap(
+    result = dask_p2p.map_overlap(
         lambda b: b.sum(), x, depth=1, enforce_ndim=True, dtype=float, chunks=x.chunks
     )
     with pytest.raises(ValueError, match="Dimension mismatch"):
-        wrong.compute(scheduler="sync")
+        result.compute(scheduler="sync")
 
 
 def test_several_arrays_are_aligned_and_cut_as_dask_does():
@@ -470,11 +471,11 @@ def test_several_arrays_are_aligned_and_cut_as_dask_does():
         {"depth": 0},
         {},
     ):
-        got = dask_p2p.map_overlap(weighed, x, y, **options)
+        result = dask_p2p.map_overlap(weighed, x, y, **options)
         expected = da.map_overlap(weighed, x, y, **options)
-        assert got.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))
+        assert result.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))
         np.testing.assert_array_equal(
-            got.compute(scheduler="sync"), expected.compute(scheduler="sync")
+            result.compute(scheduler="sync"), expected.compute(scheduler="sync")
         )
     with pytest.raises(InputError, match="expected arrays that broadcast, got the shapes"):
         dask_p2p.map_overlap(weighed, x, x[:5], depth=1)
@@ -497,14 +498,14 @@ def test_depth_and_boundary_are_those_of_dask_by_default():
 
 
 @pytest.mark.parametrize(
-    ("of_numpy", "here"), [("wrap", "periodic"), ("symmetric", "reflect"), ("edge", "nearest")]
+    ("of_numpy", "name"), [("wrap", "periodic"), ("symmetric", "reflect"), ("edge", "nearest")]
 )
-def test_boundaries_may_have_the_names_that_numpy_gives_them(of_numpy, here):
+def test_boundaries_may_have_the_names_that_numpy_gives_them(of_numpy, name):
     x = da.from_array(X, chunks=(4, 5))
-    by_name, expected = (dask_p2p.map_overlap(star, x, 2, kind) for kind in (of_numpy, here))
+    by_name, expected = (dask_p2p.map_overlap(star, x, 2, kind) for kind in (of_numpy, name))
     assert by_name.name == expected.name
     padded = np.pad(X, 2, mode=of_numpy)
-    whole = da.from_array(padded, chunks=padded.shape)
+    one_block = da.from_array(padded, chunks=padded.shape)
     np.testing.assert_array_equal(
-        expected.compute(scheduler="sync"), star(whole.compute(scheduler="sync"))[2:-2, 2:-2]
+        expected.compute(scheduler="sync"), star(one_block.compute(scheduler="sync"))[2:-2, 2:-2]
     )

@@ -27,10 +27,10 @@ X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
 @pytest.mark.filterwarnings("ignore:chunk size balancing not possible")
 def test_chunks_are_those_of_dask(chunks, balance):
     x = da.from_array(X, chunks=(3, 4, 2))
-    got = dask_p2p.rechunk(x, chunks, balance=balance)
+    result = dask_p2p.rechunk(x, chunks, balance=balance)
     expected = da.rechunk(x, chunks, balance=balance)
-    assert got.chunks == expected.chunks
-    assert_eq(got, expected)
+    assert result.chunks == expected.chunks
+    assert_eq(result, expected)
 
 
 def test_an_axis_without_elements_is_balanced_as_it_is():
@@ -41,9 +41,9 @@ def test_an_axis_without_elements_is_balanced_as_it_is():
 
 def test_a_limit_of_the_blocks_size():
     x = da.from_array(X, chunks=-1)
-    got = dask_p2p.rechunk(x, {0: "auto"}, block_size_limit=240)
+    result = dask_p2p.rechunk(x, {0: "auto"}, block_size_limit=240)
     assert (
-        got.chunks
+        result.chunks
         == da.rechunk(x, {0: "auto"}, block_size_limit=240).chunks
         == ((1,) * 4, (6,), (5,))
     )
@@ -54,9 +54,9 @@ def test_a_limit_of_the_blocks_size():
 def test_parameters_in_the_order_of_dasks(chunks):
     """Chunks of axes that there are not are ignored too."""
     x = da.from_array(X, chunks=(3, 4, 2))
-    for rest in ((4, None, False, "p2p"), (None, 240, True, "tasks")):
-        got = dask_p2p.rechunk(x, chunks, *rest)
-        assert got.chunks == da.rechunk(x, chunks, *rest[:-1], "tasks").chunks
+    for arguments in ((4, None, False, "p2p"), (None, 240, True, "tasks")):
+        result = dask_p2p.rechunk(x, chunks, *arguments)
+        assert result.chunks == da.rechunk(x, chunks, *arguments[:-1], "tasks").chunks
     short = da.arange(6, chunks=6)
     assert dask_p2p.rechunk(short, (2, 4)).chunks == da.rechunk(short, (2, 4)).chunks
     with pytest.raises(InputError, match=r"expected method 'tasks' or 'p2p'.*got 'MPI'.*Leave"):
@@ -72,9 +72,9 @@ def test_in_the_place_of_dasks_function(monkeypatch, axes):
     monkeypatch.setattr(da, "transpose", dask_p2p.transpose)
     x = da.from_array(X[0], chunks=(2, 3))
     rows = x[x[:, 0] > 6]
-    got = dask_p2p.rechunk(rows, {0 if axes else 1: 5}, axes=axes)
+    result = dask_p2p.rechunk(rows, {0 if axes else 1: 5}, axes=axes)
     np.testing.assert_array_equal(
-        got.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].transpose(axes or (0, 1))
+        result.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].transpose(axes or (0, 1))
     )
     with dask.config.set({"p2p.groups": 2}):
         assert_eq(x.rechunk((1, 5)), X[0], scheduler="sync")
@@ -118,9 +118,9 @@ def test_unknown_sizes_are_fine_along_axes_that_stay():
     x = da.from_array(X[0], chunks=(2, 3))
     rows = x[x[:, 0] > 6]
     assert np.isnan(rows.shape[0])
-    got = dask_p2p.rechunk(rows, {1: 5})
-    assert got.numblocks == (3, 1)
-    np.testing.assert_array_equal(got.compute(scheduler="sync"), X[0][X[0][:, 0] > 6])
+    result = dask_p2p.rechunk(rows, {1: 5})
+    assert result.numblocks == (3, 1)
+    np.testing.assert_array_equal(result.compute(scheduler="sync"), X[0][X[0][:, 0] > 6])
     turned = dask_p2p.rechunk(rows, {0: 5}, axes=(1, 0))
     np.testing.assert_array_equal(turned.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].T)
     assert dask_p2p.rechunk(rows, rows.chunks) is rows

@@ -20,10 +20,10 @@ def same(y, expected):
     """Equal in values, dtype and bits."""
     assert y.dtype == expected.dtype
     assert y.shape == expected.shape
-    got = y.compute(scheduler="synchronous")
-    assert got.dtype == expected.dtype
-    assert got.tobytes() == np.ascontiguousarray(expected).tobytes()
-    return got
+    result = y.compute(scheduler="synchronous")
+    assert result.dtype == expected.dtype
+    assert result.tobytes() == np.ascontiguousarray(expected).tobytes()
+    return result
 
 
 @st.composite
@@ -60,8 +60,8 @@ def test_what_is_derived_from_the_result_equals_numpy(case):
     x, chunks = case
     y = dask_p2p.transpose(da.from_array(x, chunks=chunks))
     reduced = [getattr(y, name)() for name in ("std", "var", "max", "min", "argmax", "sum", "mean")]
-    whole = y.map_blocks(lambda block: block + 0 * block.max())
-    *numbers, same_again = dask.compute(*reduced, whole, scheduler="synchronous")
+    derived = y.map_blocks(lambda block: block + 0 * block.max())
+    *numbers, same_again = dask.compute(*reduced, derived, scheduler="synchronous")
     expected = [x.T.std(), x.T.var(), x.max(), x.min(), x.T.argmax(), x.sum(), x.mean()]
     np.testing.assert_allclose(numbers, expected, rtol=1e-12)
     np.testing.assert_array_equal(same_again, x.T)
@@ -244,9 +244,9 @@ def test_blocks_in_another_byte_order_than_declared_are_converted(dtype):
         (dask_p2p.rechunk(x, ((2, 1, 1), (3, 3))), values),
         (dask_p2p.map_overlap(np.copy, x, depth=1, boundary="periodic"), values),
     ):
-        got = y.compute(scheduler="synchronous")
-        assert got.dtype == y.dtype == values.dtype
-        assert got.tobytes() == expected.tobytes()
+        result = y.compute(scheduler="synchronous")
+        assert result.dtype == y.dtype == values.dtype
+        assert result.tobytes() == expected.tobytes()
 
 
 def to_native(block):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from dask_p2p.geometry import block_bounds, block_indices, box_shape, box_size, box_slices
 
 
-def chunks_of(draw, length, most=4):
+def chunks_of(draw, length, max_blocks=4):
     """Divide an axis into blocks, empty ones included."""
-    inner = draw(st.lists(st.integers(0, length), max_size=most - 1))
+    inner = draw(st.lists(st.integers(0, length), max_size=max_blocks - 1))
     return tuple(b - a for a, b in pairwise([0, *sorted(inner), length]))
 
 

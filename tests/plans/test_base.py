@@ -28,8 +28,8 @@ def test_at_each_stage_every_holder_of_several_hosts_serves_one_reader(hosts, wo
         assert {host_of(holder) for holder in order[:workers]} == {host_of(reader)}
         # Once it has left its host, it goes to another one at each stage.
         for first in range(workers, len(order), max(1, hosts - 1)):
-            turn = [host_of(holder) for holder in order[first : first + hosts - 1]]
-            assert len(set(turn)) == len(turn)
+            stage_hosts = [host_of(holder) for holder in order[first : first + hosts - 1]]
+            assert len(set(stage_hosts)) == len(stage_hosts)
     for stage in zip(*orders, strict=True):
         assert len(set(stage)) == len(addresses)
 

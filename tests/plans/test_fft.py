@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import GridPlan, block_plans, redistribution
-from dask_p2p.plans.fft import FftStage, ReorderedPlan, Rolled, Transform, stages
+from dask_p2p.plans.fft import FftStage, ReorderedPlan, RolledAxis, Transform, plan_stages
 from tests.plans.support import assembled, blocks_of, elements_read
 
 
@@ -37,16 +37,16 @@ def requests(draw):
 @given(requests())
 def test_each_axis_is_transformed_once_where_it_is_whole(request):
     chunks, transform, final = request
-    way = stages(chunks, transform, final)
+    way = plan_stages(chunks, transform, final)
     assert way[0].chunks == chunks
-    done, shape = [], list(map(sum, chunks))
+    transformed_axes, shape = [], list(map(sum, chunks))
     for stage in way:
         assert list(map(sum, stage.chunks)) == shape, "an exchange keeps the shape"
         for axis in stage.axes:
             assert len(stage.chunks[axis]) == 1
             shape[axis] = transform.lengths[axis]
-        done += stage.axes
-    assert sorted(done) == sorted(transform.lengths)
+        transformed_axes += stage.axes
+    assert sorted(transformed_axes) == sorted(transform.lengths)
     # Within a stage the first axis is transformed before the others, and the last after them.
     having = [stage.axes for stage in way if stage.axes]
     assert transform.first is None or transform.first in having[0]
@@ -58,40 +58,40 @@ def test_each_axis_is_transformed_once_where_it_is_whole(request):
 def turned(chunks, lengths, is_inverse):
     """The chunks after a transform along all axes, and how many exchanges that took."""
     transform = Transform(dict(enumerate(lengths)), is_inverse=is_inverse)
-    way = stages(chunks, transform)
+    way = plan_stages(chunks, transform)
     return transform.after(way[-1].chunks, frozenset(way[-1].axes)), len(way) - 1
 
 
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (5, 4, 3)])
-@pytest.mark.parametrize("whole", [0, 1, 2])
-def test_pencils_take_two_exchanges_and_come_back(sizes, whole):
-    chunks = [sizes, (6, 6)] if whole else [(6, 6), sizes]
-    chunks.insert(whole, (12,))
-    there, exchanges = turned(tuple(chunks), (12, 12, 12), False)
+@pytest.mark.parametrize("undivided", [0, 1, 2])
+def test_pencils_take_two_exchanges_and_come_back(sizes, undivided):
+    chunks = [sizes, (6, 6)] if undivided else [(6, 6), sizes]
+    chunks.insert(undivided, (12,))
+    forward_chunks, exchanges = turned(tuple(chunks), (12, 12, 12), False)
     assert exchanges == 2
-    assert prod(map(len, there)) == 6
-    assert turned(there, (12, 12, 12), True) == (tuple(chunks), 2)
+    assert prod(map(len, forward_chunks)) == 6
+    assert turned(forward_chunks, (12, 12, 12), True) == (tuple(chunks), 2)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (5, 5, 2), (4, 4, 2, 2), (3, 3, 3, 3), (1, 4, 7)])
 def test_slabs_come_back(axis, sizes):
     chunks = tuple(sizes if a == axis else (12,) for a in range(3))
-    there, _ = turned(chunks, (12, 12, 12), False)
-    assert turned(there, (12, 12, 12), True) == (chunks, 1)
+    forward_chunks, _ = turned(chunks, (12, 12, 12), False)
+    assert turned(forward_chunks, (12, 12, 12), True) == (chunks, 1)
 
 
-def fewest(chunks, remaining, left):
-    """Return the fewest exchanges, `left` at most, by trial of all moves of divided axes."""
+def fewest(chunks, remaining, exchanges_left):
+    """Return the fewest exchanges, `exchanges_left` at most, by trial of all moves."""
     remaining = {axis for axis in remaining if chunks[axis] > 1}
     if not remaining:
         return 0
-    if not left:
+    if not exchanges_left:
         return 99
-    whole = [axis for axis, n in enumerate(chunks) if n == 1]
+    undivided = [axis for axis, n in enumerate(chunks) if n == 1]
     best = 99
     # The target of each remaining divided axis: a whole axis of its own, or none.
-    for targets in product([None, *whole], repeat=len(remaining)):
+    for targets in product([None, *undivided], repeat=len(remaining)):
         used = [target for target in targets if target is not None]
         if not used or len(set(used)) < len(used):
             continue
@@ -100,7 +100,7 @@ def fewest(chunks, remaining, left):
             if target is not None:
                 new[axis], new[target] = 1, chunks[axis]
         still = {axis for axis in remaining if new[axis] > 1}
-        best = min(best, 1 + fewest(new, still, left - 1))
+        best = min(best, 1 + fewest(new, still, exchanges_left - 1))
     return best
 
 
@@ -118,15 +118,16 @@ def test_chunks_of_the_result_that_leave_the_axis_whole_cost_nothing():
     pencils = ((6, 6), (6, 6), (12,))
     transform = Transform({0: 12, 1: 12, 2: 12})
     slabs = ((12,), (12,), (3, 3, 3, 3))
-    assert stages(pencils, transform, slabs) == [FftStage(pencils, (2,)), FftStage(slabs, (0, 1))]
+    stages = [FftStage(pencils, (2,)), FftStage(slabs, (0, 1))]
+    assert plan_stages(pencils, transform, slabs) == stages
 
 
 def test_what_halves_goes_first_and_what_grows_last():
     """If two divided axes can move in any order, the one that shrinks moves first."""
     chunks = ((6, 6), (12,), (6, 6))
-    first = stages(chunks, Transform({0: 4, 2: 40}))[1]
+    first = plan_stages(chunks, Transform({0: 4, 2: 40}))[1]
     assert first.axes == (0,)
-    assert stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
+    assert plan_stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
 
 
 @st.composite
@@ -134,7 +135,7 @@ def rolled_axes(draw):
     old = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     inner = draw(st.lists(st.integers(0, sum(old)), max_size=3))
     new = tuple(b - a for a, b in pairwise(sorted([0, *inner, sum(old)])))
-    return Rolled(tuple(old), new, draw(st.integers(-9, 9)))
+    return RolledAxis(tuple(old), new, draw(st.integers(-9, 9)))
 
 
 @given(st.lists(rolled_axes(), min_size=1, max_size=2))
@@ -159,8 +160,8 @@ def test_blocks_keep_their_indices_and_have_another_order_in_memory():
     assert plan.chunks == ((4,), (2, 4), (1, 4))
     sources, expected = blocks_of(x, before), blocks_of(x, plan.chunks)
     for index, block in block_plans(plan):
-        got = assembled(block, sources, x.dtype)
-        np.testing.assert_array_equal(got, expected[index].transpose(order))
+        result = assembled(block, sources, x.dtype)
+        np.testing.assert_array_equal(result, expected[index].transpose(order))
         assert plan.sources(index) == block.sources
         assert plan.source_elements(index) == elements_read(block)
     assert pickle.loads(pickle.dumps(plan)) == plan

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_shape, split_evenly
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
-from dask_p2p.plans.halo import halo_plan
+from dask_p2p.plans.halo import plan_halo
 from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
 
 
@@ -95,15 +95,15 @@ def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
     axes = tuple(reversed(range(len(src))))
     dst = slab_chunks(src, axes)
     lengths = [length for length, _ in reversed(sides)]
-    wanted = max(map(len, src))
+    max_blocks = max(map(len, src))
     blocks = prod(map(len, dst))
     assert min(min(sizes) for sizes in dst) >= 1
-    if lengths[0] >= wanted:
-        assert [len(sizes) for sizes in dst] == [wanted] + [1] * (len(src) - 1)
-    grids = product(*(range(1, min(length, wanted) + 1) for length in lengths))
-    assert blocks == max(n for n in map(prod, grids) if n <= wanted)
+    if lengths[0] >= max_blocks:
+        assert [len(sizes) for sizes in dst] == [max_blocks] + [1] * (len(src) - 1)
+    grids = product(*(range(1, min(length, max_blocks) + 1) for length in lengths))
+    assert blocks == max(n for n in map(prod, grids) if n <= max_blocks)
 
 
 def test_plans_of_equal_constants_with_other_bits_differ():
-    plans = [halo_plan(((4,),), ((1, 1),), (end,)) for end in (0.0, -0.0)]
+    plans = [plan_halo(((4,),), ((1, 1),), (end,)) for end in (0.0, -0.0)]
     assert [str(plan.block((0,)).fills[0].value) for plan in plans] == ["0.0", "-0.0"]

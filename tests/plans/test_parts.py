@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.base import Input, plan_parts, steps
-from dask_p2p.plans.halo import halo_plan, halo_widths_of
+from dask_p2p.plans.base import Input, plan_parts, schedule_steps
+from dask_p2p.plans.halo import halo_widths_of, plan_halo
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -17,7 +17,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 def with_halo(x, chunks, depth, boundary):
     """Return each block with its halos, as `map_overlap` assembles them; and the halos."""
-    plan = halo_plan((chunks,), (depth,), (boundary,))
+    plan = plan_halo((chunks,), (depth,), (boundary,))
     bounds = np.cumsum((0, *chunks))
     blocks = []
     for number in range(len(chunks)):
@@ -25,8 +25,8 @@ def with_halo(x, chunks, depth, boundary):
         out = np.zeros(block.shape, int)
         for piece in block.pieces:
             (source,) = block.sources[piece.source]
-            own = x[bounds[source] : bounds[source + 1]]
-            out[box_slices(piece.dst)] = own[box_slices(piece.src)]
+            array = x[bounds[source] : bounds[source + 1]]
+            out[box_slices(piece.dst)] = array[box_slices(piece.src)]
         for fill in block.fills:
             out[box_slices(fill.dst)] = fill.value
         blocks.append(out)
@@ -46,10 +46,10 @@ def test_parts_have_the_halos_that_blocks_of_their_size_would_have(chunks, bound
         for part in plan_parts([given_block], length, part_bytes, 8).parts:
             (read,), ((before, after),) = part.reads, part.halo
             parts.append(block[slice(*read)])
-            sizes.append(part.own[1] - part.own[0])
+            sizes.append(part.output_range[1] - part.output_range[0])
             assert len(parts[-1]) == before + sizes[-1] + after
     expected, _ = with_halo(x, tuple(sizes), depth, boundary)
-    assert [part.tolist() for part in parts] == [each.tolist() for each in expected]
+    assert [part.tolist() for part in parts] == [part.tolist() for part in expected]
     assert sum(sizes) == len(x)
 
 
@@ -76,41 +76,41 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     given_inputs, length, part_bytes, row_bytes, is_reduced, slots
 ):
     blocks = []
-    for each in given_inputs:
-        shape = list(each.shape)
-        if each.axis is not None:
-            shape[each.axis] = length + sum(each.halo)
-        blocks.append(Input(tuple(shape), *each[1:]))
+    for block in given_inputs:
+        shape = list(block.shape)
+        if block.axis is not None:
+            shape[block.axis] = length + sum(block.halo)
+        blocks.append(Input(tuple(shape), *block[1:]))
     plan = plan_parts(blocks, length, part_bytes, row_bytes, is_reduced)
-    ranges = [part.own for part in plan.parts]
+    ranges = [part.output_range for part in plan.parts]
     assert ranges[0][0] == 0
     assert ranges[-1][1] == length
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
     sizes = [stop - start for start, stop in ranges]
     assert max(sizes) - min(sizes) <= 1
     assert min(sizes) > 0 or length == 0
-    divided_bytes = sum(each.row_bytes for each in blocks if each.axis is not None)
-    first_divided = next((i for i, each in enumerate(blocks) if each.axis is not None), None)
+    divided_bytes = sum(block.row_bytes for block in blocks if block.axis is not None)
+    first_divided = next((i for i, block in enumerate(blocks) if block.axis is not None), None)
     for part in plan.parts:
-        ends, taken = plan.input_indices(part), 0
-        for n, (each, read) in enumerate(zip(blocks, part.reads, strict=True)):
-            assert (read is None) == (each.axis is None)
+        ends, offset = plan.input_indices(part), 0
+        for n, (array, read) in enumerate(zip(blocks, part.reads, strict=True)):
+            assert (read is None) == (array.axis is None)
             if read is not None:
-                assert 0 <= read[0] <= read[1] <= each.shape[each.axis]
-            size = each.row_bytes * (1 if read is None else read[1] - read[0])
-            taken += size
+                assert 0 <= read[0] <= read[1] <= array.shape[array.axis]
+            size = array.row_bytes * (1 if read is None else read[1] - read[0])
+            offset += size
             assert ends[n] + size <= ends[n + 1], "inputs do not overlap in the slot"
             assert ends[n] % 512 == 0
         assert ends[-1] <= plan.slot_bytes
-        assert taken <= part_bytes or max(sizes) <= 1 or divided_bytes == 0
+        assert offset <= part_bytes or max(sizes) <= 1 or divided_bytes == 0
         if is_reduced:
             assert plan.result_bytes == row_bytes
         elif first_divided is not None:
             start, stop = part.reads[first_divided]
             assert (stop - start) * row_bytes <= plan.result_bytes
-    taken, made = plan.device_bytes(slots)
-    assert taken == min(slots, len(sizes)) * plan.slot_bytes
-    assert 0 <= made - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
+    offset, result_bytes = plan.device_bytes(slots)
+    assert offset == min(slots, len(sizes)) * plan.slot_bytes
+    assert 0 <= result_bytes - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
 
 
 TIMELINES = {"fill": "host", "empty": "host", "up": "up", "run": "run", "down": "down"}
@@ -130,21 +130,21 @@ COPIED_BY = {"pinned in": "fill", "pinned out": "empty"}  # memory that direct c
 def first_race(count, slots, is_reduced, direct=(), left_out=None):
     """Issue all steps, and return the first two that touch the same memory in no order."""
     clocks = {name: {} for name in ("host", "up", "run", "down")}
-    done, touched = {}, {}
-    for step in steps(count, slots, is_reduced):
+    finished, touched = {}, {}
+    for step in schedule_steps(count, slots, is_reduced):
         if step.action in direct:
             continue
-        own = clocks[TIMELINES[step.action]]
+        clock = clocks[TIMELINES[step.action]]
         for timeline, tick in clocks["host"].items():  # it is issued after what the host has done
-            own[timeline] = max(own.get(timeline, 0), tick)
+            clock[timeline] = max(clock.get(timeline, 0), tick)
         for earlier in step.after:
-            assert earlier in done, "it would wait for what is not issued yet"
+            assert earlier in finished, "it would wait for what is not issued yet"
             if (earlier[0], step.action) != left_out:
-                for timeline, tick in done[earlier].items():
-                    own[timeline] = max(own.get(timeline, 0), tick)
+                for timeline, tick in finished[earlier].items():
+                    clock[timeline] = max(clock.get(timeline, 0), tick)
         timeline = TIMELINES[step.action]
-        own[timeline] = own.get(timeline, 0) + 1
-        done[step.action, step.part] = dict(own)
+        clock[timeline] = clock.get(timeline, 0) + 1
+        finished[step.action, step.part] = dict(clock)
         for kinds, is_write in ((READS, False), (WRITES, True)):
             for kind in kinds.get(step.action, ()):
                 if kind == "result" and is_reduced and step.action != "run":
@@ -152,10 +152,10 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
                 if COPIED_BY.get(kind) in direct:
                     continue
                 memory = (kind, step.part % slots)
-                for other, other_timeline, tick, written in touched.get(memory, []):
-                    if (written or is_write) and own.get(other_timeline, 0) < tick:
-                        return other, step
-                touched.setdefault(memory, []).append((step, timeline, own[timeline], is_write))
+                for step_before, other_timeline, tick, written in touched.get(memory, []):
+                    if (written or is_write) and clock.get(other_timeline, 0) < tick:
+                        return step_before, step
+                touched.setdefault(memory, []).append((step, timeline, clock[timeline], is_write))
     return None
 
 
@@ -167,7 +167,7 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
 )
 def test_no_step_comes_before_those_whose_memory_it_uses(count, slots, is_reduced, direct):
     assert first_race(count, slots, is_reduced, direct) is None
-    order = list(steps(count, slots, is_reduced))
+    order = list(schedule_steps(count, slots, is_reduced))
     for action in TIMELINES:
         parts = [step.part for step in order if step.action == action]
         is_last_only = is_reduced and action in ("down", "empty")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.plugins.placement import most_seated, ranks_for, room
+from dask_p2p.plugins.placement import max_matching, ranks_for, room
 
 
 @pytest.mark.parametrize(
@@ -50,17 +50,17 @@ workers = st.sets(st.sampled_from("abcd"), max_size=4).map(frozenset)
     rooms=st.fixed_dictionaries({worker: st.integers(0, 2) for worker in "abcd"}),
 )
 def test_as_many_are_seated_as_by_trying_all_ways(wants, rooms):
-    most = 0
-    for seats in product(*([*sorted(each), None] for each in wants)):
+    max_seats = 0
+    for seats in product(*([*sorted(hosts), None] for hosts in wants)):
         used = Counter(seat for seat in seats if seat)
         if all(used[worker] <= rooms[worker] for worker in used):
-            most = max(most, used.total())
-    assert most_seated(Counter(wants), rooms) == most
+            max_seats = max(max_seats, used.total())
+    assert max_matching(Counter(wants), rooms) == max_seats
 
 
 def test_many_ranks():
     rooms = {f"worker {i}": 2 for i in range(1000)}
-    assert most_seated({frozenset(rooms): 3000}, rooms) == 2000
-    assert most_seated({frozenset(rooms): 1500}, {**rooms, "worker 0": inf}) == 1500
+    assert max_matching({frozenset(rooms): 3000}, rooms) == 2000
+    assert max_matching({frozenset(rooms): 1500}, {**rooms, "worker 0": inf}) == 1500
     alone = {frozenset([worker]): 3 for worker in rooms}
-    assert most_seated(alone, rooms) == 2000
+    assert max_matching(alone, rooms) == 2000

@@ -13,10 +13,10 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import cupy as cupy_backend
-from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
+from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections import checks
+from dask_p2p.sections import checks, comparison
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as graphs
 from dask_p2p.sections.gpu import device as lending
@@ -24,7 +24,6 @@ from dask_p2p.sections.gpu import halo_windows, windows
 from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate import first_step
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.transports import cuda_ipc
 from tests.sections import gangs
@@ -67,15 +66,19 @@ def emulated_gpu(monkeypatch):
         (halo_windows, "begin_in_order", noted),
         *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
         (dask_p2p.backends.kernels, "cuda", kernels(recorder)),
-        (cupy_backend, "_kernels", lambda: kernels(recorder)),
+        (cupy_backend, "_import_kernels", lambda: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),
-        (DeviceQueue, "_kept_slots", KeptSlots()),
+        (DeviceQueue, "_kept_slots", SlotCache()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
-        (first_step, "_STRICT_KINDS", ""),  # emulated arrays have no such views
-        (checks, "_LIBRARIES", checks._LIBRARIES | {"tests"}),  # copies of functions have this GPU
+        (checks, "_STRICT_KINDS", ""),  # emulated arrays have no such views
+        (
+            comparison,
+            "_LIBRARIES",
+            comparison._LIBRARIES | {"tests"},
+        ),  # copies of functions have this GPU
         (graphs, "_pools", defaultdict(list)),
         *(
             (module, "region_batch", lambda: EmulatedBatch(recorder))
@@ -126,10 +129,10 @@ class Message:
     """A message of UCX. UCX may read or write its array until it is done."""
 
     def __init__(self, array):
-        self.array, self.done = array, False
+        self.array, self.is_complete = array, False
 
     def result(self, timeout_s):
-        assert self.done
+        assert self.is_complete
 
 
 class Messenger:
@@ -141,10 +144,10 @@ class Messenger:
         self.sent = []
         self.lock = threading.Lock()
 
-    def closed(self, address):
+    def count_closed(self, address):
         return 0
 
-    def renew(self, address, closed):
+    def reset_endpoint(self, address, closed):
         assert (address, closed) == (self.address, 0)
 
     def send(self, address, array, tag, other_host):
@@ -165,7 +168,7 @@ class Messenger:
                 return message
         to, of = ends(message, other)
         to.array.values[...] = of.array.values
-        to.done = of.done = True
+        to.is_complete = of.is_complete = True
         return message
 
 
@@ -240,7 +243,7 @@ def run_section(gpu, y, inputs, **kwargs):
         return wholes
 
     kwargs = {"device": Gpu, **kwargs}
-    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in body.outputs.each]
+    outputs = [np.full(inputs[0].shape, np.nan, body.dtype) for _ in body.outputs.specs]
     for rank, local_blocks in enumerate(run_gang(ranks, function, **kwargs)):
         for output, local_block in zip(outputs, local_blocks, strict=True):
             output[box_slices(ranks.box(rank))] = local_block

@@ -33,7 +33,7 @@ def has_come(connections, rank):
 
 def is_exchanging(connections):
     """Return whether a rank is in a call of all ranks."""
-    return connections._found is not None
+    return connections._payloads is not None
 
 
 def is_at_call(connections, rank):

@@ -17,7 +17,7 @@ import scipy.stats
 
 from dask_p2p import iterate
 from dask_p2p.errors import P2PWarning
-from dask_p2p.sections.checks import FunctionCopies
+from dask_p2p.sections.comparison import FunctionCopies
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
 X = np.random.default_rng(0).normal(size=(24, 5))

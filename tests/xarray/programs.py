@@ -40,7 +40,7 @@ def rolled(a):
     return a.p2p.map_overlap(mean_of_three, {"t": 1}, {"t": "periodic"})
 
 
-def made(lazy):
+def build(lazy):
     """Return the array of these programs; the function makes a lazy array of values."""
     coords = {
         "t": ("t", np.arange(SHAPE[0]) / 2, {"units": "s"}),
@@ -51,11 +51,11 @@ def made(lazy):
     return xr.DataArray(lazy(VALUES), coords, ("t", "x"), "u", {"units": "K"})
 
 
-def variables(found):
+def variables(data):
     """Return the array or the arrays of a result, and their lazy coordinates, by name."""
-    arrays = {"": found} if isinstance(found, xr.DataArray) else dict(found.data_vars)
-    coords = {name: of for name, of in found.coords.items() if name in ("area", "profile")}
-    return {name: of.variable for name, of in {**arrays, **coords}.items()}
+    arrays = {"": data} if isinstance(data, xr.DataArray) else dict(data.data_vars)
+    coords = {name: x for name, x in data.coords.items() if name in ("area", "profile")}
+    return {name: array.variable for name, array in {**arrays, **coords}.items()}
 
 
 def as_dataset(a):

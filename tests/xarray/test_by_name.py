@@ -51,10 +51,10 @@ def test_an_array(array):
     result = array.p2p.iterate(spread, {"x": 1}, 3, boundary={"x": "periodic"}, weight=0.2)
     assert result.chunks == array.chunks
     assert result.encoding == {}
-    wanted = VALUES
+    expected = VALUES
     for _ in range(3):
-        wanted = wanted + 0.2 * (np.roll(wanted, -1, 2) - np.roll(wanted, 1, 2))
-    xr.testing.assert_identical(computed(result), computed(array.copy(data=wanted)))
+        expected = expected + 0.2 * (np.roll(expected, -1, 2) - np.roll(expected, 1, 2))
+    xr.testing.assert_identical(computed(result), computed(array.copy(data=expected)))
     same = dask_p2p.iterate(spread, array.data, {2: 1}, 3, boundary={2: "periodic"}, weight=0.2)
     assert result.data.name == same.name
 
@@ -73,8 +73,8 @@ def test_fields_and_constants_by_name(dataset, depth):
         assert speed.shape == out.shape
         wave(u, before[:, 1:-1] if isinstance(depth, dict) else before, speed, factor, out)
 
-    given = {"boundary": 0.0, "constants": ["speed", 0.5]}
-    result = dataset.p2p.iterate(function, depth, 3, fields=["u", "before"], **given)
+    options = {"boundary": 0.0, "constants": ["speed", 0.5]}
+    result = dataset.p2p.iterate(function, depth, 3, fields=["u", "before"], **options)
     u, before = VALUES[0], VALUES[0] + 1
     for _ in range(3):
         out = np.empty_like(u)
@@ -88,8 +88,8 @@ def test_fields_and_constants_by_name(dataset, depth):
         function, depth, 3, fields=[dataset.before], boundary=0.0, constants=[dataset.speed, 0.5]
     )
     assert isinstance(of_arrays, tuple)
-    assert [each.name for each in of_arrays] == ["u", "before"]
-    assert [each.data.name for each in of_arrays] == [result.u.data.name, result.before.data.name]
+    assert [array.name for array in of_arrays] == ["u", "before"]
+    assert [array.data.name for array in of_arrays] == [result.u.data.name, result.before.data.name]
 
 
 def test_constants_of_an_array(array):
@@ -106,13 +106,13 @@ def test_constants_of_an_array(array):
 
 def test_wrong_names(array, dataset):
     dims = r"^(depth|boundary): 'z' is no dimension of the array; it has 't', 'y', 'x'\. Use one"
-    for wrong in ({"depth": {"z": 1}}, {"depth": [{"z": 1}]}, {"boundary": {"z": 0}}):
+    for keywords in ({"depth": {"z": 1}}, {"depth": [{"z": 1}]}, {"boundary": {"z": 0}}):
         with pytest.raises(InputError, match=dims):
-            array.p2p.iterate(spread, **{"depth": {"x": 1}, "steps": 1, **wrong})
+            array.p2p.iterate(spread, **{"depth": {"x": 1}, "steps": 1, **keywords})
     for option in ("save", "checkpoint", "record", "max_time"):
-        for given, fields in ((dataset, ["u"]), (array, None)):
+        for data, fields in ((dataset, ["u"]), (array, None)):
             with pytest.raises(InputError, match=rf"^{option}: .*fields={{'u': 'u'}}"):
-                given.p2p.iterate(spread, {"x": 1}, 1, fields=fields, **{option: "1 s"})
+                data.p2p.iterate(spread, {"x": 1}, 1, fields=fields, **{option: "1 s"})
     with pytest.raises(InputError, match=r"got depth={'x': 9} .*\(dimension 'x'\)"):
         array.p2p.iterate(spread, {"x": 9}, 1)
     with pytest.raises(InputError, match=r"boundary out of .*got 'open'"):
@@ -126,19 +126,19 @@ def test_wrong_names(array, dataset):
         array.p2p.iterate(spread, {"x": 1}, 1, fields=[dataset.u])
     with pytest.raises(InputError, match=r"constants: expected the name of .*'before'.* got 'v'"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=["v"])
-    for given in (array, dataset):
-        more = {} if given is array else {"fields": "u"}
+    for owner in (array, dataset):
+        options = {} if owner is array else {"fields": "u"}
         with pytest.raises(InputError, match="constants: expected a list, as the fields have no"):
-            given.p2p.iterate(spread, {"x": 1}, 1, constants={"v": 2.0}, **more)
+            owner.p2p.iterate(spread, {"x": 1}, 1, constants={"v": 2.0}, **options)
     with pytest.raises(InputError, match="constants: expected only dimensions of the fields"):
         dataset.p2p.iterate(spread, {"x": 1}, 1, fields="u", constants=[array])
 
 
 def test_labels_that_differ(array):
     shifted = array.assign_coords(x=array.x + 1)
-    for wrong in ({"fields": [shifted]}, {"constants": [shifted.isel(t=0)]}):
+    for option in ({"fields": [shifted]}, {"constants": [shifted.isel(t=0)]}):
         with pytest.raises(InputError, match=r"sizes and labels of the newest field .*Align them"):
-            array.p2p.iterate(spread, {"x": 1}, 1, **wrong)
+            array.p2p.iterate(spread, {"x": 1}, 1, **option)
     unlabelled = array.isel(t=0).drop_vars("x").isel(x=slice(3))
     with pytest.raises(InputError, match="sizes and labels"):
         array.p2p.iterate(spread, {"x": 1}, 1, constants=[unlabelled])
@@ -156,14 +156,14 @@ OWN = [dask_p2p.map_overlap, dask_p2p.iterate, da.map_blocks, dask_p2p.xarray.P2
 @pytest.mark.parametrize(
     "make",
     [
-        lambda a, /, **given: a.p2p.map_overlap(added, {"x": 1}, **given),
-        lambda a, /, **given: a.p2p.iterate(added, {}, 1, **given),
+        lambda a, /, **options: a.p2p.map_overlap(added, {"x": 1}, **options),
+        lambda a, /, **options: a.p2p.iterate(added, {}, 1, **options),
     ],
     ids=["map_overlap", "iterate"],
 )
 def test_all_other_keywords_are_for_the_function(make):
     a = xr.DataArray(da.arange(6.0, chunks=3), dims="x")
-    named = {name for of in OWN for name in inspect.signature(of).parameters}
+    named = {name for operation in OWN for name in inspect.signature(operation).parameters}
     names = {*parameter_names("dask_p2p.xarray", "dask_p2p.xarray.by_name", "functools")} - named
     assert {"given", "keywords"} <= names
     for name in {*names, "self", "func", "x", "plan"}:
@@ -195,11 +195,11 @@ def exchange(a, b, speed, at, gain=0.5):
 
 def test_coupled_fields_of_a_dataset(dataset):
     names = {"a": "u", "b": "before"}
-    given = {"fields": names, "constants": {"speed": "speed"}, "gain": 0.1}
-    result = dataset.p2p.iterate(exchange, {"x": 1}, 3, **given)
+    options = {"fields": names, "constants": {"speed": "speed"}, "gain": 0.1}
+    result = dataset.p2p.iterate(exchange, {"x": 1}, 3, **options)
     a, b, speed = VALUES[0], VALUES[0] + 1, dataset.speed.values
     for _ in range(3):
-        pads = [np.pad(each, ((0, 0), (1, 1)), "wrap") for each in (a, b)]
+        pads = [np.pad(level, ((0, 0), (1, 1)), "wrap") for level in (a, b)]
 
         class At:
             shape = (6, 8)
@@ -228,15 +228,16 @@ def test_time_levels_among_coupled_fields(dataset):
 
 
 def test_wrong_coupled_fields_are_refused(dataset, array):
-    def refused(message, of=dataset, **given):
+    def refused(message, data=dataset, **options):
+        options = {"fields": {"a": "u", "b": "before"}, **options}
         with pytest.raises(InputError, match=message):
-            of.p2p.iterate(exchange, {"x": 1}, 1, **{"fields": {"a": "u", "b": "before"}, **given})
+            data.p2p.iterate(exchange, {"x": 1}, 1, **options)
 
     refused("expected names of the dataset's arrays", fields={"a": "u", "b": "nothing"})
     refused("constants: expected a mapping", constants=["speed"])
-    refused("expected a dataset for fields by name", of=array)
-    taken = {"record": {"speed": lambda a: a.sum()}, "constants": {"speed": "speed"}}
-    refused("names that no variable of the dataset has, got 'speed'", **taken)
+    refused("expected a dataset for fields by name", data=array)
+    options = {"record": {"speed": lambda a: a.sum()}, "constants": {"speed": "speed"}}
+    refused("names that no variable of the dataset has, got 'speed'", **options)
     refused("parameters with the names", constants={})
 
 
@@ -252,12 +253,12 @@ def test_records_become_variables(dataset):
         "mass": lambda a: a.sum(),
         "both": dask_p2p.Record(lambda a: np.array([a.sum(), 1.0]), every=2, shape=(2,)),
     }
-    given = {"fields": {"a": "u", "b": "before"}, "record": record}
-    result = dataset.p2p.iterate(growing, {}, 4, **given).compute()
-    wanted = [VALUES[0].sum() + n * Y * X for n in (1, 2, 3, 4)]
-    np.testing.assert_allclose(result.mass, wanted)
+    options = {"fields": {"a": "u", "b": "before"}, "record": record}
+    result = dataset.p2p.iterate(growing, {}, 4, **options).compute()
+    sums = [VALUES[0].sum() + n * Y * X for n in (1, 2, 3, 4)]
+    np.testing.assert_allclose(result.mass, sums)
     assert result.mass.dims == ("mass_record",)
-    np.testing.assert_allclose(result.both[:, 0], wanted[1::2])
+    np.testing.assert_allclose(result.both[:, 0], sums[1::2])
     assert int(result.steps) == 4
     np.testing.assert_allclose(result.u, VALUES[0] + 4)
 
@@ -269,16 +270,16 @@ def test_frames_are_a_dataset(tmp_path, array):
     frames = dask_p2p.Save(tmp_path / "frames", 2, region=np.s_[:, ::2])
     files = dask_p2p.Checkpoint(tmp_path / "states", every=2)
     for steps in (4, 6):  # a longer run adds frames
-        given = {"fields": {"a": "u", "b": "v"}, "save": frames, "checkpoint": files}
-        result = ds.p2p.iterate(growing, {}, steps, **given).compute()
+        options = {"fields": {"a": "u", "b": "v"}, "save": frames, "checkpoint": files}
+        result = ds.p2p.iterate(growing, {}, steps, **options).compute()
     np.testing.assert_array_equal(result.v, VALUES * 2.0**7)
-    found = xr.open_zarr(tmp_path / "frames", consolidated=False)
-    assert found.a.dims == ("frame", "t", "y", "x")
-    assert found.frame.values.tolist() == [2, 4, 6]
+    stored = xr.open_zarr(tmp_path / "frames", consolidated=False)
+    assert stored.a.dims == ("frame", "t", "y", "x")
+    assert stored.frame.values.tolist() == [2, 4, 6]
     for name in ("t", "x"):
-        np.testing.assert_array_equal(found[name], ds[name])
-    np.testing.assert_array_equal(found.y, ds.y[::2])
-    np.testing.assert_array_equal(found.a[-1], result.u[:, ::2])
+        np.testing.assert_array_equal(stored[name], ds[name])
+    np.testing.assert_array_equal(stored.y, ds.y[::2])
+    np.testing.assert_array_equal(stored.a[-1], result.u[:, ::2])
 
 
 def test_frames_have_coordinates_without_an_index(tmp_path):
@@ -286,7 +287,7 @@ def test_frames_have_coordinates_without_an_index(tmp_path):
     coords = xr.Coordinates({"x": ("x", np.arange(6.0) / 2)}, indexes={})
     a = xr.DataArray(da.from_array(np.arange(6.0), chunks=3), coords, ("x",))
     ds = xr.Dataset({"u": a, "v": a * 2})
-    given = {"fields": {"a": "u", "b": "v"}, "save": dask_p2p.Save(tmp_path / "frames", 1)}
-    ds.p2p.iterate(growing, {}, 2, **given).compute()
-    found = xr.open_zarr(tmp_path / "frames", consolidated=False)
-    np.testing.assert_array_equal(found.x, a.x)
+    options = {"fields": {"a": "u", "b": "v"}, "save": dask_p2p.Save(tmp_path / "frames", 1)}
+    ds.p2p.iterate(growing, {}, 2, **options).compute()
+    stored = xr.open_zarr(tmp_path / "frames", consolidated=False)
+    np.testing.assert_array_equal(stored.x, a.x)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.xarray.programs import PROGRAMS, SECTIONS, VALUES, as_dataset, made, variables, weighed
+from tests.xarray.programs import PROGRAMS, SECTIONS, VALUES, as_dataset, build, variables, weighed
 
 
 @pytest.fixture
@@ -18,31 +18,31 @@ def arrays(strict_cupy):
     def lazy(values):
         return da.from_array(values, chunks=(6, -1)[: values.ndim])
 
-    return made(lambda values: lazy(values).map_blocks(strict_cupy.asarray)), made(lazy)
+    return build(lambda values: lazy(values).map_blocks(strict_cupy.asarray)), build(lazy)
 
 
 @pytest.fixture
 def in_memory(strict_cupy):
     """The same array twice, in memory, of CuPy and of NumPy."""
-    return made(strict_cupy.asarray), made(np.asarray)
+    return build(strict_cupy.asarray), build(np.asarray)
 
 
-def check(found, wanted, cupy):
+def check(result, expected, cupy):
     """Compare a result of CuPy blocks with one of NumPy blocks."""
-    assert found.coords.keys() == wanted.coords.keys()
-    mine, theirs = variables(found), variables(wanted)
-    assert mine.keys() == theirs.keys()
-    for name, variable in mine.items():
-        check_variable(variable, theirs[name], cupy)
+    assert result.coords.keys() == expected.coords.keys()
+    results, expected_variables = variables(result), variables(expected)
+    assert results.keys() == expected_variables.keys()
+    for name, variable in results.items():
+        check_variable(variable, expected_variables[name], cupy)
 
 
-def check_variable(variable, wanted, cupy):
+def check_variable(variable, reference, cupy):
     assert isinstance(getattr(variable.data, "_meta", variable.data), cupy.ndarray)
-    assert (variable.dims, variable.chunks) == (wanted.dims, wanted.chunks)
+    assert (variable.dims, variable.chunks) == (reference.dims, reference.chunks)
     with dask.config.set(scheduler="sync"):
-        values, expected = variable.compute().data, wanted.compute().data
+        values, expected = variable.compute().data, reference.compute().data
     assert isinstance(values, cupy.ndarray)
-    assert values.dtype == variable.dtype == wanted.dtype
+    assert values.dtype == variable.dtype == reference.dtype
     tolerance = 1000 * np.finfo(values.dtype).eps
     np.testing.assert_allclose(values.get(), expected, 0, tolerance * abs(expected).max())
 
@@ -69,8 +69,8 @@ def test_results_of_sections_have_the_kind_of_the_fields(name, arrays, strict_cu
 
 def test_a_number_in_gpu_memory_is_a_constant(arrays, strict_cupy):
     a = arrays[0].assign_coords(number=strict_cupy.asarray(3.0))
-    found = a.p2p.iterate(weighed, {"t": 1}, 2, constants=("number",))
-    assert isinstance(found.data._meta, strict_cupy.ndarray)
+    result = a.p2p.iterate(weighed, {"t": 1}, 2, constants=("number",))
+    assert isinstance(result.data._meta, strict_cupy.ndarray)
 
 
 def test_coordinates_in_gpu_memory(strict_cupy):
@@ -87,33 +87,33 @@ def test_coordinates_in_gpu_memory(strict_cupy):
         lambda a: a.p2p.fft("t"),
         lambda a: a.p2p.fft("t").p2p.ifft(),
     ):
-        found, wanted = program(a), program(b)
-        check(found, wanted, strict_cupy)
-        for name in wanted.coords:
-            np.testing.assert_array_equal(on_host(found[name].data), on_host(wanted[name].data))
+        result, expected = program(a), program(b)
+        check(result, expected, strict_cupy)
+        for name in expected.coords:
+            np.testing.assert_array_equal(on_host(result[name].data), on_host(expected[name].data))
 
 
 @pytest.mark.parametrize("lazy", [True, False])
 def test_to_zarr(lazy, arrays, in_memory, tmp_path):
     pytest.importorskip("zarr")
-    a, wanted = arrays if lazy else in_memory
+    a, host_array = arrays if lazy else in_memory
     with dask.config.set(scheduler="sync"):
         a.p2p.to_zarr(tmp_path / "array", chunks={"t": 5}, consolidated=False)
         as_dataset(a).p2p.to_zarr(tmp_path / "dataset", consolidated=False)
-    with xr.open_zarr(tmp_path / "array", consolidated=False) as found:
-        xr.testing.assert_equal(found.u.compute(), wanted.compute())
-        assert found.u.chunks[0] == (5, 5, 5, 5, 4)
-    with xr.open_zarr(tmp_path / "dataset", consolidated=False) as found:
-        xr.testing.assert_equal(found.compute(), as_dataset(wanted).compute())
+    with xr.open_zarr(tmp_path / "array", consolidated=False) as stored:
+        xr.testing.assert_equal(stored.u.compute(), host_array.compute())
+        assert stored.u.chunks[0] == (5, 5, 5, 5, 4)
+    with xr.open_zarr(tmp_path / "dataset", consolidated=False) as stored:
+        xr.testing.assert_equal(stored.compute(), as_dataset(host_array).compute())
 
 
 def test_arrays_of_cupy_xarray(strict_cupy):
     pytest.importorskip("cupy_xarray", reason="needs it: pip install cupy-xarray")
-    a = made(lambda values: values).chunk(t=6).as_cupy()
+    a = build(lambda values: values).chunk(t=6).as_cupy()
     assert a.cupy.is_cupy
     turned = a.p2p.transpose("x", "t").p2p.fft("t")
     assert turned.cupy.is_cupy
     with dask.config.set(scheduler="sync"):
-        found = turned.cupy.as_numpy().compute()
-    wanted = made(lambda values: values).p2p.transpose("x", "t").p2p.fft("t")
-    np.testing.assert_allclose(found.data, wanted.compute().data)
+        result = turned.cupy.as_numpy().compute()
+    expected = build(lambda values: values).p2p.transpose("x", "t").p2p.fft("t")
+    np.testing.assert_allclose(result.data, expected.compute().data)

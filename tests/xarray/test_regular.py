@@ -25,16 +25,16 @@ def array(chunks=UNEVEN, **encoding):
     return a
 
 
-def written(given, path, **options):
-    given.p2p.to_zarr(path, consolidated=False, **options)
+def written(data, path, **options):
+    data.p2p.to_zarr(path, consolidated=False, **options)
     return xr.open_zarr(path, consolidated=False)
 
 
 def test_one_exchange_makes_chunks_of_one_size(tmp_path):
-    found = written(array(), tmp_path / "a.zarr").a
-    assert found.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
-    np.testing.assert_array_equal(found, VALUES)
-    assert found.attrs == {"units": "m"}
+    stored = written(array(), tmp_path / "a.zarr").a
+    assert stored.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
+    np.testing.assert_array_equal(stored, VALUES)
+    assert stored.attrs == {"units": "m"}
     lazy = array().p2p.to_zarr(tmp_path / "b.zarr", compute=False, consolidated=False)
     keys = " ".join(map(str, lazy.__dask_graph__()))
     assert len({*re.findall(r"p2p-\w+-\w+", keys)}) == 1
@@ -75,18 +75,18 @@ def test_chunks_of_the_file_that_was_read(tmp_path):
     read = written(array(((5, 5), (7,))), tmp_path / "a.zarr").a
     assert read.encoding["chunks"] == (5, 7)
     assert written(read.chunk(x=10), tmp_path / "b.zarr").a.encoding["chunks"] == (5, 7)
-    other = read.chunk(x=4)
+    rechunked = read.chunk(x=4)
     with pytest.raises(ValueError, match="would overlap"):
-        other.to_zarr(tmp_path / "c.zarr", consolidated=False)
-    assert written(other, tmp_path / "d.zarr").a.encoding["chunks"] == (4, 7)
+        rechunked.to_zarr(tmp_path / "c.zarr", consolidated=False)
+    assert written(rechunked, tmp_path / "d.zarr").a.encoding["chunks"] == (4, 7)
 
 
 def test_datasets_and_their_coordinates(tmp_path):
     ds = array().to_dataset().assign(of_x=("x", da.from_array(VALUES[:, 0], ((7, 3),))))
     ds = ds.assign_coords(lat=(("x",), da.from_array(VALUES[:, 1], ((2, 8),))), z=3.0)
-    found = written(ds, tmp_path / "a.zarr")
-    xr.testing.assert_identical(found.compute(), ds.compute())
-    assert found.a.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
+    stored = written(ds, tmp_path / "a.zarr")
+    xr.testing.assert_identical(stored.compute(), ds.compute())
+    assert stored.a.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
 
 
 @pytest.mark.parametrize(
@@ -99,11 +99,11 @@ def test_datasets_and_their_coordinates(tmp_path):
     ],
 )
 def test_chunks_and_shards_of_an_encoding(tmp_path, options, chunks, shards):
-    for given in (array(), array().to_dataset(), array(((10,), (7,)))):
-        found = written(given, tmp_path / "a.zarr", mode="w", zarr_format=3, **options).a
-        np.testing.assert_array_equal(found, VALUES)
-        assert found.encoding["chunks"] == chunks
-        assert found.encoding["shards"] == shards
+    for data in (array(), array().to_dataset(), array(((10,), (7,)))):
+        stored = written(data, tmp_path / "a.zarr", mode="w", zarr_format=3, **options).a
+        np.testing.assert_array_equal(stored, VALUES)
+        assert stored.encoding["chunks"] == chunks
+        assert stored.encoding["shards"] == shards
 
 
 def test_stores_that_grow_within_a_chunk(tmp_path):
@@ -127,6 +127,6 @@ def test_stores_that_grow_within_a_chunk(tmp_path):
 def test_slabs_on_a_cluster(client, tmp_path):
     """As a slab transpose leaves them: uneven rows on every worker."""
     slabs = array(((10,), (2, 2, 2, 1))).p2p.transpose("y", "x", chunks={"y": (3, 4)})
-    found = written(slabs, tmp_path / "a.zarr").a
-    assert found.dims == ("y", "x")
-    np.testing.assert_array_equal(found, VALUES.T)
+    stored = written(slabs, tmp_path / "a.zarr").a
+    assert stored.dims == ("y", "x")
+    np.testing.assert_array_equal(stored, VALUES.T)

@@ -69,16 +69,17 @@ def test_real_numbers(dtype):
     s = a.p2p.fft(["x"], real_dim="y")
     assert s.shape == (12, 6)
     assert s.dtype == ("D" if dtype == "d" else "F")
-    both = a.p2p.fft().sel(freq_y=s.freq_y.values[:-1])
-    np.testing.assert_allclose(s.values[:, :-1], both.values, atol=1e-12 if dtype == "d" else 1e-5)
+    complex_spectrum = a.p2p.fft().sel(freq_y=s.freq_y.values[:-1])
+    atol = 1e-12 if dtype == "d" else 1e-5
+    np.testing.assert_allclose(s.values[:, :-1], complex_spectrum.values, atol=atol)
     assert_same(s.p2p.ifft(real_dim="freq_y"), a)
 
 
-def assert_same(back, a):
-    assert (back.dims, back.dtype) == (a.dims, a.dtype)
-    np.testing.assert_allclose(back.values, a.values, atol=1e-6 if a.dtype == "f" else 1e-12)
+def assert_same(restored, a):
+    assert (restored.dims, restored.dtype) == (a.dims, a.dtype)
+    np.testing.assert_allclose(restored.values, a.values, atol=1e-6 if a.dtype == "f" else 1e-12)
     for name in a.dims:
-        np.testing.assert_allclose(back[name].values, a[name].values, atol=1e-12)
+        np.testing.assert_allclose(restored[name].values, a[name].values, atol=1e-12)
 
 
 @pytest.mark.parametrize("shift", [True, False])
@@ -87,8 +88,8 @@ def assert_same(back, a):
 def test_round_trips(shape, true, shift):
     a = field(shape)
     s = a.p2p.fft(shift=shift, true_phase=true, true_amplitude=true)
-    back = s.p2p.ifft(true_phase=true, true_amplitude=true)
-    assert_same(back, a)
+    restored = s.p2p.ifft(true_phase=true, true_amplitude=true)
+    assert_same(restored, a)
     assert "freq_y" in s.p2p.ifft("freq_x").dims
 
 
@@ -99,11 +100,11 @@ def test_the_order_of_elements_makes_no_difference(real_dim, true):
     a = field(dtype="d" if real_dim else "D").assign_coords(x=np.arange(12) - 90.0)
     turned = a.isel(x=slice(None, None, -1)).isel(y=slice(None, None, -1))
     expected = a.p2p.fft(real_dim=real_dim, true_phase=true)
-    found = turned.p2p.fft(real_dim=real_dim, true_phase=true)
-    xr.testing.assert_allclose(found, expected)
-    assert found.freq_x.attrs == expected.freq_x.attrs
-    back = found.p2p.ifft(real_dim=real_dim and "freq_x", true_phase=true)
-    np.testing.assert_allclose(back.values, a.values, atol=1e-12)
+    spectrum = turned.p2p.fft(real_dim=real_dim, true_phase=true)
+    xr.testing.assert_allclose(spectrum, expected)
+    assert spectrum.freq_x.attrs == expected.freq_x.attrs
+    restored = spectrum.p2p.ifft(real_dim=real_dim and "freq_x", true_phase=true)
+    np.testing.assert_allclose(restored.values, a.values, atol=1e-12)
 
 
 def test_arrays_of_a_dataset_that_have_the_dimensions_are_transformed():
@@ -113,18 +114,18 @@ def test_arrays_of_a_dataset_that_have_the_dimensions_are_transformed():
     ds = xr.Dataset(
         {"a": a, "b": 2 * a, "only_x": ("x", np.arange(8)), "one": 3}, attrs={"by": "me"}
     )
-    for of in (
-        lambda each: each.p2p.fft("t"),
-        lambda each: each.p2p.fft("t", true_phase=False).p2p.ifft("freq_t", true_phase=False),
-        lambda each: each.p2p.fft("t").p2p.ifft(),
+    for transform in (
+        lambda data: data.p2p.fft("t"),
+        lambda data: data.p2p.fft("t", true_phase=False).p2p.ifft("freq_t", true_phase=False),
+        lambda data: data.p2p.fft("t").p2p.ifft(),
     ):
-        found = of(ds)
-        assert [*found] == [*ds]
-        assert found.attrs == ds.attrs
+        spectra = transform(ds)
+        assert [*spectra] == [*ds]
+        assert spectra.attrs == ds.attrs
         for name in ("a", "b"):
-            xr.testing.assert_identical(found[name].compute(), of(ds[name]).compute())
+            xr.testing.assert_identical(spectra[name].compute(), transform(ds[name]).compute())
         for name in ("only_x", "one"):
-            xr.testing.assert_identical(found[name], ds[name])
+            xr.testing.assert_identical(spectra[name], ds[name])
     every = ds[["a", "only_x"]].p2p.fft()
     assert (every.a.dims, every.only_x.dims) == (("freq_t", "freq_x"), ("freq_x",))
     assert "label" not in every.coords
@@ -140,8 +141,8 @@ def test_an_array_without_a_name_stays_so():
 
 def test_two_frequencies_in_the_order_of_numpy():
     a = field((2, 10))
-    back = a.p2p.fft("x", shift=False).p2p.ifft()
-    np.testing.assert_allclose(back.values, a.values, atol=1e-12)
+    restored = a.p2p.fft("x", shift=False).p2p.ifft()
+    np.testing.assert_allclose(restored.values, a.values, atol=1e-12)
 
 
 def test_times_and_arrays_in_memory_and_without_coordinates():
@@ -158,19 +159,19 @@ def test_times_and_arrays_in_memory_and_without_coordinates():
 @pytest.mark.parametrize("turned", [False, True])
 def test_times_of_models_are_seconds_too(calendar, turned):
     pytest.importorskip("cftime")
-    given = {"periods": 24, "freq": "6h", "calendar": calendar}
+    calendar_options = {"periods": 24, "freq": "6h", "calendar": calendar}
     values = np.random.default_rng(0).random(24)
     seconds = xr.DataArray(da.from_array(values, chunks=5), {"t": np.arange(24) * 21600.0}, ["t"])
-    a = seconds.assign_coords(t=xr.date_range("2001-02-25", use_cftime=True, **given))
+    a = seconds.assign_coords(t=xr.date_range("2001-02-25", use_cftime=True, **calendar_options))
     if turned:
         a = a.isel(t=slice(None, None, -1))
     for options in ({}, {"real_dim": "t"}, {"shift": False}):
         xr.testing.assert_allclose(a.p2p.fft(**options), seconds.p2p.fft(**options))
         spectrum = a.p2p.fft(**options)
         assert spectrum.freq_t.attrs == pytest.approx(seconds.p2p.fft(**options).freq_t.attrs)
-    back = a.p2p.fft().p2p.ifft()
-    np.testing.assert_allclose(back.values, values, atol=1e-12)
-    np.testing.assert_allclose(back.t.values, np.arange(24) * 21600.0, atol=1e-6)
+    restored = a.p2p.fft().p2p.ifft()
+    np.testing.assert_allclose(restored.values, values, atol=1e-12)
+    np.testing.assert_allclose(restored.t.values, np.arange(24) * 21600.0, atol=1e-6)
 
 
 def test_months_of_models_are_not_even():
@@ -192,17 +193,17 @@ def test_coordinates_of_few_digits(dtype, turned):
     n, start, step = (3600, -180, 0.1) if dtype == "f4" else (120, 3, 2)
     exact = start + step * np.arange(n)
     a = xr.DataArray(np.random.default_rng(0).random(n), {"x": exact}, ["x"])
-    given = a.assign_coords(x=exact.astype(dtype))
+    rounded = a.assign_coords(x=exact.astype(dtype))
     if turned:
-        given = given.isel(x=slice(None, None, -1))
+        rounded = rounded.isel(x=slice(None, None, -1))
     for real_dim in (None, "x"):
-        wanted, found = a.p2p.fft(real_dim=real_dim), given.p2p.fft(real_dim=real_dim)
-        assert found.freq_x.dtype == "f8"
-        np.testing.assert_allclose(found.freq_x, wanted.freq_x, rtol=1e-7)
-        np.testing.assert_allclose(found.values, wanted.values, atol=1e-3)
-    back = given.p2p.fft().p2p.ifft()
-    np.testing.assert_allclose(back.values, a.values, atol=1e-9)
-    np.testing.assert_allclose(back.x.values, exact, atol=2e-5)
+        expected, spectrum = a.p2p.fft(real_dim=real_dim), rounded.p2p.fft(real_dim=real_dim)
+        assert spectrum.freq_x.dtype == "f8"
+        np.testing.assert_allclose(spectrum.freq_x, expected.freq_x, rtol=1e-7)
+        np.testing.assert_allclose(spectrum.values, expected.values, atol=1e-3)
+    restored = rounded.p2p.fft().p2p.ifft()
+    np.testing.assert_allclose(restored.values, a.values, atol=1e-9)
+    np.testing.assert_allclose(restored.x.values, exact, atol=2e-5)
 
 
 @pytest.mark.parametrize("shift", [False, True])
@@ -212,20 +213,20 @@ def test_frequencies_of_few_digits(shift):
     a = xr.DataArray(np.random.default_rng(0).random(n), {"x": -180 + 0.1 * np.arange(n)}, ["x"])
     exact = a.p2p.fft(shift=shift)
     rounded = exact.freq_x.astype("f4").assign_attrs(exact.freq_x.attrs)
-    back = exact.assign_coords(freq_x=rounded.values.astype("f4"))
-    back.freq_x.attrs.update(exact.freq_x.attrs)
-    assert back.freq_x.dtype == "f4"
-    back = back.p2p.ifft()
-    np.testing.assert_allclose(back.values.real, a.values, atol=2e-4)
-    np.testing.assert_allclose(back.x.values, a.x.values, atol=1e-4)
+    restored = exact.assign_coords(freq_x=rounded.values.astype("f4"))
+    restored.freq_x.attrs.update(exact.freq_x.attrs)
+    assert restored.freq_x.dtype == "f4"
+    restored = restored.p2p.ifft()
+    np.testing.assert_allclose(restored.values.real, a.values, atol=2e-4)
+    np.testing.assert_allclose(restored.x.values, a.x.values, atol=1e-4)
 
 
 def test_fine_coordinates_of_few_digits():
     """The last digit is a hundredth of the distance."""
     at = (350 + 0.003 * np.arange(2000)).astype("f4")
     assert abs(np.diff(at) / 0.003 - 1).max() > 0.005
-    found = xr.DataArray(np.ones(2000), {"x": at}, ["x"]).p2p.fft()
-    assert found.freq_x.attrs["spacing"] == pytest.approx(1 / 6, rel=1e-5)
+    spectrum = xr.DataArray(np.ones(2000), {"x": at}, ["x"]).p2p.fft()
+    assert spectrum.freq_x.attrs["spacing"] == pytest.approx(1 / 6, rel=1e-5)
     with pytest.raises(InputError, match="even"):
         xr.DataArray(np.ones(3), {"x": np.float32([350, 350, 351])}, ["x"]).p2p.fft()
 

@@ -19,12 +19,12 @@ import dask_p2p.xarray  # noqa: E402, F401
 README = Path(__file__).parents[2] / "README.md"
 
 
-def turn(u, out):
+def rotate(u, out):
     out[:] = u[1:-1]
 
 
-def read(u, other, out):
-    out[:] = other
+def read(u, constant, out):
+    out[:] = constant
 
 
 #: Methods of arrays and datasets, which change an array `u` of x and y.
@@ -32,7 +32,7 @@ CALLS = {
     "transpose": lambda a: a.p2p.transpose("y", "x"),
     "chunk": lambda a: a.p2p.chunk(x=2),
     "map_overlap": lambda a: a.p2p.map_overlap(np.sqrt, {"x": 1}),
-    "iterate": lambda a: a.p2p.iterate(turn, {"x": 1}, 2, fields=fields_of(a)),
+    "iterate": lambda a: a.p2p.iterate(rotate, {"x": 1}, 2, fields=fields_of(a)),
 }
 #: Of arrays alone.
 TRANSFORMS = {
@@ -128,51 +128,52 @@ def test_so_it_is_in_a_dataset(around, words, call):
 def test_so_is_a_coordinate_that_would_move(around, words, name):
     height = around_dask(around).variable
     a = xr.DataArray(da.ones((8, 6), chunks=4), {"height": height}, ("x", "y"), "u")
-    for given in (a, a.to_dataset()):
+    for data in (a, a.to_dataset()):
         with pytest.raises(UnsupportedArrayError, match=f"'height': {words}"):
-            CALLS[name](given)
+            CALLS[name](data)
 
 
 @AROUND
 def test_so_is_what_a_function_reads(around, words):
     wide = around_dask(around).rename("wide")
     a = xr.DataArray(da.ones((8, 6), chunks=4), {"wide": wide}, ("x", "y"), "u")
-    for given, constant in [(a.drop_vars("wide"), wide), (a, "wide"), (a.to_dataset(), "wide")]:
+    for data, constant in [(a.drop_vars("wide"), wide), (a, "wide"), (a.to_dataset(), "wide")]:
         with pytest.raises(UnsupportedArrayError, match=f"'wide': {words}"):
-            given.p2p.iterate(read, {}, 1, fields=fields_of(given), constants=[constant])
+            data.p2p.iterate(read, {}, 1, fields=fields_of(data), constants=[constant])
     with pytest.raises(UnsupportedArrayError, match=f"'wide': {words}"):
         a.p2p.iterate(read, {}, 1, constants=[wide[0, 0]])
 
 
 @AROUND
 def test_what_stays_is_kept_as_it_is(around, words):
-    given = around_dask(around).to_dataset()
+    dataset = around_dask(around).to_dataset()
     for result in (
-        given.p2p.transpose("x", "y"),
-        given.assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1),
-        given.assign(z=("z", np.ones(4))).p2p.map_overlap(np.sqrt, {"z": 1}),
+        dataset.p2p.transpose("x", "y"),
+        dataset.assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1),
+        dataset.assign(z=("z", np.ones(4))).p2p.map_overlap(np.sqrt, {"z": 1}),
     ):
-        assert result.u.variable._data is given.u.variable._data
-    a = xr.DataArray(da.ones((8, 6), chunks=4), {"height": given.u.variable}, ("x", "y"))
+        assert result.u.variable._data is dataset.u.variable._data
+    a = xr.DataArray(da.ones((8, 6), chunks=4), {"height": dataset.u.variable}, ("x", "y"))
     for result in (
         a.p2p.map_overlap(np.sqrt, {"x": 1}),
-        a.p2p.iterate(turn, {"x": 1}, 1),
-        a.assign_coords(edge=given.u[:, 0].variable).p2p.fft("y"),
+        a.p2p.iterate(rotate, {"x": 1}, 1),
+        a.assign_coords(edge=dataset.u[:, 0].variable).p2p.fft("y"),
     ):
-        kept = result.coords["edge" if "edge" in result.coords else "height"]
-        assert type(kept.variable._data) is type(given.u.variable._data)
+        coordinate = result.coords["edge" if "edge" in result.coords else "height"]
+        assert type(coordinate.variable._data) is type(dataset.u.variable._data)
 
 
 def test_units_in_memory():
-    given = xr.DataArray(with_units(np.ones((8, 6))), {"x": np.arange(-4.0, 4)}, ("x", "y"), "u")
-    turned = given.p2p.transpose("y", "x")
-    assert (turned.data == given.data.T).all()
-    assert turned.data.units == given.data.units
-    for call in [each for name, each in (CALLS | TRANSFORMS).items() if name != "transpose"]:
+    array = xr.DataArray(with_units(np.ones((8, 6))), {"x": np.arange(-4.0, 4)}, ("x", "y"), "u")
+    turned = array.p2p.transpose("y", "x")
+    assert (turned.data == array.data.T).all()
+    assert turned.data.units == array.data.units
+    calls = CALLS | TRANSFORMS
+    for call in [calls[name] for name in calls if name != "transpose"]:
         with pytest.raises(UnsupportedArrayError, match=r"'u': .*\.pint\.dequantify\(\)"):
-            call(given)
-    other = given.to_dataset().assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1)
-    assert other.u.variable._data is given.variable._data
+            call(array)
+    dataset = array.to_dataset().assign(z=("z", da.ones(4, chunks=2))).p2p.chunk(z=1)
+    assert dataset.u.variable._data is array.variable._data
     places = xr.Coordinates({"x": ("x", with_units(np.arange(8.0)))}, indexes={})
     with pytest.raises(UnsupportedArrayError, match=r"'x': .*\.pint\.dequantify\(\)"):
         xr.DataArray(da.ones(8), places, "x", "u").p2p.fft()
@@ -230,33 +231,33 @@ def test_chunks_are_those_of_groups(groups, missing, calendar):
     if missing:
         a = a.isel(time=a.time.dt.month.isin((1, 2, 3)).values)
     a = a.assign_coords(late=("time", da.arange(a.sizes["time"], chunks=50)))
-    for given in (a, a.to_dataset(), a.compute()):
+    for data in (a, a.to_dataset(), a.compute()):
         try:
-            wanted = given.chunk(time=groups())
+            expected = data.chunk(time=groups())
         except (ValueError, NotImplementedError, AttributeError):
             pytest.skip("xarray itself cannot")
-        for result in (given.p2p.chunk(time=groups()), given.p2p.chunk({"time": groups()})):
-            assert result.chunksizes["time"] == wanted.chunksizes["time"]
-            xr.testing.assert_identical(result.compute(), given.compute())
+        for result in (data.p2p.chunk(time=groups()), data.p2p.chunk({"time": groups()})):
+            assert result.chunksizes["time"] == expected.chunksizes["time"]
+            xr.testing.assert_identical(result.compute(), data.compute())
     turned = a.to_dataset().p2p.transpose("x", "time", chunks={"time": groups()})
     assert turned.u.chunks[1] == a.chunk(time=groups()).chunks[0]
-    both = a.p2p.chunk({"time": groups()}, x=1)
-    assert both.chunks == (a.chunk(time=groups()).chunks[0], (1, 1))
+    chunked = a.p2p.chunk({"time": groups()}, x=1)
+    assert chunked.chunks == (a.chunk(time=groups()).chunks[0], (1, 1))
 
 
 def test_groups_of_what_has_no_times():
     a = days()
     words = r"a coordinate '(time|x)' that .*TimeResampler.* can group.*Give sizes"
     months = groupers.TimeResampler("MS")
-    for given, chunks in [
+    for array, chunks in [
         (a.drop_vars("time"), {"time": months}),
         (a, {"x": months}),
         (a.assign_coords(time=np.arange(731)), {"time": months}),
         (a, months),
     ]:
-        for each in (given, given.to_dataset()):
+        for data in (array, array.to_dataset()):
             with pytest.raises(InputError, match=words):
-                each.p2p.chunk(chunks)
+                data.p2p.chunk(chunks)
 
 
 # --- chunks of files ---
@@ -311,26 +312,26 @@ def as_dataset(result):
     ],
 )
 def test_chunks_of_files_go_where_others_come(opened, call, changed, kind):
-    given = opened.u if kind == "array" else opened
+    data = opened.u if kind == "array" else opened
     before = encodings(opened)
-    result = as_dataset(call(given))
+    result = as_dataset(call(data))
     if kind == "dataset" and changed != {"u", "lazy", "known", "other"}:
         changed = changed | {"few"} if result.few.chunks else changed
     for name, encoding in encodings(result).items():
         if name in changed:
-            wanted = {key: of for key, of in before[name].items() if key not in OF_FILES}
+            expected = {key: value for key, value in before[name].items() if key not in OF_FILES}
         else:
-            wanted = before[name]
-        assert encoding == wanted, name
+            expected = before[name]
+        assert encoding == expected, name
     assert encodings(opened) == before, "what was given stays as it was"
 
 
 def test_chunks_of_files_go_with_other_blocks_of_what_was_in_memory(opened):
-    for given in (opened.compute(), opened.u.compute()):
-        result = as_dataset(given.p2p.chunk(x=2))
+    for data in (opened.compute(), opened.u.compute()):
+        result = as_dataset(data.p2p.chunk(x=2))
         assert result.u.encoding == OTHERS
         assert result.known.encoding == {**OF_FILES, **OTHERS}
-        turned = as_dataset(given.p2p.transpose("y", "x"))
+        turned = as_dataset(data.p2p.transpose("y", "x"))
         assert {*encodings(turned)} >= {"u", "known"}
         for name in ("u", "known", "lazy"):
             assert turned[name].encoding == OTHERS
@@ -340,16 +341,16 @@ def test_coordinates_of_what_has_other_values_keep_their_chunks(opened):
     for result in (
         opened.u.p2p.map_overlap(np.sqrt, {"x": 1}),
         opened.p2p.map_overlap(np.sqrt, {"x": 1}),
-        opened.p2p.iterate(turn, {"x": 1}, 1, fields="u"),
-        opened.u.p2p.iterate(turn, {"x": 1}, 1),
+        opened.p2p.iterate(rotate, {"x": 1}, 1, fields="u"),
+        opened.u.p2p.iterate(rotate, {"x": 1}, 1),
     ):
         assert as_dataset(result).u.encoding == {}
         for name in ("lazy", "known"):
             assert result[name].encoding == {**OF_FILES, **OTHERS}
-    kept = opened.p2p.map_overlap(np.sqrt, {"x": 1})
-    assert kept.few.encoding == opened.few.encoding
+    roots = opened.p2p.map_overlap(np.sqrt, {"x": 1})
+    assert roots.few.encoding == opened.few.encoding
     _, turned = opened.u.p2p.iterate(
-        lambda u, before, out: turn(u, out), {"x": 1}, 1, fields=[opened.u.transpose("y", "x")]
+        lambda u, before, out: rotate(u, out), {"x": 1}, 1, fields=[opened.u.transpose("y", "x")]
     )
     edge = opened.u.assign_coords(edge=opened.lazy[:, 0])
     edge.edge.encoding = {"chunks": (4,)}
@@ -364,7 +365,7 @@ def test_coordinates_that_iterate_turns_lose_their_chunks(opened):
     for name in ("lazy", "known"):
         before[name].encoding = {"chunks": (6, 4), **OTHERS}
     _, turned = opened.u.p2p.iterate(
-        lambda u, before, out: turn(u, out), {"x": 1}, 1, fields=[before]
+        lambda u, before, out: rotate(u, out), {"x": 1}, 1, fields=[before]
     )
     for name in ("lazy", "known"):
         assert turned[name].dims == ("x", "y")
@@ -423,13 +424,13 @@ def test_the_line_of_the_readme_makes_a_store_of_a_store(stored, monkeypatch):
 def test_a_file_has_the_chunks_of_the_blocks(stored, cut, zarr_format):
     import zarr
 
-    made = xr.open_zarr(stored / "days.zarr", consolidated=False).drop_encoding()
-    given = {"zarr_format": zarr_format, "consolidated": False}
+    dataset = xr.open_zarr(stored / "days.zarr", consolidated=False).drop_encoding()
+    options = {"zarr_format": zarr_format, "consolidated": False}
     shards = {"t": {"chunks": (5, 30, 5), "shards": (5, 60, 10)}} if zarr_format == 3 else {}
-    made.to_zarr(stored / "given.zarr", encoding=shards, **given)
+    dataset.to_zarr(stored / "given.zarr", encoding=shards, **options)
     days = xr.open_zarr(stored / "given.zarr", consolidated=False)
     result = cut(days)
-    result.to_zarr(stored / "made.zarr", **given)
+    result.to_zarr(stored / "made.zarr", **options)
     again = xr.open_zarr(stored / "made.zarr", consolidated=False)
     xr.testing.assert_equal(again.compute(), result.compute())
     for name in ("t", "area"):

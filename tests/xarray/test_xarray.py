@@ -35,9 +35,9 @@ def array():
 
 @pytest.fixture
 def dataset(array):
-    other = array.isel(t=0, drop=True).astype("int16").rename("mask").assign_attrs(of="land")
+    mask = array.isel(t=0, drop=True).astype("int16").rename("mask").assign_attrs(of="land")
     return xr.Dataset(
-        {"temperature": array, "mask": other, "top": ("x", np.arange(5))}, attrs={"title": "test"}
+        {"temperature": array, "mask": mask, "top": ("x", np.arange(5))}, attrs={"title": "test"}
     )
 
 
@@ -46,13 +46,14 @@ def assert_moved(result, expected):
     xr.testing.assert_identical(result.compute(), expected.compute())
     assert result.encoding == expected.encoding
     is_array = isinstance(result, xr.DataArray)
-    for got, stock in (
+    for moved, stock in (
         [(result, expected)]
         if is_array
         else zip(result.data_vars.values(), expected.data_vars.values(), strict=True)
     ):
-        assert (got.dims, got.dtype, got.encoding) == (stock.dims, stock.dtype, stock.encoding)
-        assert type(got.data) is type(stock.data)
+        assert (moved.dims, moved.dtype) == (stock.dims, stock.dtype)
+        assert moved.encoding == stock.encoding
+        assert type(moved.data) is type(stock.data)
 
 
 def test_examples_in_docstrings():
@@ -87,13 +88,13 @@ def test_arrays_whose_order_stays_are_left_alone(array, dataset):
 
 @pytest.mark.parametrize("chunks", [{"t": -1, "x": 2}, {"y": (1, 5)}, {"x": "auto"}, 2, {}, None])
 def test_chunks_by_name(array, dataset, chunks):
-    for given in (array, dataset):
-        got, expected = given.p2p.chunk(chunks), given.chunk({} if chunks is None else chunks)
-        assert_moved(got, expected)
-        assert isinstance(got.height.data, np.ndarray)
-        for name in [None] if given is array else given.data_vars:
-            one, other = (got, expected) if name is None else (got[name], expected[name])
-            assert one.chunks == other.chunks
+    for data in (array, dataset):
+        result, expected = data.p2p.chunk(chunks), data.chunk({} if chunks is None else chunks)
+        assert_moved(result, expected)
+        assert isinstance(result.height.data, np.ndarray)
+        for name in [None] if data is array else data.data_vars:
+            one, stock = (result, expected) if name is None else (result[name], expected[name])
+            assert one.chunks == stock.chunks
 
 
 def test_chunks_by_keyword(array):
@@ -104,10 +105,10 @@ def test_chunks_by_keyword(array):
 
 def test_coordinates_that_are_dask_arrays_move_too(array):
     array = array.assign_coords(height=array.height.chunk(y=3))
-    got = array.p2p.chunk(y=2)
-    assert_moved(got, array)
-    assert got.height.chunks == ((2, 2, 2), (5,))
-    assert got.chunksizes["y"] == (2, 2, 2)
+    result = array.p2p.chunk(y=2)
+    assert_moved(result, array)
+    assert result.height.chunks == ((2, 2, 2), (5,))
+    assert result.chunksizes["y"] == (2, 2, 2)
     turned = array.p2p.transpose("x", "y", "t", chunks={"x": 1, "y": -1})
     assert_moved(turned, array.T)
     assert turned.height.chunks == ((1,) * 5, (6,))
@@ -128,30 +129,30 @@ def test_by_regions_on_a_cluster(client, array):
 
 @pytest.mark.parametrize("kind", ["array", "dataset"])
 def test_wrong_names(kind, request):
-    given = request.getfixturevalue(kind)
+    data = request.getfixturevalue(kind)
     with pytest.raises(InputError, match=r"'z' is no dimension of the array; it has 't', 'y', 'x'"):
-        given.p2p.transpose("x", "y", "z")
+        data.p2p.transpose("x", "y", "z")
     for dims in [("x", "y"), ("x", "x", "y", "t"), (..., "x", ...)]:
         with pytest.raises(InputError, match=r"expected the dimensions \('t', 'y', 'x'\).*got \("):
-            given.p2p.transpose(*dims)
+            data.p2p.transpose(*dims)
     for call in (
-        lambda: given.p2p.transpose("x", "y", "t", chunks={"z": 1}),
-        lambda: given.p2p.chunk({"z": 1}),
-        lambda: given.p2p.chunk(z=1),
+        lambda: data.p2p.transpose("x", "y", "t", chunks={"z": 1}),
+        lambda: data.p2p.chunk({"z": 1}),
+        lambda: data.p2p.chunk(z=1),
     ):
         with pytest.raises(InputError, match=r"chunks: 'z' is no dimension .* 't', 'y', 'x'"):
             call()
     for call in (
-        lambda: given.p2p.chunk({"x": (2, 2)}),
-        lambda: given.p2p.transpose("x", "y", "t", chunks={"x": (2, 2)}),
+        lambda: data.p2p.chunk({"x": (2, 2)}),
+        lambda: data.p2p.transpose("x", "y", "t", chunks={"x": (2, 2)}),
     ):
         with pytest.raises(InputError, match=r"got chunks={'x': \(2, 2\)}: .*by dimension\.$"):
             call()
-    renamed = given.rename(t="time", y="lat", x="lon")
+    renamed = data.rename(t="time", y="lat", x="lon")
     with pytest.raises(InputError, match=r"'latitude' is no dimension .* Use 'lat'\?"):
         renamed.p2p.chunk(latitude=1)
     with pytest.raises(InputError, match=r"of the dimensions .*got \(1, 2\)\. Use .* {'t': "):
-        given.p2p.chunk((1, 2))
+        data.p2p.chunk((1, 2))
 
 
 def smooth(block, weight=1.0):
@@ -170,9 +171,9 @@ def test_rims_by_name(array, dataset, depth, boundary):
     result = array.p2p.map_overlap(smooth, depth, boundary, weight=0.5)
     assert_moved(result, array.copy(data=y).drop_encoding())
     assert result.data.name == y.name
-    whole = dataset.p2p.map_overlap(smooth, depth, boundary, weight=0.5)
-    xr.testing.assert_identical(whole.temperature.compute(), result.compute())
-    assert whole.attrs == dataset.attrs
+    smoothed = dataset.p2p.map_overlap(smooth, depth, boundary, weight=0.5)
+    xr.testing.assert_identical(smoothed.temperature.compute(), result.compute())
+    assert smoothed.attrs == dataset.attrs
 
 
 def test_arrays_without_rims_stay_and_those_in_memory_are_one_block(array, dataset):
@@ -186,14 +187,14 @@ def test_arrays_without_rims_stay_and_those_in_memory_are_one_block(array, datas
 
 @pytest.mark.parametrize("kind", ["array", "dataset"])
 def test_wrong_rims(kind, request):
-    given = request.getfixturevalue(kind)
-    for wrong in ({"z": 1}, (1, 1)):
+    data = request.getfixturevalue(kind)
+    for widths in ({"z": 1}, (1, 1)):
         with pytest.raises(InputError, match=r"depth.* dimension.*'t', 'y', 'x'"):
-            given.p2p.map_overlap(smooth, wrong)
+            data.p2p.map_overlap(smooth, widths)
     with pytest.raises(InputError, match=r"boundary: 'z' is no dimension"):
-        given.p2p.map_overlap(smooth, {"x": 1}, {"z": 0})
+        data.p2p.map_overlap(smooth, {"x": 1}, {"z": 0})
     with pytest.raises(InputError, match=r"got depth={'y': 9} .*dimension 'y'"):
-        given.p2p.map_overlap(smooth, {"y": 9})
+        data.p2p.map_overlap(smooth, {"y": 9})
 
 
 def test_the_representation_lists_the_methods(array, dataset):

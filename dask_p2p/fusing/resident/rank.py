@@ -40,7 +40,7 @@ from dask_p2p.fusing.running.program import ReadyProgram, ReadyStep
 from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, Host
-from dask_p2p.sections.gang.rank import shown_to_users
+from dask_p2p.sections.gang.rank import as_user_error
 from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import DType, Kind
@@ -75,7 +75,7 @@ class RunResident:
             queues.queue(lambda: ctx.connections.has_ended, units, self.idle_s) as queue,
         ):
             table = HandleTable(program, self.arguments, blocks, ctx.device)
-            resume, state = ctx.checkpoints.found() if ctx.checkpoints else (0, None)
+            resume, state = ctx.checkpoints.read_state() if ctx.checkpoints else (0, None)
             if state is not None:
                 table.restore(state)
             announce(self.gang, ctx, queue, worker, resume)
@@ -134,7 +134,7 @@ class ResidentRunner(Runner):
                 super()._run(step)
                 return
             except BaseException as exc:  # also SystemExit, which would end the gang
-                value = self._failed_value(shown_to_users(exc, self._rank))
+                value = self._failed_value(as_user_error(exc, self._rank))
         self._assembling.drop(step.key)
         self._values[step.key] = value
 

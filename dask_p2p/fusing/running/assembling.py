@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 from dask_p2p.backends import as_array, checked_block
-from dask_p2p.backends.host import KeptResults
+from dask_p2p.backends.host import IdentityCache
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.plans import BlockPlan, Piece
@@ -19,9 +19,9 @@ from dask_p2p.types import Array, Key
 _Planned: TypeAlias = tuple[BlockPlan, Mapping[int, SourcePieces]]
 
 
-def kept_plans(most_pieces: int) -> KeptResults[_Planned]:
+def kept_plans(most_pieces: int) -> IdentityCache[_Planned]:
     """Return room for plans with so many pieces."""
-    return KeptResults(most_pieces, size=lambda planned: len(planned[0].pieces))
+    return IdentityCache(most_pieces, size=lambda planned: len(planned[0].pieces))
 
 
 #: The plans of this process, 20 MB. The plans of 1,000 slabs have a million pieces. The plans of 32
@@ -159,7 +159,7 @@ def planned(block: AssembledBlock) -> _Planned:
             groups[piece.source].append(piece)
         return of_block, {source: SourcePieces(group) for source, group in groups.items()}
 
-    return _PLANS.of(plan, position, compute)
+    return _PLANS.get(plan, position, compute)
 
 
 @contextmanager

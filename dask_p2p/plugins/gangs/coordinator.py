@@ -100,11 +100,13 @@ class _Gang:
         for number, joined in sorted(self.ranks.items()):
             for rank, steps in joined.saved.items():
                 for step in steps:
-                    found = holders.setdefault(step, {})
-                    if rank == number or rank not in found:  # its own copy if there is one
-                        found[rank] = number
-        whole = [step for step, found in holders.items() if len(found) == self.size]
-        before, self.resume, self.holders = self.resume, max(whole, default=None), ()
+                    holder_by_rank = holders.setdefault(step, {})
+                    if rank == number or rank not in holder_by_rank:  # its own copy if there is one
+                        holder_by_rank[rank] = number
+        complete_steps = [
+            step for step, holder_by_rank in holders.items() if len(holder_by_rank) == self.size
+        ]
+        before, self.resume, self.holders = self.resume, max(complete_steps, default=None), ()
         if self.resume is not None:
             self.holders = tuple(holders[self.resume][rank] for rank in range(self.size))
             if before is None or self.resume > before:
@@ -124,7 +126,6 @@ class Coordinator:
         self._queue: list[str] = []  # complete gangs that wait for their workers
 
     def size(self, gang: str) -> int | None:
-        """Return the number of ranks of a gang; None if none of them has joined."""
         return self._gangs[gang].size if gang in self._gangs else None
 
     def order(self, gang: str, rank: int, token: str) -> Order:
@@ -132,15 +133,15 @@ class Coordinator:
         joined = self._rank(gang, rank, token)
         if joined is None:
             return Order("stopped")
-        found = self._gangs[gang]
+        state = self._gangs[gang]
         order = Order(
-            joined.state, found.attempt, found.failures, error=joined.error, reason=joined.reason
+            joined.state, state.attempt, state.failures, error=joined.error, reason=joined.reason
         )
         if joined.state != "running":
             return order
-        by_rank = (found.ranks[other] for other in range(found.size))
-        peers = tuple((each.worker, each.token, each.endpoint) for each in by_rank)
-        return replace(order, peers=peers, resume=found.resume, holders=found.holders)
+        by_rank = (state.ranks[peer_rank] for peer_rank in range(state.size))
+        peers = tuple((peer.worker, peer.token, peer.endpoint) for peer in by_rank)
+        return replace(order, peers=peers, resume=state.resume, holders=state.holders)
 
     def join(
         self,
@@ -157,20 +158,18 @@ class Coordinator:
         """Record that a rank waits for its gang; return the ranks whose outputs no longer count.
 
         Such outputs are of a committed attempt. One of them was lost, so all ranks have to run
-        again. Raises `ValueError` if the gang has another size.
+        again.
         """
-        found = self._gangs.setdefault(gang, _Gang(size, is_resident))
-        if found.size != size or not 0 <= rank < size:
-            raise ValueError(f"expected a rank of {found.size}, got {rank} of {size}")
+        state = self._gangs.setdefault(gang, _Gang(size, is_resident))
         if self._rank(gang, rank, token) is not None:
             return []  # a repeated request
         again: list[int] = []
-        if found.phase == "running":
-            self._end(found, f"rank {rank} was started again")
-        elif found.phase == "committed":
-            found.phase = "gathering"
-            again = [other for other in range(size) if other != rank]
-        found.ranks[rank] = _JoinedRank(token, worker, endpoint, saved)
+        if state.phase == "running":
+            self._end(state, f"rank {rank} was started again")
+        elif state.phase == "committed":
+            state.phase = "gathering"
+            again = [peer_rank for peer_rank in range(size) if peer_rank != rank]
+        state.ranks[rank] = _JoinedRank(token, worker, endpoint, saved)
         self._settle(gang)
         return again
 
@@ -186,22 +185,26 @@ class Coordinator:
         joined = self._rank(gang, rank, token)
         if joined is None or joined.state != "running" or joined.has_returned:
             return
-        found = self._gangs[gang]
+        state = self._gangs[gang]
         if cause:
-            self._end(found, cause, error)
+            self._end(state, cause, error)
         else:
             joined.has_returned = True
-            self._commit_if_complete(found)
+            members = state.ranks.values()
+            if all(member.has_returned for member in members):
+                state.phase, state.failures, state.resume = "committed", 0, None
+                for member in members:
+                    member.state = "committed"
         self._settle(gang)
 
     def drop(self, gang: str, rank: int, cause: str) -> None:
         """Record that a rank's task no longer runs: it was cancelled, moved or lost its worker."""
-        found = self._gangs.get(gang)
-        joined = found.ranks.get(rank) if found else None
-        if found is None or joined is None:
+        state = self._gangs.get(gang)
+        joined = state.ranks.get(rank) if state else None
+        if state is None or joined is None:
             return
         if joined.state == "running":
-            self._end(found, cause)
+            self._end(state, cause)
         elif joined.state == "waiting":
             joined.stop()
         self._settle(gang)
@@ -217,23 +220,27 @@ class Coordinator:
     def waiting(self, gang: str, worker: str | None = None) -> set[int]:
         """Return the ranks of a gang that wait for it, on all workers or on one."""
         ranks = self._gangs[gang].ranks.items() if gang in self._gangs else ()
-        here = ((rank, each) for rank, each in ranks if worker in (None, each.worker))
-        return {rank for rank, each in here if each.state == "waiting"}
+        on_worker = ((rank, joined) for rank, joined in ranks if worker in (None, joined.worker))
+        return {rank for rank, joined in on_worker if joined.state == "waiting"}
 
     def wait(self, gang: str) -> Wait | None:
         """Return the reason why a gang waits; None if no rank of it waits."""
-        found = self._gangs.get(gang)
-        ranks = found.ranks if found else {}
-        there = [rank for rank, joined in ranks.items() if joined.state == "waiting"]
-        if found is None or not there:
+        state = self._gangs.get(gang)
+        ranks = state.ranks if state else {}
+        present_ranks = [rank for rank, joined in ranks.items() if joined.state == "waiting"]
+        if state is None or not present_ranks:
             return None
-        missing = [rank for rank in range(found.size) if rank not in there]
+        missing = [rank for rank in range(state.size) if rank not in present_ranks]
         gangs: list[str] = []
         if not missing:
-            running = [name for name, each in self._gangs.items() if each.phase == "running"]
+            running = [
+                name
+                for name, running_gang in self._gangs.items()
+                if running_gang.phase == "running"
+            ]
             before = running + self._queue[: self._queue.index(gang)]
-            gangs = [name for name in before if self._gangs[name].workers & found.workers]
-        return Wait(found.size, found.attempt, missing, gangs)
+            gangs = [name for name in before if self._gangs[name].workers & state.workers]
+        return Wait(state.size, state.attempt, missing, gangs)
 
     def forget(self, gang: str) -> None:
         """Drop a gang whose tasks are all forgotten."""
@@ -241,12 +248,11 @@ class Coordinator:
         self._settle(gang)
 
     def _rank(self, gang: str, rank: int, token: str) -> _JoinedRank | None:
-        found = self._gangs.get(gang)
-        joined = found.ranks.get(rank) if found else None
+        state = self._gangs.get(gang)
+        joined = state.ranks.get(rank) if state else None
         return joined if joined is not None and joined.token == token else None
 
     def _end(self, gang: _Gang, cause: str, error: bytes | None = None) -> None:
-        """End an attempt, if one runs, on all ranks."""
         reason = ""
         gang.failures += 1
         if error is None and gang.failures >= self._most_attempts:
@@ -258,12 +264,6 @@ class Coordinator:
             if joined.state == "running":
                 joined.stop(error, reason)
 
-    def _commit_if_complete(self, gang: _Gang) -> None:
-        if all(joined.has_returned for joined in gang.ranks.values()):
-            gang.phase, gang.failures, gang.resume = "committed", 0, None
-            for joined in gang.ranks.values():
-                joined.state = "committed"
-
     def _settle(self, changed: str) -> None:
         """Queue the changed gang if it is complete, and start all gangs that can start."""
         gang = self._gangs.get(changed)
@@ -272,11 +272,15 @@ class Coordinator:
             self._queue.append(changed)
         elif not is_whole and changed in self._queue:
             self._queue.remove(changed)
-        running = [each.workers for each in self._gangs.values() if each.phase == "running"]
-        taken = set[str]().union(*running)
+        running = [
+            running_gang.workers
+            for running_gang in self._gangs.values()
+            if running_gang.phase == "running"
+        ]
+        reserved_workers = set[str]().union(*running)
         for name in tuple(self._queue):
             waiting = self._gangs[name]
-            if not waiting.workers & taken:
+            if not waiting.workers & reserved_workers:
                 self._queue.remove(name)
                 waiting.start()
-            taken |= waiting.workers  # a waiting gang reserves its workers
+            reserved_workers |= waiting.workers  # a waiting gang reserves its workers

@@ -19,14 +19,14 @@ from dask_p2p.errors import P2PWarning, SectionError
 from dask_p2p.plugins.dask_internals import warn_client
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
 from dask_p2p.plugins.placement import (
-    allowed_of,
+    allowed_addresses,
     allowed_workers,
     has_room,
     is_full,
     is_restricted,
-    most_seated,
+    max_matching,
     named_workers,
-    needs_of,
+    resource_needs,
     room,
     unstarted,
 )
@@ -34,7 +34,7 @@ from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.5  # between two checks
+_CHECK_S = 0.5  # between two checks
 _JOINING_S = 1.0  # patience after the graph or a worker has arrived: more workers may join
 _LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
 _RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
@@ -69,10 +69,10 @@ class Gathering:
 
     def add(self, keys: Iterable[Any]) -> None:
         """Begin to check the gangs among new tasks of the scheduler."""
-        for name in _gangs_of(keys):
+        for name in _find_gangs(keys):
             self._gangs.setdefault(name, _WaitingGang())
         if self._gangs and self._timer is None:
-            self._look_later()
+            self._schedule_check()
 
     @property
     def has_gangs(self) -> bool:
@@ -81,11 +81,10 @@ class Gathering:
 
     def forget(self, key: Any) -> None:
         """Stop checking a gang whose tasks are forgotten."""
-        for gang in _gangs_of([key]):
+        for gang in _find_gangs([key]):
             self._gangs.pop(gang, None)
 
     def close(self) -> None:
-        """Stop all checks."""
         self._gangs.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -102,16 +101,16 @@ class Gathering:
         """Record that an adaptive cluster has requested its target number of workers."""
         self._asked_s = self._now_s()
 
-    def _look_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look_and_go_on)
+    def _schedule_check(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_CHECK_S, self._check_periodically)
 
-    def _look_and_go_on(self) -> None:
+    def _check_periodically(self) -> None:
         self._timer = None
-        self.look()
+        self.check_gangs()
         if self._gangs:
-            self._look_later()
+            self._schedule_check()
 
-    def look(self) -> None:
+    def check_gangs(self) -> None:
         """End gangs that can never run, and move ranks that do not start where they are."""
         for name, gang in tuple(self._gangs.items()):
             commit = self._scheduler.tasks.get((name, COMMIT))
@@ -121,17 +120,17 @@ class Gathering:
                 gang.lacking_s = None
                 gang.could_run = is_gathering or gang.could_run
                 continue
-            tasks = [each for each in commit.dependencies if each.key[0] == name]
-            if reason := self._lack(name, gang, tasks):
+            tasks = [ts for ts in commit.dependencies if ts.key[0] == name]
+            if reason := self._find_shortage(name, gang, tasks):
                 self._end(commit, reason)
             else:
                 self._move(name, tasks)
 
-    def _lack(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
+    def _find_shortage(self, name: str, gang: _WaitingGang, tasks: Sequence[Any]) -> str:
         """Return a text about lacking resources or workers, once there is no use in waiting."""
         text = ""
         if self._scheduler.workers and any(map(is_restricted, tasks)):
-            text = shortage(self._scheduler, name, tasks)
+            text = describe_shortage(self._scheduler, name, tasks)
         now_s = self._now_s()
         if not text:
             gang.could_run = gang.could_run or bool(self._scheduler.workers)
@@ -150,7 +149,6 @@ class Gathering:
         return ""
 
     def _end(self, commit: Any, reason: str) -> None:
-        """Fail all tasks that depend on a gang, and release the tasks of its ranks."""
         from distributed.protocol.pickle import dumps
 
         logger.warning("%s", reason)
@@ -161,20 +159,20 @@ class Gathering:
 
     def _move(self, name: str, tasks: Sequence[Any]) -> None:
         """Release ranks that would wait for long tasks, if another worker can run them now."""
-        if any(each.state == "waiting" for each in tasks):
+        if any(ts.state == "waiting" for ts in tasks):
             return  # for inputs: the worker may be free when these are computed
-        here = self._coordinator.waiting(name)
+        waiting_ranks = self._coordinator.waiting(name)
         stuck = []
         for ts in tasks:
             ws = ts.processing_on
-            if ts.key[1] in here or ts.state != "processing" or not is_full(ws, ts):
+            if ts.key[1] in waiting_ranks or ts.state != "processing" or not is_full(ws, ts):
                 continue
             free = (self._scheduler.running & allowed_workers(self._scheduler, ts)) - {ws}
-            placed = [each for each in tasks if each.processing_on in free]
+            placed = [sibling for sibling in tasks if sibling.processing_on in free]
             if any(
-                not is_full(each, ts)
-                and has_room(each, ts, [o for o in placed if o.processing_on is each])
-                for each in free
+                not is_full(candidate, ts)
+                and has_room(candidate, ts, [o for o in placed if o.processing_on is candidate])
+                for candidate in free
             ):
                 unstarted.add(ts)
                 stuck.append(ts.key)
@@ -183,7 +181,7 @@ class Gathering:
             self._scheduler.transitions(dict.fromkeys(stuck, "released"), stimulus_id=stimulus)
 
 
-def _gangs_of(keys: Iterable[Key]) -> list[str]:
+def _find_gangs(keys: Iterable[Key]) -> list[str]:
     """Return the names of the gangs among tasks, by their commit tasks."""
     return [str(key[0]) for key in keys if isinstance(key, tuple) and key[1:] == (COMMIT,)]
 
@@ -191,7 +189,7 @@ def _gangs_of(keys: Iterable[Key]) -> list[str]:
 _MOST_NAMED = 4
 
 
-def shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
+def describe_shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
     """Return why the present workers cannot run all tasks of a gang at the same time, and a remedy.
 
     The text is empty if they can, once other tasks have ended. Each set of needed units is checked
@@ -199,51 +197,54 @@ def shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
     """
     kinds: dict[tuple[tuple[str, float], ...], list[Any]] = {}
     for ts in tasks:
-        kinds.setdefault(tuple(sorted(needs_of(ts).items())), []).append(ts)
+        kinds.setdefault(tuple(sorted(resource_needs(ts).items())), []).append(ts)
     for needs, alike in kinds.items():
-        if text := _shortage(scheduler, f"{gang} has {len(tasks)} ranks", dict(needs), alike):
+        if text := _describe_lack(scheduler, f"{gang} has {len(tasks)} ranks", dict(needs), alike):
             return text
     return ""
 
 
-def _shortage(scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequence[Any]) -> str:
-    """Return the same for tasks that need the same units."""
+def _describe_lack(
+    scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequence[Any]
+) -> str:
     workers = scheduler.workers.values()
-    wants = Counter(allowed_of(scheduler, tasks))
-    most = most_seated(wants, {ws.address: room(ws.resources, needs) for ws in workers})
-    if most == len(tasks):
+    wants = Counter(allowed_addresses(scheduler, tasks))
+    rank_limit = max_matching(wants, {ws.address: room(ws.resources, needs) for ws in workers})
+    if rank_limit == len(tasks):
         return ""
     named = [ts.loose_restrictions or named_workers(scheduler, ts) for ts in tasks]
     restrictions = next(filter(None, map(_restrictions, tasks)), "")
     if not needs or not all(named):
+        excess = named.count(set()) or len(tasks) - rank_limit
         return (
-            f"{gang}, which run at the same time, and {named.count(set()) or len(tasks) - most} of "
-            f"them are restricted to workers that the cluster does not have ({restrictions}). Name "
-            f"workers of the cluster by workers=, or give allow_other_workers=True."
+            f"{gang}, which run at the same time, and {excess} of them are restricted to workers "
+            f"that the cluster does not have ({restrictions}). Name workers of the cluster by "
+            f"workers=, or give allow_other_workers=True."
         )
-    among = set(workers) if True in named else set().union(*(each for each in named if each))
+    among = set(workers) if True in named else set().union(*(group for group in named if group))
     fits = {name: sum(room(ws.resources, {name: needs[name]}) for ws in among) for name in needs}
     name = min(fits, key=lambda name: fits[name])
     have = sum(ws.resources.get(name, 0) for ws in among)
     may = f" that may run them ({restrictions})" if restrictions else ""
-    enough = f"enough for {_counted(most, 'rank')}" if most else "too few for any rank"
-    fewer = f"Give ranks={most}, or start" if most else "Start"
+    enough = (
+        f"enough for {_pluralize(rank_limit, 'rank')}" if rank_limit else "too few for any rank"
+    )
+    fewer = f"Give ranks={rank_limit}, or start" if rank_limit else "Start"
     return (
         f"{gang}, which run at the same time. {len(tasks)} of them need "
-        f"{_counted(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
-        f"{_counted(have, 'unit')} in all, {enough}. "
+        f"{_pluralize(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
+        f"{_pluralize(have, 'unit')} in all, {enough}. "
         f"{fewer} workers with more units of {name!r} and wait for them with "
         f"client.wait_for_workers."
     )
 
 
 def _restrictions(ts: Any) -> str:
-    """Name the workers and hosts that a task is restricted to."""
     if ts.loose_restrictions:
         return ""
     named = sorted(map(str, {*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())}))
     return ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
 
 
-def _counted(count: float, name: str) -> str:
+def _pluralize(count: float, name: str) -> str:
     return f"{count:g} {name}{'s' * (count != 1)}"

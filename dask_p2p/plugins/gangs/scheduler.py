@@ -24,8 +24,8 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.dask_internals import warn_client
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order, Wait
 from dask_p2p.plugins.gangs.gathering import Gathering
-from dask_p2p.plugins.placement import has_room, needs_of
-from dask_p2p.transports.rpc import Background, answering
+from dask_p2p.plugins.placement import has_room, resource_needs
+from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.types import Key
 
 REMINDER_S = 60.0  # interval of warnings about a gang that waits
@@ -89,7 +89,6 @@ class Gangs:
         self._has_had_gangs = self._has_had_gangs or self._gathering.has_gangs
 
     def _overlay_target(self) -> None:
-        """Record requests of an adaptive cluster for its target number of workers."""
         handler = self._scheduler.handlers.get("adaptive_target")
         original = getattr(handler, "__wrapped__", handler)  # wrapped by a plugin since removed
         if original is None:
@@ -103,7 +102,6 @@ class Gangs:
         self._scheduler.handlers["adaptive_target"] = adaptive_target
 
     def close(self) -> None:
-        """Stop all timers."""
         self._waiting.close()
         self._gathering.close()
 
@@ -123,7 +121,7 @@ class Gangs:
         if self._is_on():
             self._begin()
 
-    @answering
+    @rpc_handler
     async def join(
         self,
         gang: str,
@@ -141,7 +139,7 @@ class Gangs:
         if not self._is_processing((gang, rank), worker):
             return asdict(Order("stopped"))
         states = {holder: list(steps) for holder, steps in saved}
-        if self._is_one_too_many((gang, rank)):
+        if self._exceeds_resources((gang, rank)):
             await asyncio.sleep(_ELSEWHERE_S)
             return asdict(Order("stopped"))
         is_new = self._coordinator.size(gang) is None
@@ -150,12 +148,12 @@ class Gangs:
         )
         if again or is_new:
             # A new gang has outputs only if the plugin was removed after an earlier attempt.
-            self._release_soon((gang, other) for other in (*range(size), COMMIT))
+            self._release_soon((gang, peer_rank) for peer_rank in (*range(size), COMMIT))
         self._wake_ranks()
         self._waiting.watch(gang)
         return await self._next_order(gang, rank, token, "waiting")
 
-    @answering
+    @rpc_handler
     async def leave(
         self, gang: str, rank: int, token: str, cause: str = "", error: bytes | None = None
     ) -> dict[str, Any]:
@@ -166,12 +164,12 @@ class Gangs:
             self._drop_states(gang)
         return {}
 
-    @answering
-    async def order(self, gang: str, rank: int, token: str, known: str) -> dict[str, Any]:
-        """Reply with a rank's next order, once its state differs from `known`."""
-        return await self._next_order(gang, rank, token, known)
+    @rpc_handler
+    async def order(self, gang: str, rank: int, token: str, known_state: str) -> dict[str, Any]:
+        """Reply with a rank's next order, once its state differs from `known_state`."""
+        return await self._next_order(gang, rank, token, known_state)
 
-    @answering
+    @rpc_handler
     async def saves(self, gang: str, rank: int, token: str, worker: str) -> dict[str, Any]:
         """Record that a worker is about to keep states of a gang."""
         self._keepers[gang].add(worker)
@@ -181,7 +179,7 @@ class Gangs:
             self._drop_states(gang)
         return {}
 
-    @answering
+    @rpc_handler
     async def give_back(self, gang: Any) -> Any:
         """Give the outputs of a gang back to Dask's tasks; reply whether there are some."""
         return {"is_given_back": self._give_back(gang)}
@@ -204,7 +202,6 @@ class Gangs:
         return True
 
     def _drop_states(self, gang: str) -> None:
-        """Send workers the request to drop the states of a gang."""
         for worker in self._keepers.pop(gang, ()):
             if worker in self._scheduler.workers:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
@@ -215,7 +212,6 @@ class Gangs:
         self._watch(tasks)
 
     def add_worker(self) -> None:
-        """Record that a worker has joined."""
         self._gathering.record_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -258,14 +254,16 @@ class Gangs:
         elif finish == "erred":  # no retries are left, so no attempt will resume from the states
             self._drop_states(gang)
         elif finish == "forgotten":
-            others = ((gang, other) for other in range(size) if other != rank)
-            if not any(other in self._scheduler.tasks for other in others):
+            peer_keys = ((gang, peer_rank) for peer_rank in range(size) if peer_rank != rank)
+            if not any(peer_key in self._scheduler.tasks for peer_key in peer_keys):
                 self._coordinator.forget(gang)
                 self._waiting.forget(gang)
                 self._drop_states(gang)
         self._wake_ranks()
 
-    async def _next_order(self, gang: str, rank: int, token: str, known: str) -> dict[str, Any]:
+    async def _next_order(
+        self, gang: str, rank: int, token: str, known_state: str
+    ) -> dict[str, Any]:
         now_s = asyncio.get_running_loop().time
         deadline_s = now_s() + _POLL_S
         while True:
@@ -276,13 +274,12 @@ class Gangs:
                 # checkpoint the count starts again, as that of attempts does.
                 self._scheduler.tasks[gang, rank].suspicious = 0
             left_s = deadline_s - now_s()
-            if order.state != known or left_s <= 0:
+            if order.state != known_state or left_s <= 0:
                 return asdict(order)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
     def _wake_ranks(self) -> None:
-        """Wake all pending requests, to check their orders."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -291,25 +288,24 @@ class Gangs:
         on = task.processing_on if task is not None and task.state == "processing" else None
         return on is not None and on.address == worker
 
-    def _is_one_too_many(self, key: Any) -> bool:
+    def _exceeds_resources(self, key: Any) -> bool:
         """Return whether the ranks on a worker need more units of a resource than it has."""
         task = self._scheduler.tasks[key]
-        if not needs_of(task):
+        if not resource_needs(task):
             return False
         gang, rank = key
-        others = self._coordinator.waiting(gang, task.processing_on.address) - {rank}
-        there = [self._scheduler.tasks[gang, other] for other in others]
-        return not has_room(task.processing_on, task, there)
+        peer_ranks = self._coordinator.waiting(gang, task.processing_on.address) - {rank}
+        placed_tasks = [self._scheduler.tasks[gang, peer_rank] for peer_rank in peer_ranks]
+        return not has_room(task.processing_on, task, placed_tasks)
 
     def _release_soon(self, keys: Iterable[Any]) -> None:
-        """Release invalid outputs, after the current transitions."""
         asyncio.get_running_loop().call_soon(self._release, tuple(keys))
 
     def _release(self, keys: tuple[Any, ...]) -> None:
         tasks = self._scheduler.tasks
-        held = [key for key in keys if key in tasks and tasks[key].state == "memory"]
+        invalid_keys = [key for key in keys if key in tasks and tasks[key].state == "memory"]
         stimulus = f"p2p-section-again-{time.time()}"
-        self._scheduler.transitions(dict.fromkeys(held, "released"), stimulus_id=stimulus)
+        self._scheduler.transitions(dict.fromkeys(invalid_keys, "released"), stimulus_id=stimulus)
 
 
 def replace_tasks(
@@ -322,31 +318,31 @@ def replace_tasks(
 
     Tasks that the scheduler already has stay unchanged.
     """
-    known, needed, stack = scheduler.tasks, dict[Key, Any](), [*outputs]
+    states, new_tasks, stack = scheduler.tasks, dict[Key, Any](), [*outputs]
     while stack:
         key = stack.pop()
-        if key not in needed and (key in outputs or key not in known):
-            needed[key] = tasks[key]
+        if key not in new_tasks and (key in outputs or key not in states):
+            new_tasks[key] = tasks[key]
             stack += tasks[key].dependencies
-    inside = {key: {*task.dependencies} & needed.keys() for key, task in needed.items()}
-    order = dask.order.order(needed, dependencies=inside)
-    priority, annotations = known[unused].priority, known[unused].annotations
+    inside = {key: {*task.dependencies} & new_tasks.keys() for key, task in new_tasks.items()}
+    order = dask.order.order(new_tasks, dependencies=inside)
+    priority, annotations = states[unused].priority, states[unused].annotations
     for key in outputs:
-        state = known[key]
+        state = states[key]
         for before in state.dependencies:
             before.dependents.discard(state)
             (before.waiters or set()).discard(state)
         state.dependencies.clear()
-        state.waiting_on, state.state, state.run_spec = None, "released", needed[key]
-    for key, task in needed.items():
-        if key not in known:
+        state.waiting_on, state.state, state.run_spec = None, "released", new_tasks[key]
+    for key, task in new_tasks.items():
+        if key not in states:
             scheduler.new_task(key, task, "released").annotations = dict(annotations or {})
-        known[key].priority = (*priority[:-1], order[key])
-    for key, task in needed.items():
+        states[key].priority = (*priority[:-1], order[key])
+    for key, task in new_tasks.items():
         for read in task.dependencies:
-            known[key].add_dependency(known[read])
+            states[key].add_dependency(states[read])
     if (spans := scheduler.extensions.get("spans")) is not None:
-        spans.observe_tasks([known[key] for key in needed], code=(), span_metadata={})
+        spans.observe_tasks([states[key] for key in new_tasks], code=(), span_metadata={})
     finish = {unused: "forgotten"} | dict.fromkeys(outputs, "waiting")
     scheduler.transitions(finish, stimulus_id=f"p2p-give-back-{time.time()}")
 
@@ -369,7 +365,7 @@ class Waiting:
     def watch(self, gang: str) -> None:
         """Start the timer of a gang that has begun to wait."""
         if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
-            self._look_after(self._after_s, gang, wait.attempt, 0.0)
+            self._warn_after(self._after_s, gang, wait.attempt, 0.0)
 
     def forget(self, gang: str) -> None:
         """Stop the timer of a gang that was forgotten: a new gang may have its name."""
@@ -382,12 +378,12 @@ class Waiting:
             timer.cancel()
         self._timers.clear()
 
-    def _look_after(self, delay_s: float, gang: str, attempt: int, waited_s: float) -> None:
+    def _warn_after(self, delay_s: float, gang: str, attempt: int, waited_s: float) -> None:
         loop = asyncio.get_running_loop()
         waited_s += delay_s
-        self._timers[gang] = loop.call_later(delay_s, self._look, gang, attempt, waited_s)
+        self._timers[gang] = loop.call_later(delay_s, self._warn, gang, attempt, waited_s)
 
-    def _look(self, gang: str, attempt: int, waited_s: float) -> None:
+    def _warn(self, gang: str, attempt: int, waited_s: float) -> None:
         del self._timers[gang]
         wait = self._coordinator.wait(gang)
         if wait is not None and wait.attempt != attempt:  # it has run in the meantime
@@ -398,12 +394,12 @@ class Waiting:
             # No warning while the inputs are being computed, which the dashboard shows.
             if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
                 warn_client(self._scheduler, text, P2PWarning)
-            self._look_after(REMINDER_S, gang, attempt, waited_s)
+            self._warn_after(REMINDER_S, gang, attempt, waited_s)
 
     def _reason(self, gang: str, wait: Wait) -> str:
         if not wait.missing:
-            which = ", ".join(wait.gangs[:_MOST_NAMED])
-            return f"all its ranks are there, but some of their workers are still needed by {which}"
+            gangs = ", ".join(wait.gangs[:_MOST_NAMED])
+            return f"all its ranks are there, but some of their workers are still needed by {gangs}"
         missing = [self._rank(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
         if wait.missing[_MOST_NAMED:]:
             missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
@@ -428,7 +424,9 @@ class Waiting:
             for name, n in (self._scheduler.tasks[gang, rank].resource_restrictions or {}).items():
                 why += f", and needs {n:g} of {worker.resources.get(name, 0):g} {name!r} there"
         elif state == "waiting":
-            needs = sorted(str(other.key) for other in self._scheduler.tasks[gang, rank].waiting_on)
+            needs = sorted(
+                str(dependency.key) for dependency in self._scheduler.tasks[gang, rank].waiting_on
+            )
             why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""
         elif state in ("queued", "no-worker"):
             why = ": no worker can take it now"

@@ -26,12 +26,12 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
+from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
 from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_known_array
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.plugins.placement import ranks_for, room
 from dask_p2p.plugins.registration import cluster_workers
 from dask_p2p.sections.api.outputs import Outputs
@@ -47,7 +47,7 @@ def section_arrays(
     ranks: RankGrid,  # decomposition of the arrays
     outputs: Outputs,  # the arrays that are made
     options: Options,  # sent with the tasks
-    others: Mapping[int, RankGrid] = MappingProxyType({}),  # decompositions of other shapes
+    other_grids: Mapping[int, RankGrid] = MappingProxyType({}),  # decompositions of other shapes
     wholes: Collection[int] = (),  # numbers of the arrays that each rank receives as a whole
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
@@ -57,14 +57,14 @@ def section_arrays(
     inputs = tuple(
         whole_input(x)
         if n in wholes
-        else InputSpec(x.dtype, own=others[n])
-        if n in others
+        else InputSpec(x.dtype, grid=other_grids[n])
+        if n in other_grids
         else _input_spec(x, arrays[0])
         for n, x in enumerate(arrays)
     )
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
     section = Section(prefix, RankBody(function, ranks, inputs, outputs, kind), options)
-    return tuple(gang_arrays(section, arrays, len(outputs.each)))
+    return tuple(gang_arrays(section, arrays, len(outputs.specs)))
 
 
 class GangWork(Protocol):
@@ -95,8 +95,8 @@ def gang_arrays(work: GangWork, inputs: Sequence[DaskArray], count: int) -> list
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions."""
     if inputs and is_expression(inputs[0]):
         layers = [GangLayer(work, number) for number in range(count)]
-        return [expression_array(inputs[0], layer, inputs) for layer in layers]
-    gang = GangTasks.of(work, inputs)
+        return [array_of_layer(inputs[0], layer, inputs) for layer in layers]
+    gang = GangTasks.for_inputs(work, inputs)
     graph = HighLevelGraph.from_collections(gang.name, gang.tasks, dependencies=list(inputs))
     return [gang.array(number, graph) for number in range(count)]
 
@@ -110,7 +110,7 @@ class GangTasks(NamedTuple):
     tasks: Mapping[Key, Any]  # of its ranks, and of the commit
 
     @classmethod
-    def of(cls, work: GangWork, inputs: Sequence[Any] = ()) -> GangTasks:
+    def for_inputs(cls, work: GangWork, inputs: Sequence[Any] = ()) -> GangTasks:
         """Return the gang for arrays or expressions."""
         names = [x.name for x in inputs]
         token = str(tokenize(work.own_token, names))
@@ -123,8 +123,8 @@ class GangTasks(NamedTuple):
         name = layer.name(self.token)
         tasks = output_tasks(self.name, number, self.work.keys(name, number))
         meta = layer.meta(None)
-        made: DaskArray = layered_array(name, tasks, layer.chunks, meta, graph, [self.name])
-        return made
+        array: DaskArray = layered_array(name, tasks, layer.chunks, meta, graph, [self.name])
+        return array
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class GangLayer:
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
         """Return the tasks of the ranks, of the commit and of the array's blocks."""
-        gang = GangTasks.of(self.work, inputs)
+        gang = GangTasks.for_inputs(self.work, inputs)
         keys = self.work.keys(name, self.number)
         return {**gang.tasks, **output_tasks(gang.name, self.number, keys)}
 
@@ -184,8 +184,8 @@ class Section:
         ranks = self.body.ranks
         blocks = [
             [
-                List(*(TaskRef((name, *index)) for index, _ in of.blocks(ranks, rank)))
-                for name, of in zip(names, self.body.inputs, strict=True)
+                List(*(TaskRef((name, *index)) for index, _ in spec.blocks(ranks, rank)))
+                for name, spec in zip(names, self.body.inputs, strict=True)
             ]
             for rank in range(ranks.size)
         ]
@@ -193,30 +193,30 @@ class Section:
 
     def chunks(self, number: int) -> tuple[tuple[float, ...], ...]:
         """Return the chunks of one of the arrays."""
-        return self.body.outputs.each[number].chunks(self.body.ranks)
+        return self.body.outputs.specs[number].chunks(self.body.ranks)
 
     def meta(self, number: int) -> Array:
         """Return an empty array of the same kind as one of the arrays."""
-        output = self.body.outputs.each[number]
+        output = self.body.outputs.specs[number]
         kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
         return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
 
     def keys(self, name: str, number: int) -> Iterator[list[Key]]:
         """Yield the keys of one of the arrays, by rank."""
-        ranks, output = self.body.ranks, self.body.outputs.each[number]
+        ranks, output = self.body.ranks, self.body.outputs.specs[number]
         for rank in range(ranks.size):
             yield [(name, *index) for index in output.indices(ranks, rank)]
 
 
 def whole_input(x: DaskArray) -> InputSpec:
     """Return the spec of an array that each rank receives as a whole."""
-    return InputSpec(np.dtype(x.dtype), own=RankGrid(x.chunks, (1,) * x.ndim), is_whole=True)
+    return InputSpec(np.dtype(x.dtype), grid=RankGrid(x.chunks, (1,) * x.ndim), is_whole=True)
 
 
 def _input_spec(x: DaskArray, first: DaskArray) -> InputSpec:
     pairs = list(zip(x.shape, first.shape, strict=True))
-    repeated = tuple(axis for axis, (size, whole) in enumerate(pairs) if size == 1 != whole)
-    extra = tuple(max(0, size - whole) if size != 1 else 0 for size, whole in pairs)
+    repeated = tuple(axis for axis, (size, full_size) in enumerate(pairs) if size == 1 != full_size)
+    extra = tuple(max(0, size - full_size) if size != 1 else 0 for size, full_size in pairs)
     return InputSpec(np.dtype(x.dtype), repeated, extra if any(extra) else ())
 
 
@@ -244,14 +244,14 @@ class Inputs(NamedTuple):
     """The arrays that a section reads."""
 
     arrays: list[DaskArray]
-    others: dict[int, RankGrid]  # by number: decompositions of arrays of other shapes
+    other_grids: dict[int, RankGrid]  # by number: decompositions of arrays of other shapes
     wholes: frozenset[int]  # numbers of the arrays that each rank receives as a whole
 
 
-def check_computed(*given: Any) -> None:
+def check_computed(*values: Any) -> None:
     """Refuse lazy values where computed ones are required: `InputError`."""
-    lazy, _ = unpack_collections(given)
-    lazy += [value for value in given if type(value).__name__ == "Future"]  # distributed's class
+    lazy, _ = unpack_collections(values)
+    lazy += [value for value in values if type(value).__name__ == "Future"]  # distributed's class
     if lazy:
         raise InputError(
             f"expected computed constants and keywords, got {lazy[0]!r}. Compute it first, or "
@@ -283,18 +283,18 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
             )
 
 
-def checked_inputs(given: Sequence[Any], ranks: RankGrid) -> Inputs:
+def checked_inputs(values: Sequence[Any], ranks: RankGrid) -> Inputs:
     """Return arrays with one block for each local block where a shape is another than the first's.
 
     The decompositions of these are those of `Context.grid_of`. Raises `InputError` if the number
     of axes differs; otherwise the same errors as `check_decompositions`.
     """
-    wholes = frozenset(n for n, each in enumerate(given) if isinstance(each, Whole))
-    arrays = [each.value if isinstance(each, Whole) else each for each in given]
+    wholes = frozenset(n for n, value in enumerate(values) if isinstance(value, Whole))
+    arrays = [value.value if isinstance(value, Whole) else value for value in values]
     check_one_library(arrays)
     divided = [x for n, x in enumerate(arrays) if n not in wholes]
     check_decompositions([x for x in divided if getattr(x, "shape", None) == arrays[0].shape])
-    found, others = list(arrays), dict[int, RankGrid]()
+    divided_arrays, grids = list(arrays), dict[int, RankGrid]()
     for number, x in enumerate(arrays):
         check_input(x, arrays[0])
         if number in wholes or x.shape == arrays[0].shape:
@@ -304,10 +304,10 @@ def checked_inputs(given: Sequence[Any], ranks: RankGrid) -> Inputs:
                 f"expected arrays of {arrays[0].ndim} axes, like the first one, got one of shape "
                 f"{x.shape}. Give each rank the whole array, dask_p2p.Whole(x), or add axes."
             )
-        others[number] = own = divided_alike(ranks, x.shape)
-        chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in own.local_sizes)
-        found[number] = x if x.chunks == chunks else rechunk(x, chunks)
-    return Inputs(found, others, wholes)
+        grids[number] = grid = distribute_alike(ranks, x.shape)
+        chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in grid.local_sizes)
+        divided_arrays[number] = x if x.chunks == chunks else rechunk(x, chunks)
+    return Inputs(divided_arrays, grids, wholes)
 
 
 def check_input(x: Any, first: DaskArray) -> None:
@@ -318,12 +318,12 @@ def check_input(x: Any, first: DaskArray) -> None:
 
 def check_same_kind(backend: Backend, value: Any, name: str) -> None:
     """Refuse an array of a library other than the section's: `UnsupportedArrayError`."""
-    found = type(value).__module__.partition(".")[0]
-    if found in BACKENDS and found != backend.name and np.ndim(value):
+    library = type(value).__module__.partition(".")[0]
+    if library in BACKENDS and library != backend.name and np.ndim(value):
         convert = "cupy.asarray" if backend.on_device else "cupy.asnumpy"
         raise UnsupportedArrayError(
             f"expected {backend.title} blocks, like the first array's, got {name} of "
-            f"{BACKENDS[found].title}: a section computes with one library. Convert it first, "
+            f"{BACKENDS[library].title}: a section computes with one library. Convert it first, "
             f"x.map_blocks({convert}), or {convert}(x) if it is no Dask array; or give numbers."
         )
 
@@ -336,7 +336,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     """
     on_device = backend_for(x._meta).on_device
     size_bytes = prod(x.shape) * x.dtype.itemsize  # expressions have no `nbytes`
-    most = most_ranks(ranks, 0 if on_device else size_bytes)
+    rank_limit = most_ranks(ranks, 0 if on_device else size_bytes)
     try:
         axes = list(range(x.ndim) if partition is None else map(as_int, partition))
     except TypeError:
@@ -347,7 +347,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
             f"{partition!r}."
         )
     divided = [axis % x.ndim for axis in axes]
-    return RankGrid.at_most(x.chunks, most, divided)
+    return RankGrid.at_most(x.chunks, rank_limit, divided)
 
 
 def ranks_without_arrays(ranks: int | None) -> RankGrid:

@@ -15,7 +15,7 @@ from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Index, box_slices
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.exchange.values import as_numbers
 from dask_p2p.types import DType, DTypeLike
@@ -25,7 +25,7 @@ from dask_p2p.types import DType, DTypeLike
 class Outputs:
     """The outputs of a function: one, several in order, or several by name."""
 
-    each: tuple[Output, ...]
+    specs: tuple[Output, ...]
     names: tuple[str, ...] | None = None  # None: the function returns the only output, or a tuple
     labels: tuple[str, ...] = ("the output",)  # for errors, without names
     is_sequence: bool = False  # the caller gave a sequence of outputs
@@ -34,33 +34,35 @@ class Outputs:
         """Return the values for the outputs. Raises `BlockMismatchError` if they differ."""
         if self.names is None:
             return self._in_order(ctx, returned)
-        found = set(returned) if isinstance(returned, Mapping) else set()
-        if found != {*self.names}:
-            given = sorted(map(str, found)) if found else type(returned).__name__
+        returned_names = set(returned) if isinstance(returned, Mapping) else set()
+        if returned_names != {*self.names}:
+            returned_text = (
+                sorted(map(str, returned_names)) if returned_names else type(returned).__name__
+            )
             raise BlockMismatchError(
                 f"expected a dict of {', '.join(self.names)} from the function on rank {ctx.rank}, "
-                f"got {given}. Return a value for each name in outputs=."
+                f"got {returned_text}. Return a value for each name in outputs=."
             )
         return [returned[name] for name in self.names]
 
     def _in_order(self, ctx: Any, returned: Any) -> Sequence[Any]:
         """Return the values from a tuple, or the rows of an array; or the only value."""
-        count, is_array = len(self.each), isinstance(returned, ctx.device.module.ndarray)
+        count, is_array = len(self.specs), isinstance(returned, ctx.device.module.ndarray)
         if count == 1 and not self.is_sequence:
             return [returned]
         has_rows = is_array and returned.shape[:1] == (count,) and not self.is_sequence
-        found = returned if has_rows or isinstance(returned, (tuple, list)) else (returned,)
-        if len(found) != count:
+        values = returned if has_rows or isinstance(returned, (tuple, list)) else (returned,)
+        if len(values) != count:
             raise BlockMismatchError(
                 f"expected a tuple of {', '.join(self.labels)} from the function on rank "
-                f"{ctx.rank}, got {len(found)} in all. Return all of them in one tuple."
+                f"{ctx.rank}, got {len(values)} in all. Return all of them in one tuple."
             )
-        return found
+        return values
 
     def blocks(self, ctx: Any, ranks: RankGrid, returned: Any) -> list[list[Any]]:
         """Return a rank's blocks, by output."""
         values, names = self.values(ctx, returned), self.names or self.labels
-        of_each = zip(self.each, values, names, strict=True)
+        of_each = zip(self.specs, values, names, strict=True)
         return [output.blocks(ctx, ranks, value, name) for output, value, name in of_each]
 
 
@@ -76,17 +78,17 @@ def checked_outputs(outputs: Any, dtypes: Sequence[Any]) -> Outputs:
         in_order = tuple(_with_dtype(output, at, dtypes) for at, output in enumerate(outputs))
         labels = tuple(f"output {number}" for number, _ in enumerate(outputs))
         return Outputs(in_order, labels=labels, is_sequence=True)
-    given = dict(outputs) if isinstance(outputs, Mapping) else {}
-    if not given or not all(
-        isinstance(name, str) and isinstance(each, Output) for name, each in given.items()
+    by_name = dict(outputs) if isinstance(outputs, Mapping) else {}
+    if not by_name or not all(
+        isinstance(name, str) and isinstance(output, Output) for name, output in by_name.items()
     ):
         raise InputError(
             f"outputs: expected a number of outputs, one of LocalBlock, Array, Rows, PerRank, "
             f"Same, or a list of these, or a dict of these by name, got {outputs!r}. Give one, "
             f'{{"u": LocalBlock()}}.'
         )
-    each = [_with_dtype(output, at, dtypes) for at, output in enumerate(given.values())]
-    return Outputs(tuple(each), tuple(given))
+    each = [_with_dtype(output, at, dtypes) for at, output in enumerate(by_name.values())]
+    return Outputs(tuple(each), tuple(by_name))
 
 
 def outputs_in_order(dtypes: Sequence[Any], converts: bool, examples: Sequence[Any]) -> Outputs:
@@ -94,10 +96,10 @@ def outputs_in_order(dtypes: Sequence[Any], converts: bool, examples: Sequence[A
 
     Without `converts`, the local blocks may only change the precision of floats.
     """
-    each = [_local_block(dtype, converts) for dtype in dtypes]
+    local_blocks = [_local_block(dtype, converts) for dtype in dtypes]
     labels = [f"output {number}" for number, _ in enumerate(dtypes)]
     labels += [f"per_rank[{number}]" for number, _ in enumerate(examples)]
-    return Outputs((*each, *map(PerRank, examples)), labels=tuple(labels))
+    return Outputs((*local_blocks, *map(PerRank, examples)), labels=tuple(labels))
 
 
 def _with_dtype(output: Output, position: int, dtypes: Sequence[Any]) -> Output:
@@ -114,9 +116,9 @@ def _with_dtype(output: Output, position: int, dtypes: Sequence[Any]) -> Output:
 
 
 def _local_block(dtype: Any, converts: bool) -> LocalBlock:
-    made = LocalBlock(np.dtype(dtype))
-    object.__setattr__(made, "converts", converts)
-    return made
+    output = LocalBlock(np.dtype(dtype))
+    object.__setattr__(output, "converts", converts)
+    return output
 
 
 class Output(ABC):
@@ -174,9 +176,11 @@ class LocalBlock(Output):
         return [index for index, _ in ranks.blocks(rank)]
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        own = checked_array(ctx, value, name, ranks.shape(ctx.rank), self.dtype, self.converts)
+        local_block = checked_array(
+            ctx, value, name, ranks.shape(ctx.rank), self.dtype, self.converts
+        )
         boxes = [box_slices(box) for _, box in ranks.blocks(ctx.rank)]
-        return [ctx.device.block(own[box], self.dtype) for box in boxes]
+        return [ctx.device.block(local_block[box], self.dtype) for box in boxes]
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
         return prod(ranks.shape(rank)) * np.dtype(self.dtype).itemsize
@@ -216,27 +220,28 @@ class Array(Output):
         if self._is_empty:
             return tuple((length,) for length in self.shape)
         # Dask's reductions fail on empty blocks.
-        return tuple(tuple(filter(None, n)) for n in divided_alike(ranks, self.shape).local_sizes)
+        local_sizes = distribute_alike(ranks, self.shape).local_sizes
+        return tuple(tuple(filter(None, sizes)) for sizes in local_sizes)
 
     def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
-        own = divided_alike(ranks, self.shape)
+        grid = distribute_alike(ranks, self.shape)
         if self._is_empty:
             return [(0,) * len(self.shape)] if rank == 0 else []
-        if not prod(own.shape(rank)):
+        if not prod(grid.shape(rank)):
             return []
-        before = zip(own.local_sizes, own.indices[rank], strict=True)
+        before = zip(grid.local_sizes, grid.indices[rank], strict=True)
         return [tuple(sum(map(bool, sizes[:at])) for sizes, at in before)]
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        shape = divided_alike(ranks, self.shape).shape(ctx.rank)
-        own = checked_array(ctx, value, name, shape, self.dtype)
+        shape = distribute_alike(ranks, self.shape).shape(ctx.rank)
+        local_block = checked_array(ctx, value, name, shape, self.dtype)
         if self._is_empty:
-            own = ctx.device.empty(self.shape, self.dtype)
+            local_block = ctx.device.empty(self.shape, self.dtype)
         count = len(self.indices(ranks, ctx.rank))
-        return [ctx.device.block(own, self.dtype)] * count
+        return [ctx.device.block(local_block, self.dtype)] * count
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        shape = divided_alike(ranks, self.shape).shape(rank)
+        shape = distribute_alike(ranks, self.shape).shape(rank)
         return prod(shape) * np.dtype(self.dtype).itemsize
 
 
@@ -273,8 +278,8 @@ class Rows(Output):
         return [(rank, *(0 for _ in self.shape))]
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        own = checked_array(ctx, value, name, (None, *self.shape), self.dtype)
-        return [ctx.device.block(own, self.dtype)]
+        rows = checked_array(ctx, value, name, (None, *self.shape), self.dtype)
+        return [ctx.device.block(rows, self.dtype)]
 
 
 class _Like(NamedTuple):
@@ -296,8 +301,8 @@ class _OfExample(Output):
     @property
     def dtype(self) -> DType:
         """Data type of the values."""
-        found: DType = self.example.dtype
-        return found
+        dtype: DType = self.example.dtype
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -351,19 +356,19 @@ class Same(_OfExample):
         return [(0,) * len(self.example.shape)] if rank == 0 else []
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        own = checked_value(ctx, value, name, self.example)
-        return [own] if ctx.rank == 0 else []
+        block = checked_value(ctx, value, name, self.example)
+        return [block] if ctx.rank == 0 else []
 
 
 def checked_dtype(dtype: Any) -> DType:
     """Return a dtype. Raises `InputError` for others, and if its elements are Python objects."""
-    found: DType = inputs.checked_dtype("dtype", dtype)
-    if found.hasobject:
+    numpy_dtype: DType = inputs.checked_dtype("dtype", dtype)
+    if numpy_dtype.hasobject:
         raise InputError(
             f"dtype: expected one without Python objects, got {dtype!r:.80}. Give a dtype of "
             f"numbers."
         )
-    return found
+    return numpy_dtype
 
 
 def _checked_example(example: Any) -> _Like:
@@ -391,37 +396,37 @@ def shape_of(name: str, array: Any, kind: Any = np.ndarray) -> tuple[int, ...] |
     return f"{module}{type(array).__name__}"
 
 
-def becomes(found: DType, dtype: DType, converts: bool) -> bool:
+def becomes(value_dtype: DType, dtype: DType, converts: bool) -> bool:
     """Return whether a returned dtype may be converted to the declared one.
 
     Without `converts`, as without a dtype from the caller, floats may only change their precision.
     """
-    if converts or found.kind == dtype.kind in "fc":
-        return np.can_cast(found, dtype, "same_kind")
-    return found.kind == dtype.kind and np.can_cast(found, dtype, "safe")
+    if converts or value_dtype.kind == dtype.kind in "fc":
+        return np.can_cast(value_dtype, dtype, "same_kind")
+    return value_dtype.kind == dtype.kind and np.can_cast(value_dtype, dtype, "safe")
 
 
-def holds(dtype: DType, own: Any) -> bool:
+def holds(dtype: DType, array: Any) -> bool:
     """Return whether a dtype holds the values of an array, apart from the precision of floats."""
-    if not np.can_cast(own.dtype, dtype, "same_kind"):
+    if not np.can_cast(array.dtype, dtype, "same_kind"):
         return False
-    return dtype.kind not in "biu" or bool((own.astype(dtype) == own).all())
+    return dtype.kind not in "biu" or bool((array.astype(dtype) == array).all())
 
 
 def checked_array(
     ctx: Any, value: Any, name: str, shape: tuple[Any, ...], dtype: Any, converts: bool = True
 ) -> Any:
     """Return a returned array of a shape, where None is any length."""
-    found = shape_of(name, value, ctx.device.module.ndarray)
-    lengths = found if isinstance(found, tuple) else (-1,)
-    wanted = len(lengths) == len(shape) and all(
-        length in (None, own) for length, own in zip(shape, lengths, strict=True)
+    value_shape = shape_of(name, value, ctx.device.module.ndarray)
+    lengths = value_shape if isinstance(value_shape, tuple) else (-1,)
+    has_shape = len(lengths) == len(shape) and all(
+        length in (None, value_length) for length, value_length in zip(shape, lengths, strict=True)
     )
-    if not wanted or isinstance(found, str):
+    if not has_shape or isinstance(value_shape, str):
         text = str(shape).replace("None", "any number")
         raise BlockMismatchError(
             f"{name}: expected an array of shape {text} from the function on rank {ctx.rank}, got "
-            f"{found}. Return this rank's part of the output."
+            f"{value_shape}. Return this rank's part of the output."
         )
     if not becomes(value.dtype, dtype, converts):
         raise BlockMismatchError(
@@ -435,10 +440,10 @@ def checked_array(
 def checked_value(ctx: Any, value: Any, name: str, example: Any) -> Any:
     """Return a returned value that is like an example."""
     check_plain(name, value)
-    own = as_numbers(ctx.device.to_host(value))
-    if own.shape != example.shape or not holds(example.dtype, own):
+    array = as_numbers(ctx.device.to_host(value))
+    if array.shape != example.shape or not holds(example.dtype, array):
         raise BlockMismatchError(
             f"{name}: expected a value of shape {example.shape} that becomes {example.dtype} from "
-            f"the function on rank {ctx.rank}, got {own.shape} {own.dtype}."
+            f"the function on rank {ctx.rank}, got {array.shape} {array.dtype}."
         )
-    return own.astype(example.dtype)
+    return array.astype(example.dtype)

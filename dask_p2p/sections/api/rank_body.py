@@ -34,21 +34,21 @@ class InputSpec(NamedTuple):
     repeated: tuple[int, ...] = ()  # axes along which all ranks have its only element
     extra: tuple[int, ...] = ()  # by axis: by how much it is longer; empty: nowhere
     #: Its own decomposition, if it has another shape. Each local block is one block, unless empty.
-    own: RankGrid | None = None
-    is_whole: bool = False  # whether each rank has the whole array, all blocks of `own`
+    grid: RankGrid | None = None
+    is_whole: bool = False  # whether each rank has the whole array, all blocks of `grid`
 
     def blocks(self, ranks: RankGrid, rank: int) -> Iterator[tuple[Index, Box]]:
         """Yield the index of each block of a rank, and its box in the local block."""
-        if self.own is not None:
-            return self.own.blocks(0) if self.is_whole else self.own.whole_blocks(rank)
-        return ranks.extended(self.extra).blocks(rank, self.repeated)
+        if self.grid is not None:
+            return self.grid.blocks(0) if self.is_whole else self.grid.whole_blocks(rank)
+        return ranks.extend(self.extra).blocks(rank, self.repeated)
 
     def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
         """Return the shape of a local block."""
-        if self.own is not None:
-            return self.own.shape(0 if self.is_whole else rank)
-        own = enumerate(ranks.extended(self.extra).shape(rank))
-        return tuple(1 if axis in self.repeated else n for axis, n in own)
+        if self.grid is not None:
+            return self.grid.shape(0 if self.is_whole else rank)
+        lengths = enumerate(ranks.extend(self.extra).shape(rank))
+        return tuple(1 if axis in self.repeated else n for axis, n in lengths)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
         """Return the size of a local block."""
@@ -76,18 +76,18 @@ class LocalBlocks:
 
     def copy_into(self, number: int, local_block: Array) -> None:
         """Copy the local block of one array into `local_block`."""
-        of = self._inputs[number]
-        places = of.blocks(self._ranks, self._rank)
+        spec = self._inputs[number]
+        places = spec.blocks(self._ranks, self._rank)
         for (index, box), block in zip(places, self._arrays[number], strict=True):
             key, into = (f"input {number}", *index), local_block[box_slices(box)]
-            given = checked_block(as_array(block), key, into.shape, of.dtype)
-            check_kind(self._device, f"block {key}", given)
-            self._device.assign(into, given)
+            block_array = checked_block(as_array(block), key, into.shape, spec.dtype)
+            check_kind(self._device, f"block {key}", block_array)
+            self._device.assign(into, block_array)
 
     def copy(self, number: int) -> Array:
         """Return a new array with the local block of one array."""
-        of = self._inputs[number]
-        local_block = self._device.empty(of.shape(self._ranks, self._rank), of.dtype)
+        spec = self._inputs[number]
+        local_block = self._device.empty(spec.shape(self._ranks, self._rank), spec.dtype)
         self.copy_into(number, local_block)
         return local_block
 
@@ -106,14 +106,16 @@ class RankBody:
     @property
     def dtype(self) -> DType:
         """The dtype of the first array."""
-        of_each: list[Any] = [*self.outputs.each, *self.inputs]
-        found: DType = np.dtype(of_each[0].dtype)
-        return found
+        of_each: list[Any] = [*self.outputs.specs, *self.inputs]
+        dtype: DType = np.dtype(of_each[0].dtype)
+        return dtype
 
     @property
     def shape(self) -> tuple[float, ...]:
         """The shape of the first array; NaN along an axis of unknown length."""
-        chunks = self.outputs.each[0].chunks(self.ranks) if self.outputs.each else self.ranks.chunks
+        chunks = (
+            self.outputs.specs[0].chunks(self.ranks) if self.outputs.specs else self.ranks.chunks
+        )
         return tuple(map(sum, chunks))
 
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
@@ -128,19 +130,28 @@ class RankBody:
 
     def estimate(self) -> SectionEstimate:
         """Return the estimate of the rank that needs most memory."""
-        each = map(self._estimate, range(self.ranks.size))
-        return max(each, key=lambda found: found.total_bytes)
+        estimates = map(self._estimate, range(self.ranks.size))
+        return max(estimates, key=lambda estimate: estimate.total_bytes)
 
     def _estimate(self, rank: int) -> SectionEstimate:
         size = self.ranks.size
-        inputs_bytes = [each.size_bytes(self.ranks, rank) for each in self.inputs]
-        made = sum(each.size_bytes(self.ranks, rank) for each in self.outputs.each)
-        given = sum(inputs_bytes)
-        found = SectionEstimate(
-            size, given, made, work_bytes=given, returned_bytes=made, kind=self.kind
+        inputs_bytes = [spec.size_bytes(self.ranks, rank) for spec in self.inputs]
+        output_bytes = sum(output.size_bytes(self.ranks, rank) for output in self.outputs.specs)
+        input_bytes = sum(inputs_bytes)
+        estimate = SectionEstimate(
+            size,
+            input_bytes,
+            output_bytes,
+            work_bytes=input_bytes,
+            returned_bytes=output_bytes,
+            kind=self.kind,
         )
-        more: Any = getattr(self.function, "estimate", None)
-        return found if more is None else more(found, self.ranks, rank, inputs_bytes)
+        function_estimate: Any = getattr(self.function, "estimate", None)
+        return (
+            estimate
+            if function_estimate is None
+            else function_estimate(estimate, self.ranks, rank, inputs_bytes)
+        )
 
 
 @contextmanager
@@ -149,8 +160,8 @@ def _rank_in_errors(ctx: Context) -> Iterator[None]:
     try:
         yield
     except BaseException as exc:
-        done, total = ctx.progress.step, ctx.progress.steps
-        steps = f" after {done} {'step' if done == 1 else 'steps'}" if total or done else ""
+        step, total = ctx.progress.step, ctx.progress.steps
+        steps = f" after {step} {'step' if step == 1 else 'steps'}" if total or step else ""
         exc.add_note(f"Raised on rank {ctx.rank} of {ctx.size}{steps}.")
         raise
 
@@ -173,12 +184,14 @@ def _copied(value: Any, copy: Callable[[Any], Any]) -> Any:
         return copy(value)
     except Exception:
         if is_dataclass(value) and not isinstance(value, type):
-            own = {each.name: _copied(getattr(value, each.name), copy) for each in fields(value)}
-            return replace(value, **own)
+            copies = {
+                field.name: _copied(getattr(value, field.name), copy) for field in fields(value)
+            }
+            return replace(value, **copies)
         if type(value) is dict:
-            return {key: _copied(each, copy) for key, each in value.items()}
+            return {key: _copied(member, copy) for key, member in value.items()}
         if type(value) in (list, tuple, set):
-            return type(value)(_copied(each, copy) for each in value)
+            return type(value)(_copied(member, copy) for member in value)
         return value
 
 
@@ -186,9 +199,11 @@ def _pickled_copy(value: Any) -> Any:
     """Return a copy from a pickle, which shares no memory with the value."""
     buffers: list[PickleBuffer] = []
     pickled = cloudpickle.dumps(value, buffer_callback=buffers.append)
-    raw = [each.raw() for each in buffers]
-    own = [bytes(each) if each.readonly else bytearray(each) for each in raw]
-    return cloudpickle.loads(pickled, buffers=own)
+    raw = [buffer.raw() for buffer in buffers]
+    copies = [
+        bytes(raw_buffer) if raw_buffer.readonly else bytearray(raw_buffer) for raw_buffer in raw
+    ]
+    return cloudpickle.loads(pickled, buffers=copies)
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +307,9 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
     """Refuse a rank that can never fit into this worker's memory: `MemoryLimitError`."""
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
-    found = estimate()
-    records = "Give fewer steps, or Record(function, every=...). " if found.series_bytes else ""
-    for need in (found.host_need, found.need):
+    estimated = estimate()
+    records = "Give fewer steps, or Record(function, every=...). " if estimated.series_bytes else ""
+    for need in (estimated.host_need, estimated.need):
         limit_bytes = backend_named(need.kind).memory_below(need.peak_bytes, worker_bytes)
         need.check(
             limit_bytes,
@@ -338,4 +353,4 @@ def warned_of_global_random(is_shared: bool) -> Iterator[None]:
 def _state() -> tuple[Any, ...]:
     """Return the state of NumPy's global random numbers, such that equal states compare equal."""
     state: Any = np.random.get_state()
-    return tuple(each.tobytes() if isinstance(each, np.ndarray) else each for each in state)
+    return tuple(part.tobytes() if isinstance(part, np.ndarray) else part for part in state)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from dask_p2p.backends.dlpack import checked_library, in_library
+from dask_p2p.backends.dlpack import checked_library, wrap_in_library
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_dtype
@@ -233,7 +233,7 @@ def spmd(
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
     check_names(func, 1 + len(arrays), spmd, locals())
-    func = in_library(func, checked_library(as_library))
+    func = wrap_in_library(func, checked_library(as_library))
     has_specs = isinstance(outputs, (Output, Mapping, list, tuple))
     if arrays or not has_specs:
         first_arrays: Any = arrays[:1]
@@ -246,19 +246,19 @@ def spmd(
     check: Any = _in_order if isinstance(outputs, int) else _by_specs
     checked: Outputs = check(outputs, inputs.arrays, dtype, per_rank)
     register_if_possible()
-    made = section_arrays(
+    results = section_arrays(
         "p2p-spmd",
         _Function(func, kwargs),
         inputs.arrays,
         chosen,
         checked,
         options,
-        others=inputs.others,
+        other_grids=inputs.other_grids,
         wholes=inputs.wholes,
     )
     if checked.names is not None:
-        return dict(zip(checked.names, made, strict=True))
-    return made[0] if len(made) == 1 and not checked.is_sequence else made
+        return dict(zip(checked.names, results, strict=True))
+    return results[0] if len(results) == 1 and not checked.is_sequence else results
 
 
 def _in_order(outputs: int, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
@@ -289,7 +289,7 @@ def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
     if dtype is None:
         later = outputs - len(arrays)
         return [*(x.dtype for x in arrays), *[arrays[0].dtype] * later][:outputs]
-    if not isinstance(dtype, (tuple, list)) or any(isinstance(each, tuple) for each in dtype):
+    if not isinstance(dtype, (tuple, list)) or any(isinstance(part, tuple) for part in dtype):
         # A list of tuples is one dtype, with fields.
         return [checked_dtype("dtype", dtype)] * outputs
     if len(dtype) != outputs:
@@ -297,7 +297,7 @@ def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
             f"dtype: expected one for all outputs, or a tuple with one for each of {outputs}, got "
             f"{len(dtype)}: {dtype!r}. Give one dtype for each output."
         )
-    return [checked_dtype("dtype", each) for each in dtype]
+    return [checked_dtype("dtype", output_dtype) for output_dtype in dtype]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import round_up
+from dask_p2p.geometry import Box, round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS, parse_literal, sequence_like
@@ -37,6 +37,18 @@ class Leaf(NamedTuple):
 
     kind: str  # array, number, python or generator
     array: Array  # on the rank's device
+
+
+DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
+
+
+class SavedValue(NamedTuple):
+    """A value that stores write: a block of a global array, a number, or a value of each rank."""
+
+    kind: str  # DIVIDED, NUMBER or OWN
+    array: Array  # on the rank's device
+    shape: tuple[int, ...]  # of the global array
+    box: Box  # of the rank's block in it
 
 
 class _Saved(NamedTuple):
@@ -90,7 +102,7 @@ class State:
         length = (size_bytes - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
         header = (length + text).ljust(size_bytes)
         return [_on_device(np.frombuffer(header, np.uint8), self._device)] + [
-            of.array for of in leaves
+            leaf.array for leaf in leaves
         ]
 
     def checksums(self) -> dict[str, int]:
@@ -129,26 +141,26 @@ def _length_of(saved: memoryview) -> int:
 
 def _header(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:
     """Return the kind, the description of the dtype, and the shape of each value."""
-    return [(of.kind, dtype_to_descr(of.array.dtype), of.array.shape) for of in leaves]
+    return [(leaf.kind, dtype_to_descr(leaf.array.dtype), leaf.array.shape) for leaf in leaves]
 
 
 def _copied(value: Any, device: Host) -> Any:
     """Return a value with copies of its arrays, which have no other name in the function."""
     if isinstance(value, dict):
-        return {key: _copied(each, device) for key, each in value.items()}
+        return {key: _copied(element, device) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return sequence_like(value, [_copied(each, device) for each in value])
+        return sequence_like(value, [_copied(element, device) for element in value])
     return value.copy() if isinstance(value, device.module.ndarray) else value
 
 
 def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each array, number and generator of a value, with its text."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _values(f"{name}[{key!r}]", each)
+        for key, element in value.items():
+            yield from _values(f"{name}[{key!r}]", element)
     elif isinstance(value, (list, tuple)):
-        for number, each in enumerate(value):
-            yield from _values(f"{name}[{number}]", each)
+        for number, element in enumerate(value):
+            yield from _values(f"{name}[{number}]", element)
     elif isinstance(value, HaloArray):
         yield f"{name}.inner", value.inner
     else:
@@ -164,10 +176,10 @@ def _leaf(name: str, value: Any, device: Host) -> Leaf:
     array = np.asarray(value) if is_number else value
     is_array = is_number or isinstance(value, device.module.ndarray)
     if not is_array or array.dtype.kind not in BYTE_KINDS or array.dtype.hasobject:
-        found = f"{value!r:.60}" if is_number else type(value).__name__
+        received = f"{value!r:.60}" if is_number else type(value).__name__
         raise InputError(
             f"state: expected {device.module.__name__} arrays, numbers of 64 bits, halo arrays, "
-            f"NumPy generators, or tuples, lists and dicts of these, got {found} as {name}. "
+            f"NumPy generators, or tuples, lists and dicts of these, got {received} as {name}. "
             f"Convert it."
         )
     if is_number:
@@ -177,15 +189,15 @@ def _leaf(name: str, value: Any, device: Host) -> Leaf:
 
 
 def _on_device(array: Array, device: Host) -> Array:
-    made = device.empty(array.shape, array.dtype)
-    device.copy_from_host(made, array)
-    return made
+    device_array = device.empty(array.shape, array.dtype)
+    device.copy_from_host(device_array, array)
+    return device_array
 
 
 def _with_arrays(state: Any) -> Any:
     """Return the state of a bit generator with arrays in the places of lists."""
     if isinstance(state, dict):
-        return {key: _with_arrays(each) for key, each in state.items()}
+        return {key: _with_arrays(element) for key, element in state.items()}
     return np.array(state, np.uint64) if isinstance(state, list) else state
 
 
@@ -196,7 +208,7 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
             value[key] = _loaded(value[key], new, device)
         return value
     if isinstance(value, tuple):
-        return sequence_like(value, [_loaded(each, new, device) for each in value])
+        return sequence_like(value, [_loaded(element, new, device) for element in value])
     spec, array = next(new)
     if isinstance(value, HaloArray):
         device.copy_from_host(value.inner, array)
@@ -274,10 +286,16 @@ def _accesses(frame: FrameType) -> Iterator[tuple[str, str]]:
     """Yield the accesses to local variables in the body of a loop: verb and name."""
     instructions = [*dis.get_instructions(frame.f_code)]
     # Python 3.12 is in the cache behind the operation.
-    loop = [each for each in instructions if each.offset <= frame.f_lasti][-1]
+    loop = [instruction for instruction in instructions if instruction.offset <= frame.f_lasti][-1]
     if loop.opname != "FOR_ITER":
         return
-    for each in instructions:
-        if loop.offset < each.offset < loop.argval and (verbs := _LOCAL.findall(each.opname)):
-            names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-            yield from zip(["HIDE"] if each.opname == _HIDES else verbs, names, strict=True)
+    for instruction in instructions:
+        if loop.offset < instruction.offset < loop.argval and (
+            verbs := _LOCAL.findall(instruction.opname)
+        ):
+            names = (
+                instruction.argval
+                if isinstance(instruction.argval, tuple)
+                else (instruction.argval,)
+            )
+            yield from zip(["HIDE"] if instruction.opname == _HIDES else verbs, names, strict=True)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import count as numbers_from
 from operator import index
 from types import CodeType
 from typing import Any, Protocol
 
-import numpy as np
-from distributed import warn
-
-from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import as_integer
-from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.grids import Grid, LocalPoints
-from dask_p2p.sections.context.state import State, carried_names, identities
+from dask_p2p.sections.context.loop import Loop, SavedLoop, StateStore
+from dask_p2p.sections.context.state import State, identities
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
 from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, checked_period
@@ -94,11 +90,11 @@ class Places(Communicator):
             If the array has no such axes.
             Also if `shape` is no shape.
         """
-        whole = self.shape if shape is None else checked_shape(shape)
-        if partition is None and whole:
-            ranks = divided_alike(self._ranks, whole)
+        global_shape = self.shape if shape is None else checked_shape(shape)
+        if partition is None and global_shape:
+            ranks = distribute_alike(self._ranks, global_shape)
         else:
-            ranks = self._partitions.ranks(partition, whole)
+            ranks = self._partitions.ranks(partition, global_shape)
         if ranks not in self._grids:
             self._grids[ranks] = Grid(self, ranks)
         return self._grids[ranks]
@@ -139,16 +135,16 @@ class Places(Communicator):
             If the arrays have no such axis.
         """
         ndim = len(self.grid)
-        given = as_integer(axis, ndim)
-        if given not in range(-ndim, ndim):
+        position = as_integer(axis, ndim)
+        if position not in range(-ndim, ndim):
             raise InputError(
                 f"axis: expected an axis of {ndim} dimensions, got {axis!r}. Give an integer, such "
                 f"as ctx.along(0)."
             )
-        axis = given % ndim
-        own = self._ranks.indices[self.rank]
-        line = [(*own[:axis], at, *own[axis + 1 :]) for at in range(self.grid[axis])]
-        number = "-".join(map(str, (*own[:axis], *own[axis + 1 :])))
+        axis = position % ndim
+        indices = self._ranks.indices[self.rank]
+        line = [(*indices[:axis], at, *indices[axis + 1 :]) for at in range(self.grid[axis])]
+        number = "-".join(map(str, (*indices[:axis], *indices[axis + 1 :])))
         return self._group([*map(self._ranks.rank, line)], f"along({axis}), line {number}")
 
     def box_of(
@@ -156,43 +152,6 @@ class Places(Communicator):
     ) -> Box:
         """Return the `box` of this rank for another partition: see `redistribute`."""
         return self._partitions.ranks(partition, shape).box(self.rank)
-
-
-logger = logging.getLogger(__name__)
-
-_CHECKED_STEPS = 3  # at the start, that end with a check of the state's values
-_CONSTANT = (
-    "ctx.steps writes a state that had not changed after {} steps: {}. Change the state itself, "
-    "s.u = ..., so that frames and checkpoints have its values."
-)
-_CARRIED = (
-    "The loop of ctx.steps carries %s from step to step, outside of its state. After the loss of a "
-    "worker its ranks begin at the start. A run that resumes from files has the first values. Give "
-    "them to ctx.state: s.%s."
-)
-_UNCHANGED = (
-    "No state was saved after step %d: %s had not changed since the start. After the loss of a "
-    "worker ranks begin at the start. Change the state itself, s.u = ..., and give it no constants."
-)
-
-
-class StateStore(Protocol):
-    """Checkpoints in files of a state, or frames with its values."""
-
-    def resumed(self, first: int, steps: int | None) -> int:
-        """Load a checkpoint that is newer than a step, or open frames; return the first step."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether `write` is due after a step: the same on all ranks."""
-
-    def write(self, step: int, flush: Callable[[], None]) -> None:
-        """Write the values after a step, or begin to; `flush` completes all earlier frames."""
-
-    def flush(self) -> None:
-        """Complete all that was begun. A collective call of all ranks."""
-
-    def close(self) -> None:
-        """End the thread that writes."""
 
 
 class StateFolder(Protocol):
@@ -218,7 +177,6 @@ class Stepping(Places):
         super().__init__(rank, size, connections, device)
         self._checkpoints = checkpoints
         self.progress = Progress(logs=rank == 0 and is_logged())
-        self._sums: dict[str, int] = {}  # first checksums of the state's values without a change
         self._has_steps = False  # whether `steps` was called
         self._stores: list[StateStore] = []  # of its state
 
@@ -315,10 +273,10 @@ class Stepping(Places):
         every = checked_period(every)
         stores = _checked_stores(save, checkpoint, state)
         if state is None or (every is None and not stores):
-            return self._counted(last)
+            return self._count(last)
         self._stores = [store.of_state(self, state, last) for store in stores]
         code = sys._getframe(1).f_code
-        return self._counted_with_state(last, state, Period(every), code)
+        return self._count_with_state(last, state, Period(every), code)
 
     def loop(
         self,
@@ -368,70 +326,38 @@ class Stepping(Places):
                 )
         return state
 
-    def _counted(self, last: int | None) -> Iterator[int]:
+    def _count(self, last: int | None) -> Iterator[int]:
         """Yield the numbers of steps, from the first one of this attempt."""
-        self.progress.steps = last or 0
-        first = self.progress.first
-        for step in numbers_from(first) if last is None else range(first, last):
+        step = self.progress.first
+        loop = Loop(self, last, step)
+        while not loop.is_over:
             yield step
-            self.progress.advance(step + 1)
-            self.device.keep_up(step + 1)
+            step += 1
+            loop.advance(step)
 
-    def _counted_with_state(
+    def _count_with_state(
         self,
         last: int | None,
         state: State,
         period: Period,
         code: CodeType,  # of the function with the loop
     ) -> Iterator[int]:
-        self._sums = state.checksums()  # before a checkpoint replaces the values
+        saving = SavedLoop(self, state, self._stores)
         step = self.restore_state(state.load)
         for store in self._stores:  # the checkpoints before the frames
-            step = store.resumed(step, last)
-        self.progress.step = self.progress.first = first = step
-        has_warned, carried = False, list[str]()
-        frame = sys._getframe(1)  # that of a progress bar, perhaps
+            step = store.resume(step, last)
+        callbacks = saving.callbacks(step, period)
+        loop = saving.loop = Loop(self, last, step, callbacks)
+        first, frame = step, sys._getframe(1)  # that of a progress bar, perhaps
         before = identities(frame) if frame.f_code is code else {}
         del frame
-        for step in self._counted(last):
+        while not loop.is_over:
             yield step
-            done = step + 1
             if step == first and before:
-                carried = carried_names(state, sys._getframe(1), before)
-                if carried and self.rank == 0:
-                    logger.warning(_CARRIED, ", ".join(carried), carried[0])
-            is_due = done != last and self.is_due(period, done)
-            stores = [store for store in reversed(self._stores) if store.is_due(done)]
-            if is_due or stores or done - first <= _CHECKED_STEPS:
-                names = state.check()
-            if not is_due and not stores:
-                continue
-            unchanged = self._unchanged(state)
-            if len(unchanged) == len(names) and stores and self.rank == 0 and not has_warned:
-                warn(_CONSTANT.format(done, ", ".join(unchanged)), P2PWarning)
-                has_warned = True
-            for store in stores:  # frames before checkpoints
-                store.write(done, self.flush_stores)
-            if is_due and unchanged and self.rank == 0:
-                logger.warning(_UNCHANGED, done, ", ".join(unchanged))
-            if is_due and not unchanged and not self.allreduce(bool(carried), "any"):
-                self.flush_stores()  # a run that resumes here must find all frames
-                self.save_state(done, state.arrays())
+                saving.find_carried(sys._getframe(1), before)
+            step += 1
+            loop.advance(step)
         self.flush_stores()
-
-    def _unchanged(self, state: State) -> list[str]:
-        """Return the names of values that have not changed on any rank. A collective call.
-
-        A checkpoint with such a value might be wrong: ``u = u + 1`` binds the name `u` to another
-        array than the state has. Without one, ranks resume at the start, which always is right.
-        """
-        if self._sums:
-            sums = state.checksums()
-            changed = np.array([sums[name] != first for name, first in self._sums.items()])
-            changed = self.allreduce(changed.astype(np.int64), "max")
-            pairs = zip(self._sums.items(), changed, strict=True)
-            self._sums = {name: first for (name, first), is_changed in pairs if not is_changed}
-        return [*self._sums]
 
     def flush_stores(self) -> None:
         """Complete the frames of `steps`. A collective call of all ranks."""
@@ -450,19 +376,16 @@ class Stepping(Places):
 
     def restore_state(self, load: Callable[[memoryview], None]) -> int:
         """Call `load` with the newest checkpoint; return its step, or 0 without one."""
-        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.found()
+        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.read_state()
         if saved is not None:
             load(saved)
         self.progress.step = self.progress.first = step
         return step
 
-    def is_due(self, period: Period, step: int) -> bool:
-        """Return whether a checkpoint is due after a step: the same on all ranks."""
-        return self._checkpoints is not None and self.has_ended(period, step)
-
-    def has_ended(self, period: Period, step: int) -> bool:
-        """Return whether a period has ended after a step: the same on all ranks."""
-        return period.is_due(step, lambda values: self.allreduce(values, "max"))
+    @property
+    def has_checkpoints(self) -> bool:
+        """True if states are saved in memory."""
+        return self._checkpoints is not None
 
 
 def _checked_count(count: Any) -> int | None:
@@ -492,6 +415,6 @@ def _checked_stores(save: Any, checkpoint: Any, state: State | None) -> list[Sta
     if stores and state is None:
         raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
     all_stores = [*stores] if checkpoint is None else [checkpoint, *stores]
-    if len({str(each.path) for each in all_stores}) < len(all_stores):
+    if len({str(store.path) for store in all_stores}) < len(all_stores):
         raise InputError("expected another path for each store, got one twice. Rename it.")
     return all_stores

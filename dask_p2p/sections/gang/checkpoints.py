@@ -13,14 +13,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from operator import index
 from threading import Lock
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.config import duration_s
+from dask_p2p.config import parse_duration
 from dask_p2p.errors import InputError, TransferError
 from dask_p2p.geometry import Layout
 from dask_p2p.sections.exchange.device import HOST, Host
@@ -98,11 +98,13 @@ def replica_ranks(workers: Sequence[str]) -> list[int | None]:
     [2, 2, 3, 0]
     """
     size = len(workers)
-    found: list[int | None] = []
+    replicas: list[int | None] = []
     for rank, worker in enumerate(workers):
-        others = ((rank + by) % size for by in range(1, size))
-        found.append(next((other for other in others if workers[other] != worker), None))
-    return found
+        next_ranks = ((rank + by) % size for by in range(1, size))
+        replicas.append(
+            next((next_rank for next_rank in next_ranks if workers[next_rank] != worker), None)
+        )
+    return replicas
 
 
 @dataclass(frozen=True)
@@ -132,33 +134,33 @@ class Checkpoints:
         self._replica_ranks = replica_ranks(workers)
         self._resume = states.resume
         self._last = states.resume or 0  # step of the newest state of this attempt
-        self._kept: GangStates | None = None
+        self._gang_states: GangStates | None = None
         self._memories = [StateMemory() for _ in range(GENERATIONS)]  # oldest state first
 
     def save(self, step: int, arrays: Sequence[Array]) -> None:
         """Keep a state on this worker, and on the replica rank's worker."""
-        if self._kept is None:
+        if self._gang_states is None:
             # Open the container first: once notified, the scheduler may have it dropped.
-            self._kept = self._states.saved.open(self._states.gang)
+            self._gang_states = self._states.saved.open(self._states.gang)
             self._states.notify()
             # An attempt that has ended may have left later states of some ranks.
-            self._states.saved.trim(self._kept, lambda step: step == self._states.resume)
+            self._states.saved.trim(self._gang_states, lambda step: step == self._states.resume)
         # When all ranks are here, the previous state is complete on all of them. Older states are
         # not needed then, and the memory of the last but one is used again.
         memory, size_bytes = self._memories[0], size_of(arrays)
-        is_new = memory.own is None or len(memory.own) != size_bytes
+        is_new = memory.own_state is None or len(memory.own_state) != size_bytes
         call = f"checkpoint of step {step}"
         gathered = self._connections.gather(call, bytes([is_new]))
-        self._states.saved.trim(self._kept, lambda step: step >= self._last)
+        self._states.saved.trim(self._gang_states, lambda step: step >= self._last)
         if any(map(any, gathered)):
             self._renew(memory, f"memory for the {call}", size_bytes if is_new else None)
-        own = memory.own
-        assert own is not None
-        copied_into(own, arrays, self._device)
-        sends = self._to_replica(b"" if memory.is_seen else own)
+        own_state = memory.own_state
+        assert own_state is not None
+        copy_into_state(own_state, arrays, self._device)
+        sends = self._to_replica(b"" if memory.is_seen else own_state)
         self._connections.exchange(f"{call}, its state", sends, memory.receive_buffers())
-        for rank, state in {self._rank: own, **memory.theirs}.items():
-            self._states.saved.add(self._kept, rank, step, state)
+        for rank, state in {self._rank: own_state, **memory.guarded_states}.items():
+            self._states.saved.add(self._gang_states, rank, step, state)
         self._memories.reverse()
         self._last = step
 
@@ -168,17 +170,20 @@ class Checkpoints:
 
     def _renew(self, memory: StateMemory, call: str, size_bytes: int | None) -> None:
         """Allocate memory of a size, if given, and open the guarded ranks' new memory."""
-        guarded_ranks = [rank for rank, of in enumerate(self._replica_ranks) if of == self._rank]
+        guarded_ranks = [
+            rank for rank, replica in enumerate(self._replica_ranks) if replica == self._rank
+        ]
         has_replica = self._replica_ranks[self._rank] is not None
         name = b"" if size_bytes is None else memory.make(size_bytes, has_replica)
         gathered = self._connections.exchange(
             call, self._to_replica(name), dict.fromkeys(guarded_ranks)
         )
-        answers = {
-            rank: memory.take(rank, bytes(of)) if of else b"" for rank, of in gathered.items()
+        replies = {
+            rank: memory.take(rank, bytes(descriptor)) if descriptor else b""
+            for rank, descriptor in gathered.items()
         }
         receives: dict[int, None] = dict.fromkeys(self._to_replica(b""))
-        received = self._connections.exchange(f"{call}, seen", answers, receives)
+        received = self._connections.exchange(f"{call}, seen", replies, receives)
         if size_bytes is not None:
             memory.record_reply(b"".join(received.values()))
 
@@ -186,20 +191,22 @@ class Checkpoints:
         replica = self._replica_ranks[self._rank]
         return {} if replica is None else {replica: data}
 
-    def found(self) -> tuple[int, memoryview | None]:
+    def read_state(self) -> tuple[int, memoryview | None]:
         """Return the step of the state to resume from, and this rank's state; None without one."""
         step, self._resume = self._resume, None
         if step is None:
             return 0, None
         holder = self._states.holders[self._rank]
-        guarded_ranks = [r for r, of in enumerate(self._states.holders) if of == self._rank != r]
-        sends = {rank: self._found(rank, step) for rank in guarded_ranks}
+        guarded_ranks = [
+            r for r, holder in enumerate(self._states.holders) if holder == self._rank != r
+        ]
+        sends = {rank: self._saved_state(rank, step) for rank in guarded_ranks}
         receives = {} if holder == self._rank else {holder: None}
-        found = self._connections.exchange(f"state of step {step}", sends, receives)
-        own = self._found(self._rank, step) if holder == self._rank else found[holder]
-        return step, memoryview(own)
+        states = self._connections.exchange(f"state of step {step}", sends, receives)
+        state = self._saved_state(self._rank, step) if holder == self._rank else states[holder]
+        return step, memoryview(state)
 
-    def _found(self, rank: int, step: int) -> memoryview:
+    def _saved_state(self, rank: int, step: int) -> memoryview:
         state = self._states.saved.get(self._states.gang, rank, step)
         if state is None:  # dropped since this rank joined
             raise AttemptEndedError(f"the state of rank {rank} at step {step} is lost")
@@ -215,9 +222,10 @@ class Period:
 
     def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
         period = checked_period(every)
-        self._every = duration_s(period) if isinstance(period, str) else period
+        self._every = parse_duration(period) if isinstance(period, str) else period
         self._began_s = self._last_s = time.monotonic()
-        self._done = self._look = 0  # steps so far, and at the next comparison of times
+        self._first_step = -1  # number of steps before the first call; -1: there was none
+        self._next_comparison = 0  # number of steps at the next comparison of times
 
     def is_due(
         self,
@@ -225,22 +233,32 @@ class Period:
         greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
     ) -> bool:
         """Return whether a checkpoint is due after a step."""
-        self._done += 1
         if self._every is None:
             return False
         if isinstance(self._every, int):
             return step % self._every == 0
-        if self._done < self._look:
+        if self._first_step < 0:
+            self._first_step = step - 1
+        if step < self._next_comparison:
             return False
-        now_s = time.monotonic()
-        own = [now_s - self._last_s, (now_s - self._began_s) / self._done]
-        since_s, step_s = greatest(np.array(own))
+        now_s, step_count = time.monotonic(), step - self._first_step
+        times_s = [now_s - self._last_s, (now_s - self._began_s) / step_count]
+        since_s, step_s = greatest(np.array(times_s))
         is_due = since_s >= self._every
         left_s = self._every if is_due else self._every - since_s
-        self._look = self._done + max(1, min(self._done, int(left_s / max(step_s, 1e-9))))
+        self._next_comparison = step + max(1, min(step_count, int(left_s / max(step_s, 1e-9))))
         if is_due:
             self._last_s = now_s
         return bool(is_due)
+
+    def next_step(self, step: int) -> float:
+        """Return the first step after another one at which `is_due` is to be called."""
+        known = self.next_known_step(step)
+        return max(step + 1, self._next_comparison) if isinstance(self._every, float) else known
+
+    def next_known_step(self, step: int) -> float:
+        """Return the next step that is known to be due; a time is not known."""
+        return (step // self._every + 1) * self._every if isinstance(self._every, int) else inf
 
 
 def checked_period(every: Any) -> int | str | None:
@@ -252,7 +270,7 @@ def checked_period(every: Any) -> int | str | None:
         return None
     with suppress(ValueError, TypeError):
         if isinstance(every, str):
-            duration_s(every)
+            parse_duration(every)
             return every
         if not isinstance(every, bool) and (steps := index(every)) > 0:
             return steps
@@ -275,46 +293,49 @@ class StateMemory:
     """Memory for one state of a rank, and for one state of each rank that it guards."""
 
     def __init__(self) -> None:
-        self.own: memoryview | None = None  # memory for this rank's state
-        self.theirs: dict[int, memoryview] = {}  # memory for guarded ranks' states, by rank
-        self.is_seen = False  # whether the replica rank shares `own`
-        self._seen: set[int] = set()  # guarded ranks whose own memory is shared here
+        self.own_state: memoryview | None = None  # memory for this rank's state
+        self.guarded_states: dict[int, memoryview] = {}  # memory for guarded ranks' states, by rank
+        self.is_seen = False  # whether the replica rank shares `own_state`
+        self._shared_ranks: set[int] = set()  # guarded ranks whose own memory is shared here
         self._segment: Segment | None = None  # kept until the replica rank has opened it
 
     def make(self, size_bytes: int, has_replica: bool) -> bytes:
-        """Allocate `own`; return its descriptor for `take` on the replica rank."""
-        self.own, self.is_seen = None, False  # free the old memory first
+        """Allocate `own_state`; return its descriptor for `take` on the replica rank."""
+        self.own_state, self.is_seen = None, False  # free the old memory first
         if has_replica and size_bytes:
             with suppress(OSError):  # no shared memory, or too many open files
                 self._segment = segment = Segment.make(size_bytes)
-                self.own = _view(segment.bytes)
+                self.own_state = _view(segment.bytes)
                 return " ".join(map(str, (size_bytes, *segment.name))).encode()
-        self.own = _view(np.empty(size_bytes, np.uint8))
+        self.own_state = _view(np.empty(size_bytes, np.uint8))
         return str(size_bytes).encode()
 
     def take(self, rank: int, message: bytes) -> bytes:
         """Open or allocate memory for a guarded rank's state; return the reply to that rank."""
         size, *name = message.decode().split()
-        self.theirs.pop(rank, None)
-        self._seen.discard(rank)
+        self.guarded_states.pop(rank, None)
+        self._shared_ranks.discard(rank)
         if name:
             kernel, namespace, *numbers = name
             with suppress(TransferError, OSError):  # another host, or no permission
                 segment = Segment.open(SegmentName(kernel, namespace, *map(int, numbers)))
-                self.theirs[rank] = _view(segment.bytes)
-                self._seen.add(rank)
+                self.guarded_states[rank] = _view(segment.bytes)
+                self._shared_ranks.add(rank)
                 return _IS_SEEN
-        self.theirs[rank] = _view(np.empty(int(size), np.uint8))
+        self.guarded_states[rank] = _view(np.empty(int(size), np.uint8))
         return _IS_SENT
 
     def record_reply(self, message: bytes) -> None:
-        """Record the replica rank's reply: whether it shares `own`."""
+        """Record the replica rank's reply: whether it shares `own_state`."""
         self.is_seen, self._segment = message == _IS_SEEN, None
 
     def receive_buffers(self) -> dict[int, memoryview]:
         """Return receive buffers for guarded ranks' states, by rank: empty where shared."""
         nothing = memoryview(b"")
-        return {rank: nothing if rank in self._seen else to for rank, to in self.theirs.items()}
+        return {
+            rank: nothing if rank in self._shared_ranks else to
+            for rank, to in self.guarded_states.items()
+        }
 
 
 def size_of(arrays: Sequence[Array]) -> int:
@@ -322,14 +343,14 @@ def size_of(arrays: Sequence[Array]) -> int:
     return sum(array.nbytes for array in arrays)
 
 
-def copied_into(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
+def copy_into_state(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
     """Copy arrays of a device into a state, one after the other."""
     host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
     for array, host_array in zip(arrays, host, strict=True):
         device.copy_to_host(host_array, array)
 
 
-def copied_from(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
+def copy_from_state(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
     """Fill arrays of a device from a state, one after the other."""
     host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
     for array, host_array in zip(arrays, host, strict=True):

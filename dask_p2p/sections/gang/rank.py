@@ -22,8 +22,8 @@ from dask_p2p.engine.task import (
     WaitTask,
     current_worker,
     drops_frames,
-    go_elsewhere,
     keep_user_frames,
+    reschedule_elsewhere,
 )
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
@@ -70,7 +70,7 @@ def run_rank(
     try:
         return run.alone(context) if ranks.size == 1 else run.in_gang()
     except DeviceLostError as exc:
-        go_elsewhere(context, exc)
+        reschedule_elsewhere(context, exc)
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class _RankRun:
     def alone(self, context: TaskContext) -> Any:
         """Run the function of the only rank."""
         ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
-        with self._watch(ctx, context).recorded() as fields:
-            with _shown_to_users(self.rank):
+        with self._watch(ctx, context).record_attempt() as fields:
+            with _raise_user_errors(self.rank):
                 result = self.body(ctx, *self.arrays)
             fields["nbytes"] = _size_bytes(result)
         return result
@@ -101,7 +101,7 @@ class _RankRun:
                 f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
                 f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
             )
-        return replace(self, gang=gang)._on(worker)
+        return replace(self, gang=gang)._run_on_worker(worker)
 
     def _gang_of_task(self) -> str | None:
         """Return the name of the gang in this task's key; None in a task of another name.
@@ -116,7 +116,7 @@ class _RankRun:
             return None
         return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
 
-    def _on(self, worker: Any) -> Any:
+    def _run_on_worker(self, worker: Any) -> Any:
         """Do the work of `in_gang` on a worker."""
         from distributed.utils import sync
 
@@ -144,14 +144,14 @@ class _RankRun:
             if order.state == "running":
                 if self._is_resident:
                     thread.secede()  # its function mostly waits
-                ctx, watch = self._joined(rank_attempt, order, context)
-                with watch.recorded() as fields:
+                ctx, watch = self._connect(rank_attempt, order, context)
+                with watch.record_attempt() as fields:
                     result, order = self._attempt(rank_attempt, ctx, thread, fields, ucx)
         if order.state != "committed":
             _raise_end(order, self.options)
         return result
 
-    def _joined(
+    def _connect(
         self, rank_attempt: RankAttempt, order: Order, context: TaskContext
     ) -> tuple[Any, Watch]:
         """Connect to the other ranks; return the context of the function, and its record."""
@@ -178,8 +178,8 @@ class _RankRun:
         result: Any = None
         try:
             rank_attempt.connections.reserve_files()
-            rank_attempt.connections.open_channels(partial(_started, ucx))
-            with _shown_to_users(ctx.rank):
+            rank_attempt.connections.open_channels(partial(_start_messenger, ucx))
+            with _raise_user_errors(ctx.rank):
                 result = self.body(ctx, *self.arrays)
             thread.release_soon()
             # Otherwise other ranks might wait for one whose function has returned.
@@ -193,9 +193,9 @@ class _RankRun:
             rank_attempt.leave(f"rank {rank_attempt.rank} has lost its GPU: {exc}")
             raise  # all ranks run again, this one on another worker
         except Exception as exc:
-            if (found := _order_after(exc, rank_attempt, ctx, fields)) is None:
+            if (next_order := _leave_with_error(exc, rank_attempt, ctx, fields)) is None:
                 raise  # with its traceback
-            order = found
+            order = next_order
         finally:
             ctx.device.let_go(is_orderly=False)
         if order.state == "committed":
@@ -240,14 +240,14 @@ def _ucx(context: TaskContext, options: Options, kind: Kind) -> UcxTransport | N
     return None if transport is None or transport.holder_obstacle("") else transport
 
 
-def _started(ucx: UcxTransport | None) -> Messenger | None:
+def _start_messenger(ucx: UcxTransport | None) -> Messenger | None:
     """Return the UCX messenger. It is None if UCX does not start here: sockets are used then."""
     with suppress(TransferError):
         return None if ucx is None else ucx.messenger()
     return None
 
 
-def _order_after(
+def _leave_with_error(
     exc: Exception,  # of the function
     rank_attempt: RankAttempt,
     ctx: Any,
@@ -255,7 +255,7 @@ def _order_after(
 ) -> Order | None:
     """Leave an attempt with an exception; return the order, or None if this rank raises it."""
     if ctx.device.has_ended:  # the cause may be memory that a lost rank has not written
-        cause = f"another rank was lost; then the function raised {_described(exc)}"
+        cause = f"another rank was lost; then the function raised {_describe(exc)}"
         fields["error"] = cause
         return rank_attempt.leave(cause)
     error, is_itself = pickled_error(exc, rank_attempt.rank)
@@ -266,32 +266,32 @@ def _order_after(
 
 def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
     """Return the size of a rank's outputs."""
-    return sum(getattr(block, "nbytes", 0) for each in blocks for block in each)
+    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
 
 
 @contextmanager
-def _shown_to_users(rank: int) -> Iterator[None]:
+def _raise_user_errors(rank: int) -> Iterator[None]:
     """Raise a `SectionError` for exceptions that Dask does not pass to the user."""
     try:
         yield
     except BaseException as exc:
-        if (shown := shown_to_users(exc, rank)) is exc:
+        if (shown := as_user_error(exc, rank)) is exc:
             raise
         raise shown from exc
 
 
-def shown_to_users(exc: BaseException, rank: int) -> Exception:
+def as_user_error(exc: BaseException, rank: int) -> Exception:
     """Return an exception itself; a `SectionError` for one that Dask does not pass to the user."""
-    if isinstance(exc, Exception) and not isinstance(exc, _taken_by_dask()):
+    if isinstance(exc, Exception) and not isinstance(exc, _dask_exceptions()):
         return exc
     # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
     # restart a task that raises Reschedule without end.
-    named = _named(exc, rank)
+    named = _as_section_error(exc, rank)
     named.__cause__ = exc
     return named
 
 
-def _taken_by_dask() -> tuple[type[Exception], ...]:
+def _dask_exceptions() -> tuple[type[Exception], ...]:
     """Return the exception types that Dask does not pass to the user."""
     distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
     return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
@@ -328,20 +328,20 @@ def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
         text: bytes = dumps(copy)
         if type(copy) is type(exc) and len(text) <= _MOST_ERROR_BYTES:
             return text, True
-    return dumps(_named(exc, rank)), False
+    return dumps(_as_section_error(exc, rank)), False
 
 
-def _named(exc: BaseException, rank: int) -> SectionError:
+def _as_section_error(exc: BaseException, rank: int) -> SectionError:
     """Return the error that takes the place of an exception, with its notes and its traceback."""
     keep_user_frames(exc)
-    named = SectionError(f"the function raised {_described(exc)} on rank {rank}")
+    named = SectionError(f"the function raised {_describe(exc)} on rank {rank}")
     for note in getattr(exc, "__notes__", ()):
         named.add_note(str(note))
     named.add_note(f"Raised on rank {rank}:\n" + "".join(traceback.format_tb(exc.__traceback__)))
     return named
 
 
-def _described(exc: BaseException) -> str:
+def _describe(exc: BaseException) -> str:
     """Return an exception's type and text."""
     text = ""
     with suppress(Exception):
@@ -368,9 +368,9 @@ def gang_tasks(
 ) -> dict[Key, Task]:
     """Return the tasks of the ranks, and the commit task that depends on all of them."""
     tasks: dict[Key, Task] = {}
-    for rank, (body, given) in enumerate(zip(bodies, blocks, strict=True)):
+    for rank, (body, arguments) in enumerate(zip(bodies, blocks, strict=True)):
         key = (gang, rank)
-        tasks[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, *given)
+        tasks[key] = RankTask(key, run_rank, gang, rank, ranks, body, options, *arguments)
     commit = commit_of(gang)
     return tasks | {commit: WaitTask(commit, _depend_on_all, Blocks(*tasks))}
 
@@ -393,5 +393,5 @@ def _depend_on_all(ranks: list[Any]) -> None:
     """Do nothing: the outputs of all ranks count as soon as this is done."""
 
 
-def _output(commit: list[Any], made: list[list[Any]], number: int, position: int) -> Any:
-    return made[number][position]
+def _output(commit: list[Any], outputs: list[list[Any]], number: int, position: int) -> Any:
+    return outputs[number][position]

@@ -22,7 +22,7 @@ from distributed import Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
-from dask_p2p.engine.context import TaskContext, recorded
+from dask_p2p.engine.context import TaskContext, record_attempt
 from dask_p2p.errors import SectionError
 from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.monitoring.runs import pace_text
@@ -36,7 +36,7 @@ from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
 from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import Reach
-from dask_p2p.transports.rpc import Background, answering
+from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.types import DType, Key
 
 _ENDS = ("committed", "stopped")  # final states
@@ -159,7 +159,7 @@ class RankAttempt:
         )
         while order.state not in _ENDS:
             self._apply(order)
-            order = await self._ask(ORDER, known=order.state)
+            order = await self._ask(ORDER, known_state=order.state)
         self._apply(order)
 
     async def _ask(self, op: str, **kwargs: Any) -> Order:
@@ -169,8 +169,8 @@ class RankAttempt:
         return Order(**reply)
 
     async def _call(self, op: str, **kwargs: Any) -> dict[str, Any]:
-        own = {"gang": self._gang, "rank": self.rank, "token": self.token}
-        reply: Any = await getattr(self._worker.scheduler, op)(**own, **kwargs)
+        identity = {"gang": self._gang, "rank": self.rank, "token": self.token}
+        reply: Any = await getattr(self._worker.scheduler, op)(**identity, **kwargs)
         if not isinstance(reply, dict) or reply.pop("status", None) != "ok":
             raise SectionError(f"the scheduler could not answer: {reply}")
         return reply
@@ -218,13 +218,17 @@ class WorkerRanks:
 
     def reports(self) -> list[dict[str, Any]]:
         """Return the states of the ranks whose attempts run here."""
-        return [each.report() for each in tuple(self._ranks.values()) if each.runs]
+        return [
+            rank_attempt.report()
+            for rank_attempt in tuple(self._ranks.values())
+            if rank_attempt.runs
+        ]
 
     def _sample(self) -> None:
         """Set the profiler's interval for the present number of ranks. On the event loop."""
         self._sampling.set_least(_SAMPLE_MS if self._ranks else 0.0)
 
-    @answering
+    @rpc_handler
     async def forget(self, gang: str) -> dict[str, Any]:
         """Drop the states of a gang."""
         self.saved.drop(gang)
@@ -237,9 +241,11 @@ class WorkerRanks:
             self._is_registered = True
 
     @contextmanager
-    def rank_attempt(self, gang: str, rank: int, size: int, **others: Any) -> Iterator[RankAttempt]:
+    def rank_attempt(
+        self, gang: str, rank: int, size: int, **settings: Any
+    ) -> Iterator[RankAttempt]:
         """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
-        rank_attempt = RankAttempt(self, gang, rank, size, **others)
+        rank_attempt = RankAttempt(self, gang, rank, size, **settings)
         self._ranks[rank_attempt.token] = rank_attempt
         try:
             self.worker.loop.add_callback(self._sample)
@@ -316,9 +322,9 @@ class Watch:
     attempt: int = 1
     start_s: float = field(default_factory=time.time)
 
-    def recorded(self) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context for the function: see `dask_p2p.engine.context.recorded`."""
-        return recorded(self.context, self.key, self._record, BaseException)
+    def record_attempt(self) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context for the function: see `dask_p2p.engine.context.record_attempt`."""
+        return record_attempt(self.context, self.key, self._record, BaseException)
 
     def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> TaskRecord:
         """Return a record of the current state. Thread-safe.

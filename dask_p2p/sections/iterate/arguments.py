@@ -21,9 +21,9 @@ from dask_p2p.sections.iterate.fields import (
     FieldSpec,
     ScalarSpec,
     check_name,
-    constants_by_position,
+    divide_constants,
     field_spec,
-    named_constants,
+    name_constants,
     named_fields,
 )
 from dask_p2p.sections.iterate.functions import (
@@ -34,8 +34,7 @@ from dask_p2p.sections.iterate.functions import (
     bound_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.output.specs import NO_STORES, StoreSpecs
-from dask_p2p.sections.iterate.output.stores import checked_stores
+from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
 
@@ -61,25 +60,29 @@ class Arguments:
     @property
     def wholes(self) -> list[int]:
         """Numbers of the arrays that each rank receives as a whole."""
-        lazy = [each for each in self.constants if each.is_whole or each.ndim is not None]
+        lazy = [
+            constant
+            for constant in self.constants
+            if constant.is_whole or constant.ndim is not None
+        ]
         first = len(self.arrays) - len(lazy)
-        return [first + number for number, each in enumerate(lazy) if each.is_whole]
+        return [first + number for number, constant in enumerate(lazy) if constant.is_whole]
 
-    def sorted(self, made: Sequence[DaskArray], returns_steps: bool) -> Any:
+    def sorted(self, arrays: Sequence[DaskArray], returns_steps: bool) -> Any:
         """Return the results in the form of the fields."""
-        rest = iter(made)
-        found: dict[str, Any] = {}
+        next_arrays = iter(arrays)
+        results: dict[str, Any] = {}
         for spec in self.results:
-            levels = [next(rest) for _ in spec.depths]
-            found[spec.name] = levels if spec.is_list else levels[0]
-        if UNNAMED in found:
-            own = found[UNNAMED]
-            return tuple(own) if isinstance(own, list) else own
+            levels = [next(next_arrays) for _ in spec.depths]
+            results[spec.name] = levels if spec.is_list else levels[0]
+        if UNNAMED in results:
+            result = results[UNNAMED]
+            return tuple(result) if isinstance(result, list) else result
         names = [spec.name for spec in self.scalars] + [spec.name for spec in self.series]
         if returns_steps:
             names.append(STEPS)
-        found |= {name: next(rest) for name in names}
-        return {name: found[name] for name in dict.fromkeys((*self.names, *names))}
+        results |= {name: next(next_arrays) for name in names}
+        return {name: results[name] for name in dict.fromkeys((*self.names, *names))}
 
     def in_library(self, library: str | None) -> Arguments:
         """Return the same arguments, with functions of arrays of another library.
@@ -114,16 +117,19 @@ def check_functions(
     fields: Any,
     constants: Any,
     iterate: Callable[..., Any],
-    given: Mapping[str, Any],  # arguments of `iterate`, by name
+    options: Mapping[str, Any],  # arguments of `iterate`, by name
 ) -> None:
     """Raise `InputError` for functions that cannot be called, or have a keyword of `iterate`."""
     count = 0  # of the function's leading parameters, which receive fields and constants
     if not isinstance(fields, Mapping):
-        count = sum(len(of) if isinstance(of, (list, tuple)) else 1 for of in (fields, constants))
-    for each in _phases_of(func):
-        function = each[0] if isinstance(each, tuple) and each else each
+        count = sum(
+            len(values) if isinstance(values, (list, tuple)) else 1
+            for values in (fields, constants)
+        )
+    for phase in _phases_of(func):
+        function = phase[0] if isinstance(phase, tuple) and phase else phase
         check_function(function, "fields with a halo", "iterate(func, fields, depth, steps)")
-        check_names(function, count, iterate, given)
+        check_names(function, count, iterate, options)
 
 
 def checked_arguments(
@@ -145,7 +151,7 @@ def checked_arguments(
         )
     checked = _named if isinstance(field.value, Mapping) else _unnamed
     arguments = checked(func, field, constants, kwargs, until, record, stores)
-    check_computed(*(each.value for each in arguments.constants), *kwargs.values())
+    check_computed(*(constant.value for constant in arguments.constants), *kwargs.values())
     return arguments
 
 
@@ -172,11 +178,12 @@ def _unnamed(
             "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
         )
     spec, levels = field_spec(UNNAMED, field)
-    specs, arrays = constants_by_position(constants, levels[0])
-    names = [constant.name for constant in specs]
+    named = name_constants(constants, levels[0])
+    specs, arrays, _, _ = divide_constants(named, levels[0])
+    numbers = range(len(levels)) if spec.is_list else [None]
 
     def bound(function: Callable[..., Any]) -> Binding:
-        return bound_by_position(function, len(levels), names, kwargs)
+        return bound_by_position(function, numbers, [*named], kwargs)
 
     phases = _phases(func, [UNNAMED], bound, until)
     return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
@@ -197,12 +204,19 @@ def _named(
             "until: expected records for it to read, as the fields have names, got none. Give "
             "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
         )
+    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
+        raise InputError(
+            f"constants: expected a mapping of names, as the fields have, got "
+            f"{type(constants).__name__}. Give {{'name': value}}."
+        )
+    for name in (constants := dict(constants)):
+        check_name(name, "a constant")
     specs, levels, scalars = named_fields(field)
-    plain, arrays, with_halo, halo_arrays = named_constants(constants, levels[0])
+    plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
     arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
-    known = [*arrays_of, *numbers, *read, *kwargs]
-    twice = sorted({name for name in known if known.count(name) > 1})
+    all_names = [*arrays_of, *numbers, *read, *kwargs]
+    twice = sorted({name for name in all_names if all_names.count(name) > 1})
     if twice:
         raise InputError(
             f"expected different names of fields, constants and keywords, got {twice[0]!r} twice. "
@@ -211,13 +225,20 @@ def _named(
     for name in kwargs:
         check_name(name, "a keyword")
     phases = _phases(
-        func, arrays_of, lambda function: bound_by_name(function, known), None, numbers
+        func, arrays_of, lambda function: bound_by_name(function, all_names), None, numbers
     )
-    of_ranks = (each for each in plain if each.ndim is not None or isinstance(each.value, Points))
+    of_ranks = (
+        constant
+        for constant in plain
+        if constant.ndim is not None or isinstance(constant.value, Points)
+    )
     divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
-    series = checked_series(record, [*arrays_of, *numbers], known, divided)
-    bindings = [*(phase.binding for phase in phases), *(each.binding for each in series)]
-    written = checked_stores(*stores, [*arrays_of, *numbers], known, levels[0].chunks)
+    series = checked_series(record, [*arrays_of, *numbers], all_names, divided)
+    bindings = [
+        *(phase.binding for phase in phases),
+        *(record_spec.binding for record_spec in series),
+    ]
+    written = checked_stores(*stores, [*arrays_of, *numbers], all_names, levels[0].chunks)
     used = written.names.union(*(binding.names for binding in bindings))
     if unused := [name for name in kwargs if name not in used]:
         raise InputError(
@@ -225,29 +246,29 @@ def _named(
             f"it, or add a parameter of that name."
         )
     all_arrays = [*levels, *halo_arrays, *arrays]
-    given = tuple(field.value)
+    field_names = tuple(field.value)
     specs = [*specs, *with_halo]
     fixed = phases, tuple(specs), tuple(plain), all_arrays
-    return Arguments(*fixed, series, scalars, given, written)
+    return Arguments(*fixed, series, scalars, field_names, written)
 
 
-def checked_time(given: Any, arguments: Arguments) -> str | None:
+def checked_time(max_time: Any, arguments: Arguments) -> str | None:
     """Return the argument `max_time` of `iterate`."""
-    if given is not None and not arguments.names:
+    if max_time is not None and not arguments.names:
         raise no_names()
-    if given is None:
+    if max_time is None:
         return None
     with suppress(InputError):  # which names checkpoints
-        if isinstance(given, str) and isinstance(checked_period(given), str):
-            return given
-    raise InputError(f"max_time: expected a time like '3 hours', got {given!r}. Give a text.")
+        if isinstance(max_time, str) and isinstance(checked_period(max_time), str):
+            return max_time
+    raise InputError(f"max_time: expected a time like '3 hours', got {max_time!r}. Give a text.")
 
 
-def checked_capture(given: Any, library: str | None, arguments: Arguments) -> bool | str:
+def checked_capture(option: Any, library: str | None, arguments: Arguments) -> bool | str:
     """Return the argument `capture` of `iterate`, for functions of a library's arrays."""
-    if isinstance(given, str) and given == AUTO:
+    if isinstance(option, str) and option == AUTO:
         return AUTO
-    capture = checked_flag("capture", given, "True, False or 'auto'")
+    capture = checked_flag("capture", option, "True, False or 'auto'")
     if capture and library is not None:
         raise InputError(
             f"capture: expected a function of CuPy arrays, got as_library={library!r}. Leave out "
@@ -277,21 +298,21 @@ def _phases(
     numbers: Sequence[str] = (),  # names of the fields that are numbers
 ) -> tuple[Phase, ...]:
     """Return the phases of a step; only the last one returns the numbers of `until`."""
-    given, found = _phases_of(func), []
-    if not given:
+    functions, phases = _phases_of(func), []
+    if not functions:
         raise InputError("expected at least one function, got an empty list.")
-    for number, each in enumerate(given):
-        function, changed = each if isinstance(each, tuple) else (each, [*names, *numbers])
-        own = (changed,) if isinstance(changed, str) else tuple(changed)
-        if not own or not {*own} <= {*names, *numbers}:
+    for number, entry in enumerate(functions):
+        function, changed = entry if isinstance(entry, tuple) else (entry, [*names, *numbers])
+        changed_names = (changed,) if isinstance(changed, str) else tuple(changed)
+        if not changed_names or not {*changed_names} <= {*names, *numbers}:
             raise InputError(
                 f"expected a function, or a pair of a function and names out of "
-                f"{[*names, *numbers]}, got {each!r:.120}. Name the fields that the function "
+                f"{[*names, *numbers]}, got {entry!r:.120}. Name the fields that the function "
                 f"fills: (func, ('u',))."
             )
-        arrays = tuple(name for name in own if name in names)
-        scalars = tuple(name for name in own if name in numbers)
-        is_last = number == len(given) - 1
+        arrays = tuple(name for name in changed_names if name in names)
+        scalars = tuple(name for name in changed_names if name in numbers)
+        is_last = number == len(functions) - 1
         has_until = until is not None and is_last
-        found.append(Phase(function, bound(function), arrays, has_until, scalars))
-    return tuple(found)
+        phases.append(Phase(function, bound(function), arrays, has_until, scalars))
+    return tuple(phases)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size
-from dask_p2p.sections.checks import is_close
+from dask_p2p.sections.comparison import is_close
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
@@ -53,15 +53,15 @@ class Captured:
         self._replay = captured(device, steps)
         # Before other ranks wait for this one: there may be no memory.
         self._before = [field.data.copy() for field in fields]
-        self._tried = [field.inner.copy() for field in fields]
+        self._graph_results = [field.inner.copy() for field in fields]
 
     def rehearse(self) -> None:
         """Run the graph once, keep its results, and restore the fields: a call of all ranks."""
         for field, before in zip(self._fields, self._before, strict=True):
             before[...] = field.data
         self._replay()
-        for field, tried in zip(self._fields, self._tried, strict=True):
-            tried[...] = field.inner
+        for field, result in zip(self._fields, self._graph_results, strict=True):
+            result[...] = field.inner
         for field, before in zip(self._fields, self._before, strict=True):
             field.data[...] = before
         self._before = []
@@ -72,12 +72,12 @@ class Captured:
 
     def difference(self) -> str:
         """Return a text if the function's results of the same steps differ; "" if they do not."""
-        fields, tried = self._fields, self._tried
-        self._fields = self._tried = []
-        for field, found in zip(fields, tried, strict=True):
-            same = self._count(found.view(np.uint8) == field.inner.copy().view(np.uint8))
-            if same < found.nbytes:
-                return f"{found.nbytes - same} of {found.nbytes} bytes"
+        fields, results = self._fields, self._graph_results
+        self._fields = self._graph_results = []
+        for field, result in zip(fields, results, strict=True):
+            same = self._count(result.view(np.uint8) == field.inner.copy().view(np.uint8))
+            if same < result.nbytes:
+                return f"{result.nbytes - same} of {result.nbytes} bytes"
         return ""
 
     def _count(self, array: Array) -> int:
@@ -95,15 +95,15 @@ class Replays:
     one.
     """
 
-    def __init__(self, of: Iteration, ctx: Context) -> None:
-        self._of, self._ctx = of, ctx
-        self._is_promised = of.capture is True
+    def __init__(self, iteration: Iteration, ctx: Context) -> None:
+        self._iteration, self._ctx = iteration, ctx
+        self._is_promised = iteration.capture is True
 
     def is_worthwhile(self, step: int) -> bool:
         """Return whether the steps after this one may be captured. The same on all ranks."""
-        if self._of.capture != AUTO:
+        if self._iteration.capture != AUTO:
             return self._is_promised
-        is_long = self._of.steps - step >= tuning.current.capture_steps
+        is_long = self._iteration.steps - step >= tuning.current.capture_steps
         return is_long and isinstance(self._ctx.device, Gpu) and self._is_replayable
 
     def captured(
@@ -122,11 +122,11 @@ class Replays:
             return None
         if not self._is_promised and self._share_gpus():
             return None
-        made: Captured | None = None
-        exchanges = [each.exchange for each in calls if each.exchange is not None]
-        counts = [each.count for each in exchanges]
+        graph: Captured | None = None
+        exchanges = [call.exchange for call in calls if call.exchange is not None]
+        counts = [exchange.count for exchange in exchanges]
         try:
-            made = Captured(device, levels, steps)
+            graph = Captured(device, levels, steps)
         except AttemptEndedError:
             raise
         except Exception:
@@ -135,11 +135,11 @@ class Replays:
             restore()
             for exchange, count in zip(exchanges, counts, strict=True):
                 exchange.count = count
-        if not self._is_promised and not self._all(made is not None):
+        if not self._is_promised and not self._all(graph is not None):
             return None
-        assert made is not None
-        made.rehearse()
-        return made
+        assert graph is not None
+        graph.rehearse()
+        return graph
 
     def is_right(self, graph: Captured) -> bool:
         """Return whether the graph and the functions have made the same values on all ranks.
@@ -158,7 +158,7 @@ class Replays:
 
     def _can_begin(self, calls: Collection[Call], levels: Sequence[HaloArray]) -> bool:
         """Return whether this rank can capture steps; with "auto" also whether they are short."""
-        can = [call.exchange.can_put() for call in calls if call.exchange is not None]
+        can = [call.exchange.can_enqueue() for call in calls if call.exchange is not None]
         is_possible = isinstance(self._ctx.device, Gpu) and can_wait_for_peers()
         if not is_possible or not all(can):
             return False
@@ -171,17 +171,20 @@ class Replays:
     @cached_property
     def _is_replayable(self) -> bool:
         """True if the code of the iteration shows that all steps do the same."""
-        of = self._of
-        if of.overlap is True or of.scalars or not of.has_constant_arguments:
+        iteration = self._iteration
+        if iteration.overlap is True or iteration.scalars or not iteration.has_constant_arguments:
             return False
-        return all(not each.binding.reads_at and is_replayable(each.function) for each in of.phases)
+        return all(
+            not phase.binding.reads_at and is_replayable(phase.function)
+            for phase in iteration.phases
+        )
 
     def _share_gpus(self) -> bool:
-        found = self._ctx.allgather(np.frombuffer(own_gpu(), np.uint8))
-        return share_gpus([each.tobytes() for each in found])
+        gpus = self._ctx.allgather(np.frombuffer(own_gpu(), np.uint8))
+        return share_gpus([gpu.tobytes() for gpu in gpus])
 
-    def _all(self, own: bool) -> bool:
-        return bool(self._ctx.allreduce(np.array(own), "min"))
+    def _all(self, condition: bool) -> bool:
+        return bool(self._ctx.allreduce(np.array(condition), "min"))
 
 
 # Functions that compute parts of a local block as they compute the whole block.
@@ -191,26 +194,26 @@ class Replays:
 # return other values than for the whole block. So before calls overlap, one call compares the
 # results of both.
 
-#: Computes a box of the next local blocks by a call.
-Apply: TypeAlias = Callable[[Call, Box], Any]
-
 
 class Parts:
     """Comparisons of one rank's results for parts of a local block with those for the whole."""
 
     def __init__(
         self,
-        of: Iteration,
+        iteration: Iteration,
         device: Host,
         fields: Mapping[str, LocalField],
-        whole: Box,  # the whole local block
+        block_box: Box,  # the whole local block
     ) -> None:
-        self._of, self._device, self._fields, self.whole = of, device, fields, whole
+        self._iteration, self._device, self._fields, self.block_box = (
+            iteration,
+            device,
+            fields,
+            block_box,
+        )
         self._plain: dict[int, bool] = {}  # by id of the phase
 
-    def compare(
-        self, call: Call, apply: Apply, parts: Sequence[Box]
-    ) -> Literal["same", "close", "other"]:
+    def compare(self, call: Call, parts: Sequence[Box]) -> Literal["same", "close", "other"]:
         """Compute parts of the block, whose whole results are there, and compare both.
 
         "same": all bits are equal; "close": values differ by rounding errors. The results for the
@@ -218,34 +221,34 @@ class Parts:
         """
         before = self._sums(call)
         for box in parts:
-            apply(call, box)
+            call.apply(box)
         if self._sums(call) == before:
             return "same"
-        found = self._results(call)
-        apply(call, self.whole)
-        return "close" if self._are_close(call, found) else "other"
+        part_results = self._results(call)
+        call.apply(self.block_box)
+        return "close" if self._are_close(call, part_results) else "other"
 
     def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
         phase = call.phase
         if id(phase) not in self._plain:  # to find out takes as long as a step
-            is_plain = self._of.has_constant_arguments and is_replayable(phase.function)
+            is_plain = self._iteration.has_constant_arguments and is_replayable(phase.function)
             self._plain[id(phase)] = is_plain
         return self._plain[id(phase)]
 
     def _results(self, call: Call) -> list[Array]:
         """Return copies of the results of a call."""
-        return [self._fields[name].spare.inner.copy() for name in call.changed]
+        return [self._fields[name].next_level.inner.copy() for name in call.changed]
 
     def _sums(self, call: Call) -> list[int]:
-        data = (self._fields[name].spare.data for name in call.changed)
-        return [self._device.checksum(each) for each in data]
+        data = (self._fields[name].next_level.data for name in call.changed)
+        return [self._device.checksum(array) for array in data]
 
-    def _are_close(self, call: Call, others: Sequence[Array]) -> bool:
+    def _are_close(self, call: Call, expected: Sequence[Array]) -> bool:
         """Return whether the results of a call differ from others by rounding errors only."""
         module = self._device.module
-        own = (self._fields[name].spare.inner for name in call.changed)
-        return all(is_close(module, *pair) for pair in zip(others, own, strict=True))
+        results = (self._fields[name].next_level.inner for name in call.changed)
+        return all(is_close(module, *pair) for pair in zip(expected, results, strict=True))
 
 
 class Overlap:
@@ -255,61 +258,67 @@ class Overlap:
     "auto" its code has to show that another call changes nothing, and results have the same bits.
     """
 
-    def __init__(self, of: Iteration, parts: Parts) -> None:
-        self._of, self._parts = of, parts
-        self._is_promised = of.overlap is True
-        self._found: dict[int, bool] = {}  # by id of the phase: whether parts are computed alike
+    def __init__(self, iteration: Iteration, parts: Parts) -> None:
+        self._iteration, self._parts = iteration, parts
+        self._is_promised = iteration.overlap is True
+        self._computes_alike: dict[
+            int, bool
+        ] = {}  # by id of the phase: whether parts are computed alike
 
     def is_wanted(self, call: Call) -> bool:
         """Return whether a call overlaps, as far as its function is known."""
-        if not self._of.overlap or not _has_parts(call):
+        if not self._iteration.overlap or not _has_parts(call):
             return False
         if self._is_promised:
             return True
-        if self._of.capture is True or not call.is_worth_hiding:
+        if self._iteration.capture is True or not call.is_worth_hiding:
             return False
-        found = self._found.get(id(call.phase))
-        return self._parts.is_plain(call) if found is None else found
+        is_alike = self._computes_alike.get(id(call.phase))
+        return self._parts.is_plain(call) if is_alike is None else is_alike
 
     def is_due(self, call: Call) -> bool:
         """Return whether a call may overlap in a graph, and has yet to be compared."""
-        if not self._of.overlap or id(call.phase) in self._found or not _has_parts(call):
+        if (
+            not self._iteration.overlap
+            or id(call.phase) in self._computes_alike
+            or not _has_parts(call)
+        ):
             return False
         return call.is_worth_hiding_in_graph and self._parts.is_plain(call)
 
     def is_checked(self, call: Call) -> bool:
         """Return whether a function is known to compute parts alike."""
-        return self._found.get(id(call.phase), False)
+        return self._computes_alike.get(id(call.phase), False)
 
-    def put(self, call: Call, apply: Apply) -> None:
+    def enqueue(self, call: Call) -> None:
         """Enqueue a call and its exchange in a graph, concurrently if they may overlap."""
-        exchange, whole = call.exchange, self._parts.whole
+        exchange, block_box = call.exchange, self._parts.block_box
         if exchange is None:
-            apply(call, whole)
+            call.apply(block_box)
         elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
-            exchange.put(call.halo_arrays)
-            apply(call, whole)
+            exchange.enqueue(call.halo_arrays)
+            call.apply(block_box)
         else:
             interior, *boundary_parts = exchange.boxes
-            exchange.put(call.halo_arrays, partial(apply, call, interior))
+            exchange.enqueue(call.halo_arrays, partial(call.apply, interior))
             for box in boundary_parts:
-                apply(call, box)
+                call.apply(box)
 
-    def check(self, call: Call, apply: Apply) -> None:
+    def check(self, call: Call) -> None:
         """Compare the results for the whole block, which are there, with those for its parts.
 
         Raises `InputError` if they differ, with ``overlap=True``.
         """
         assert call.exchange is not None, "calls without halos do not overlap"
         parts = [*filter(box_size, call.exchange.boxes)]
-        found = self._parts.compare(call, apply, parts)
-        if self._is_promised and found == "other":
+        outcome = self._parts.compare(call, parts)
+        if self._is_promised and outcome == "other":
             raise InputError(
                 "overlap=True: expected a function that computes parts of a block as it computes "
                 "the whole block, got one with other values for parts. Leave out overlap=True, or "
                 "remove counters, random numbers and sums over the block."
             )
-        self._found[id(call.phase)] = found == "same" or self._is_promised
+        self._computes_alike[id(call.phase)] = outcome == "same" or self._is_promised
 
 
 def _has_parts(call: Call) -> bool:

@@ -78,16 +78,16 @@ class FieldOutput(Output):
     extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
-        return ranks.extended(self.extra).chunks
+        return ranks.extend(self.extra).chunks
 
     def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
         return LocalBlock(self.dtype).indices(ranks, rank)
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        return LocalBlock(self.dtype).blocks(ctx, ranks.extended(self.extra), value, name)
+        return LocalBlock(self.dtype).blocks(ctx, ranks.extend(self.extra), value, name)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        return LocalBlock(self.dtype).size_bytes(ranks.extended(self.extra), rank)
+        return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
 
 
 def named_fields(
@@ -111,17 +111,17 @@ def named_fields(
     boundaries = by_name("boundary", of_all.boundary, fields)
     specs, scalars, without = [], [], list[str]()
     arrays: list[DaskArray] = []
-    for name, given in fields.items():
-        own = given if isinstance(given, Field) else Field(given)
-        if is_scalar(own.value):
-            scalars.append(scalar_spec(name, own.value, own.dtype))
+    for name, value in fields.items():
+        field = value if isinstance(value, Field) else Field(value)
+        if is_scalar(field.value):
+            scalars.append(scalar_spec(name, field.value, field.dtype))
             continue
         options = replace(
-            own,
-            depth=depths[name] if own.depth is None else own.depth,
-            boundary=boundaries[name] if own.boundary is None else own.boundary,
-            dtype=of_all.dtype if own.dtype is None else own.dtype,
-            corners=of_all.corners if own.corners is None else own.corners,
+            field,
+            depth=depths[name] if field.depth is None else field.depth,
+            boundary=boundaries[name] if field.boundary is None else field.boundary,
+            dtype=of_all.dtype if field.dtype is None else field.dtype,
+            corners=of_all.corners if field.corners is None else field.corners,
         )
         spec, levels = field_spec(name, options)
         if options.boundary is None and any(map(any, spec.widest)):
@@ -148,7 +148,10 @@ def _staggered(
 ) -> tuple[FieldSpec, list[DaskArray]]:
     """Return the spec and the levels of a field that may be one longer than the first field."""
     level = levels[0]
-    extra = tuple(own - whole for own, whole in zip(level.shape, first.shape, strict=False))
+    extra = tuple(
+        length - first_length
+        for length, first_length in zip(level.shape, first.shape, strict=False)
+    )
     if level.ndim != first.ndim or not any(extra):
         check_decompositions([first, *levels])
         return spec, levels
@@ -160,10 +163,11 @@ def _staggered(
         )
     check_same_kind(backend_for(first._meta), level._meta, "an array")
     chunks = tuple(
-        (*sizes[:-1], sizes[-1] + more) for sizes, more in zip(first.chunks, extra, strict=True)
+        (*sizes[:-1], sizes[-1] + longer_by)
+        for sizes, longer_by in zip(first.chunks, extra, strict=True)
     )
     return replace(spec, extra=extra), [
-        each if each.chunks == chunks else rechunk(each, chunks) for each in levels
+        level if level.chunks == chunks else rechunk(level, chunks) for level in levels
     ]
 
 
@@ -188,9 +192,9 @@ def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:
     return spec, levels
 
 
-def checked_levels(given: Any, dtype: DTypeLike | None) -> list[DaskArray]:
+def checked_levels(value: Any, dtype: DTypeLike | None) -> list[DaskArray]:
     """Return the time levels of a field, converted to their common dtype."""
-    levels = list(given) if isinstance(given, (list, tuple)) else [given]
+    levels = list(value) if isinstance(value, (list, tuple)) else [value]
     check_decompositions(levels)
     kind: DType = levels[0].dtype if dtype is None else checked_dtype("dtype", dtype)
     if kind.hasobject:
@@ -234,14 +238,14 @@ def is_scalar(value: Any) -> bool:
 def scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
     """Return the spec of a number; its dtype is that of `value` by default."""
     check_plain(name, value)
-    own = np.asarray(value)
-    dtype = own.dtype if dtype is None else checked_dtype("dtype", dtype)
-    if own.dtype.kind not in "biufc" or not np.can_cast(own.dtype, dtype, "same_kind"):
+    number = np.asarray(value)
+    dtype = number.dtype if dtype is None else checked_dtype("dtype", dtype)
+    if number.dtype.kind not in "biufc" or not np.can_cast(number.dtype, dtype, "same_kind"):
         raise InputError(
             f"expected a number that becomes {dtype} as the field {name!r}, got "
             f"{value!r}. Give another dtype, dask_p2p.Field({value!r}, dtype=...)."
         )
-    return ScalarSpec(name, own.astype(dtype)[()])
+    return ScalarSpec(name, number.astype(dtype)[()])
 
 
 class Scalars:
@@ -257,23 +261,23 @@ class Scalars:
         for name, value in values.items():
             check_plain(f"the field {name!r}", value)
             dtype = self.values[name].dtype
-            own = np.asarray(self._ctx.device.to_host(value))
-            if own.ndim or not np.can_cast(own.dtype, dtype, "same_kind"):
+            number = np.asarray(self._ctx.device.to_host(value))
+            if number.ndim or not np.can_cast(number.dtype, dtype, "same_kind"):
                 raise BlockMismatchError(
                     f"expected a number that becomes {dtype} from the function as the field "
-                    f"{name!r}, got {own.dtype} of shape {own.shape}. Give the field another "
+                    f"{name!r}, got {number.dtype} of shape {number.shape}. Give the field another "
                     f"number at the start, such as 0.0 in place of 0."
                 )
-            self.values[name] = own.astype(dtype)[()]
+            self.values[name] = number.astype(dtype)[()]
 
     def check(self) -> None:
         """Raise `BlockMismatchError` if a number differs between ranks."""
         if not self.values:
             return
-        own = np.array([*self.values.values()], complex)
-        both = np.stack([own.real, own.imag, -own.real, -own.imag])
-        least, most = self._ctx.allreduce(both, "min"), -self._ctx.allreduce(-both, "min")
-        for name, low, high in zip(self.values, least.T, most.T, strict=True):
+        numbers = np.array([*self.values.values()], complex)
+        bounds = np.stack([numbers.real, numbers.imag, -numbers.real, -numbers.imag])
+        least, greatest = self._ctx.allreduce(bounds, "min"), -self._ctx.allreduce(-bounds, "min")
+        for name, low, high in zip(self.values, least.T, greatest.T, strict=True):
             if not np.array_equal(low, high, equal_nan=True):
                 raise BlockMismatchError(
                     f"expected the same number from the function on all ranks as the field "
@@ -294,66 +298,56 @@ class ConstantSpec:
     is_whole: bool = False  # whether each rank receives all blocks of an array
 
 
-def constants_by_position(
-    constants: Any, field: DaskArray
-) -> tuple[list[ConstantSpec], list[DaskArray]]:
-    """Return the specs of constants, and the arrays of those that are divided."""
+def name_constants(constants: Any, field: DaskArray) -> dict[str, Any]:
+    """Return constants by names, in the form of those of named fields.
+
+    Raises `InputError` for other values than a tuple, and for arrays of another shape.
+    """
     if not isinstance(constants, (list, tuple)):
         raise InputError(
             f"constants: expected a tuple of arguments for the function, got "
             f"{type(constants).__name__}. Give one as (constant,)."
         )
-    specs: list[ConstantSpec] = []
-    arrays: list[DaskArray] = []
+    named: dict[str, Any] = {}
     for number, constant in enumerate(constants):
-        check_kind_of(constant, field)
-        name = f"constants[{number}]"
-        if isinstance(constant, Whole) or not is_dask_array(constant) or not constant.ndim:
-            specs.append(_whole_constant(name, constant, field, arrays))
-            continue
-        if constant.shape != field.shape:
+        is_divided = not isinstance(constant, Whole) and is_dask_array(constant) and constant.ndim
+        if is_divided and constant.shape != field.shape:
             raise InputError(
                 f"constants: expected Dask arrays of the fields' shape, {field.shape}, got one of "
                 f"shape {constant.shape}. Give each rank the whole array by dask_p2p.Whole(...)."
             )
-        specs.append(ConstantSpec(name, ndim=constant.ndim))
-        arrays.append(_aligned(constant, field))
-    return specs, arrays
+        is_whole = is_divided or isinstance(constant, Whole)
+        named[f"constants[{number}]"] = constant if is_whole else Whole(constant)
+    return named
 
 
-def named_constants(
-    constants: Any, field: DaskArray
+def divide_constants(
+    constants: Mapping[str, Any], field: DaskArray
 ) -> tuple[list[ConstantSpec], list[DaskArray], list[FieldSpec], list[DaskArray]]:
     """Return the specs of constants without a halo, their divided arrays; the same with a halo.
 
     NumPy and CuPy arrays are divided as Dask arrays are, by the rules of broadcasting.
     """
-    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
-        raise InputError(
-            f"constants: expected a mapping of names, as the fields have, got "
-            f"{type(constants).__name__}. Give {{'name': value}}."
-        )
     specs: list[ConstantSpec] = []
     with_halo: list[FieldSpec] = []
     arrays: list[DaskArray] = []
     halo_arrays: list[DaskArray] = []
-    for name, given in dict(constants).items():
-        check_name(name, "a constant")
-        if isinstance(given, Points):
-            xy = checked_points(given.xy, field.shape, given.weights)
+    for name, constant in constants.items():
+        if isinstance(constant, Points):
+            xy = checked_points(constant.xy, field.shape, constant.weights)
             specs.append(ConstantSpec(name, Points(xy)))
             continue
-        own = given if isinstance(given, Field) else Field(given)
-        check_kind_of(own.value, field)
-        if isinstance(own.value, Whole) or not len(getattr(own.value, "shape", ())):
-            specs.append(_whole_constant(name, own.value, field, arrays))
+        options = constant if isinstance(constant, Field) else Field(constant)
+        check_kind_of(options.value, field)
+        if isinstance(options.value, Whole) or not len(getattr(options.value, "shape", ())):
+            specs.append(_whole_constant(name, options.value, field, arrays))
             continue
-        array = _divided(name, own.value, field)
-        if own is given:
-            own = replace(own, value=_whole_array(name, array, field))
-            boundary = "none" if own.boundary is None else own.boundary
-            own = replace(own, depth=own.depth or 0, boundary=boundary)
-            spec, levels = field_spec(name, replace(own, corners=own.corners is not False))
+        array = _divided(name, options.value, field)
+        if options is constant:
+            options = replace(options, value=_whole_array(name, array, field))
+            boundary = "none" if options.boundary is None else options.boundary
+            options = replace(options, depth=options.depth or 0, boundary=boundary)
+            spec, levels = field_spec(name, replace(options, corners=options.corners is not False))
             with_halo.append(replace(spec, is_constant=True))
             halo_arrays += levels
         else:
@@ -363,10 +357,10 @@ def named_constants(
 
 
 def _whole_constant(
-    name: str, given: Any, field: DaskArray, arrays: list[DaskArray]
+    name: str, constant: Any, field: DaskArray, arrays: list[DaskArray]
 ) -> ConstantSpec:
     """Return the spec of a constant that is not divided; add it to `arrays` if it is lazy."""
-    value = given.value if isinstance(given, Whole) else given
+    value = constant.value if isinstance(constant, Whole) else constant
     if not is_dask_array(value):
         return ConstantSpec(name, value)
     check_input(value, field)
@@ -381,20 +375,20 @@ def check_kind_of(constant: Any, field: DaskArray) -> None:
     check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
 
 
-def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
+def _divided(name: str, constant: Any, field: DaskArray) -> DaskArray:
     """Return a constant as a Dask array with the chunks of the field's last axes."""
-    array = given
-    if not is_dask_array(given):
-        if not hasattr(given, "dtype"):  # such as tables of pandas
+    array = constant
+    if not is_dask_array(constant):
+        if not hasattr(constant, "dtype"):  # such as tables of pandas
             raise UnsupportedArrayError(
                 f"constants: expected numbers, or arrays of NumPy, CuPy or Dask, got {name!r} of "
-                f"class {type(given).__name__}. Convert it, np.asarray(...)."
+                f"class {type(constant).__name__}. Convert it, np.asarray(...)."
             )
-        array = functions_of(field).from_array(given, chunks=-1, asarray=False)
+        array = functions_of(field).from_array(constant, chunks=-1, asarray=False)
     check_array(array)
     lengths = field.shape[field.ndim - array.ndim :] if array.ndim <= field.ndim else ()
     if len(lengths) != array.ndim or any(
-        own not in (1, length) for own, length in zip(array.shape, lengths, strict=True)
+        size not in (1, length) for size, length in zip(array.shape, lengths, strict=True)
     ):
         raise InputError(
             f"constants: expected arrays whose shape broadcasts to that of the fields, "
@@ -402,10 +396,10 @@ def _divided(name: str, given: Any, field: DaskArray) -> DaskArray:
             f"by dask_p2p.Whole(...)."
         )
     chunks = field.chunks[field.ndim - array.ndim :]
-    wanted = tuple(
-        (1,) if own == 1 else sizes for own, sizes in zip(array.shape, chunks, strict=True)
+    array_chunks = tuple(
+        (1,) if size == 1 else sizes for size, sizes in zip(array.shape, chunks, strict=True)
     )
-    return array if array.chunks == wanted else rechunk(array, wanted)
+    return array if array.chunks == array_chunks else rechunk(array, array_chunks)
 
 
 def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
@@ -415,9 +409,3 @@ def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
             f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
         )
     return array
-
-
-def _aligned(constant: DaskArray, field: DaskArray) -> DaskArray:
-    aligned = constant if constant.chunks == field.chunks else rechunk(constant, field.chunks)
-    check_decompositions([aligned])
-    return aligned

@@ -17,7 +17,7 @@ import numpy as np
 from dask.utils import has_keyword
 
 from dask_p2p.errors import InputError
-from dask_p2p.inputs import name_of_function
+from dask_p2p.inputs import describe_function
 
 OUT, AT = "out", "at"  # parameters that are neither fields nor constants
 #: Names of their values, by parameter: no user's name is like these.
@@ -67,7 +67,7 @@ class Binding:
 
 def bound_by_position(
     function: Callable[..., Any],
-    levels: int,  # number of the field's time levels
+    levels: Sequence[int | None],  # the field's time levels; None: the only one
     constants: Sequence[str],
     keywords: Collection[str],
 ) -> Binding:
@@ -75,17 +75,17 @@ def bound_by_position(
 
     Raises `InputError` for a keyword in the place of the parameter `out`.
     """
-    fields = [BoundValue(UNNAMED, level) for level in range(levels)]
-    found = {name: name for name in keywords}
+    fields = [BoundValue(UNNAMED, level) for level in levels]
+    bound_keywords = {name: name for name in keywords}
     for parameter, name in VALUES.items():
-        if has_keyword(function, parameter) and parameter not in found:
-            found[parameter] = name
+        if has_keyword(function, parameter) and parameter not in bound_keywords:
+            bound_keywords[parameter] = name
         elif has_keyword(function, parameter) and parameter == OUT:
             raise InputError(
                 f"{OUT}: expected a parameter of the function, which iterate gives the memory to "
                 f"fill, got a keyword. Leave it out."
             )
-    return Binding((*fields, *map(BoundValue, constants)), found)
+    return Binding((*fields, *map(BoundValue, constants)), bound_keywords)
 
 
 def bound_by_name(function: Callable[..., Any], names: Collection[str]) -> Binding:
@@ -123,7 +123,7 @@ def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     except (TypeError, ValueError):
         raise InputError(
             f"expected a function whose parameters have the names of fields and constants, got "
-            f"{name_of_function(function)}, whose parameters Python cannot list. Wrap it: "
+            f"{describe_function(function)}, whose parameters Python cannot list. Wrap it: "
             f"lambda u: func(u)."
         ) from None
 
@@ -131,8 +131,8 @@ def _parameters(function: Callable[..., Any]) -> list[Parameter]:
 def _unknown(function: Callable[..., Any], name: str, names: Collection[str]) -> InputError:
     return InputError(
         f"expected parameters with the names of fields, constants and keywords, {[*names]}, or "
-        f"{OUT!r} or {AT!r}, got parameter {name!r} of {name_of_function(function)}. Rename it, or "
-        f"give it a default value."
+        f"{OUT!r} or {AT!r}, got parameter {name!r} of {describe_function(function)}. Rename it, "
+        f"or give it a default value."
     )
 
 
@@ -184,38 +184,38 @@ def is_constant(value: Any) -> bool:
     return is_array or is_tuple or isinstance(value, _CONSTANT)
 
 
-def _is_plain(value: Any, seen: set[int]) -> bool:
+def _is_plain(value: Any, visited: set[int]) -> bool:
     """Return whether a value that a function uses neither changes nor has a state."""
-    if isinstance(value, _CONSTANT) or id(value) in seen:
+    if isinstance(value, _CONSTANT) or id(value) in visited:
         return True
-    seen.add(id(value))
+    visited.add(id(value))
     if type(value) in (tuple, frozenset):
-        return all(_is_plain(each, seen) for each in value)
+        return all(_is_plain(element, visited) for element in value)
     if type(value) is functools.partial:
         parts = value.func, value.args, tuple(value.keywords.values())
-        return not vars(value) and all(_is_plain(each, seen) for each in parts)
+        return not vars(value) and all(_is_plain(part, visited) for part in parts)
     if isinstance(value, functools._lru_cache_wrapper):
-        return _is_plain(value.__wrapped__, seen)
+        return _is_plain(value.__wrapped__, visited)
     if _is_kernel(value) or _is_of_library(value):
         return True
     if type(value) is FunctionType:
-        return _is_plain_function(value, seen)
+        return _is_plain_function(value, visited)
     return False
 
 
-def _is_plain_function(function: FunctionType, seen: set[int]) -> bool:
+def _is_plain_function(function: FunctionType, visited: set[int]) -> bool:
     code = function.__code__
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     if code.co_flags & _GENERATORS or vars(function):
         return False
-    if not all(_is_plain(each, seen) for each in values):
+    if not all(_is_plain(value, visited) for value in values):
         return False
-    if not all(_is_plain(each, seen) for each in closure_values(function)):
+    if not all(_is_plain(value, visited) for value in closure_values(function)):
         return False
-    return all(_is_plain_code(each, function, seen) for each in codes_in(code))
+    return all(_is_plain_code(inner_code, function, visited) for inner_code in codes_in(code))
 
 
-def _is_plain_code(code: CodeType, function: FunctionType, seen: set[int]) -> bool:
+def _is_plain_code(code: CodeType, function: FunctionType, visited: set[int]) -> bool:
     outer = function.__code__.co_freevars
     before: str | None = None  # the attribute that the previous instruction reads
     for instruction in dis.get_instructions(code):
@@ -231,23 +231,23 @@ def _is_plain_code(code: CodeType, function: FunctionType, seen: set[int]) -> bo
         before = None
         if kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             before = name
-        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_plain_global(name, function, seen):
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_plain_global(name, function, visited):
             return False
     return True
 
 
-def _is_plain_global(name: str, function: FunctionType, seen: set[int]) -> bool:
+def _is_plain_global(name: str, function: FunctionType, visited: set[int]) -> bool:
     if name in function.__globals__:
-        return _is_plain(function.__globals__[name], seen)
+        return _is_plain(function.__globals__[name], visited)
     return name in _BUILTINS
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
     """Yield a code, and those of the functions inside."""
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from codes_in(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
 
 
 def closure_values(function: FunctionType) -> Iterator[Any]:
@@ -274,8 +274,8 @@ def _is_of_library(value: Any) -> bool:
 
 
 def _is_stateless(module: str) -> bool:
-    package, *others = module.split(".")
-    return package in _PACKAGES and _STATEFUL.isdisjoint(others)
+    package, *submodules = module.split(".")
+    return package in _PACKAGES and _STATEFUL.isdisjoint(submodules)
 
 
 def _package(value: Any) -> str:

@@ -340,7 +340,7 @@ def iterate(
     )
     options = checked_options()
     register_if_possible()
-    made = section_arrays(
+    arrays = section_arrays(
         "p2p-iterate",
         iteration,
         arguments.arrays,
@@ -349,4 +349,4 @@ def iterate(
         options,
         wholes=arguments.wholes,
     )
-    return arguments.sorted(made, iteration.returns_steps)
+    return arguments.sorted(arrays, iteration.returns_steps)

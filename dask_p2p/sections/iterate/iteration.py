@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p.plans.halo import halo_exchange
+from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
@@ -20,7 +20,7 @@ from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpe
 from dask_p2p.sections.iterate.functions import AT, VALUES, is_constant
 from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
-from dask_p2p.sections.iterate.output.specs import StoreSpecs
+from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.step import Phase
 
 
@@ -53,8 +53,8 @@ class Iteration:
     @cached_property
     def reads_at(self) -> bool:
         """True if a function has a parameter `at`, and may read the newest records."""
-        bindings = [each.binding for each in self.phases]
-        bindings += [each.binding for each in self.series]
+        bindings = [phase.binding for phase in self.phases]
+        bindings += [spec.binding for spec in self.series]
         return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
 
     def settings(self) -> dict[str, str]:
@@ -102,20 +102,26 @@ class Iteration:
     def outputs(self) -> Outputs:
         """The outputs of the section: all levels of the fields, and then the numbers."""
         fields = [spec for spec in self.fields if not spec.is_constant]
-        found: list[Output] = [
+        outputs: list[Output] = [
             FieldOutput(spec.dtype, spec.extra) for spec in fields for _ in spec.depths
         ]
-        found += [Same(spec.value) for spec in self.scalars]
-        found += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
-        found += [Same(0)] if self.returns_steps else []
-        return Outputs(tuple(found), tuple(map(str, range(len(found)))))
+        outputs += [Same(spec.value) for spec in self.scalars]
+        outputs += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
+        outputs += [Same(0)] if self.returns_steps else []
+        return Outputs(tuple(outputs), tuple(map(str, range(len(outputs)))))
 
     def estimate(
-        self, found: SectionEstimate, ranks: RankGrid, rank: int, inputs_bytes: Sequence[int]
+        self,
+        section_estimate: SectionEstimate,
+        ranks: RankGrid,
+        rank: int,
+        inputs_bytes: Sequence[int],
     ) -> SectionEstimate:
-        """Return the estimate of one rank; `found` is the estimate for any function."""
-        each = [_bytes_of(spec, ranks, rank) for spec in self.fields]
-        work, returned, state, sent, received = (sum(sizes) for sizes in zip(*each, strict=True))
+        """Return the estimate of one rank; `section_estimate` is the estimate for any function."""
+        field_bytes = [_bytes_of(spec, ranks, rank) for spec in self.fields]
+        work, returned, state, sent, received = (
+            sum(sizes) for sizes in zip(*field_bytes, strict=True)
+        )
         constants = inputs_bytes[sum(len(spec.depths) for spec in self.fields) :]
         has_states = self.period is not None and ranks.size > 1
         item_bytes = {spec.name: spec.dtype.itemsize for spec in self.fields}
@@ -123,13 +129,13 @@ class Iteration:
         series_bytes = sum(spec.size_bytes(self.steps) for spec in self.series)
         state += series_bytes
         return replace(
-            found,
+            section_estimate,
             work_bytes=work + sum(constants),
             returned_bytes=returned,
             staging_bytes=received,
-            packed_bytes=sent * (1 if found.kind == "numpy" else SLOTS),
+            packed_bytes=sent * (1 if section_estimate.kind == "numpy" else SLOTS),
             state_bytes=2 * GENERATIONS * state if has_states else 0,
-            frames_bytes=sum(each.size_bytes(*sized) for each in self.stores.frames),
+            frames_bytes=sum(frames.size_bytes(*sized) for frames in self.stores.frames),
             series_bytes=3 * series_bytes,  # the values, the results, and the output's copy
             step_bytes=sent,
             checkpoint_bytes=state if has_states else 0,
@@ -147,15 +153,15 @@ class _FieldBytes(NamedTuple):
 
 
 def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
-    ranks = ranks.extended(spec.extra)
-    own = halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
+    ranks = ranks.extend(spec.extra)
+    exchange = plan_halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels
-    level_bytes = prod(own.shape) * item_bytes
+    level_bytes = prod(exchange.shape) * item_bytes
     return _FieldBytes(
         work=(levels + (not spec.is_constant)) * level_bytes,
         returned=results * level_bytes,
         state=results * prod(ranks.shape(rank)) * item_bytes,
-        sent=sum(map(elements_of, own.sends.values())) * item_bytes,
-        received=sum(map(elements_of, own.receives.values())) * item_bytes,
+        sent=sum(map(elements_of, exchange.sends.values())) * item_bytes,
+        received=sum(map(elements_of, exchange.receives.values())) * item_bytes,
     )

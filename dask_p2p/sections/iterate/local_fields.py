@@ -32,7 +32,7 @@ class LocalField:
         self.spec, self.levels, self._extra = spec, list(levels), extra
         self.shape, self.box = tuple(map(sum, ranks.chunks)), ranks.box(rank)
         self.has_halo = any(map(any, spec.widest))
-        self._spare: HaloArray | None = None
+        self._next_level: HaloArray | None = None
 
     @property
     def is_updated(self) -> bool:
@@ -50,24 +50,26 @@ class LocalField:
         return self.newest.layout
 
     @property
-    def spare(self) -> HaloArray:
+    def next_level(self) -> HaloArray:
         """Memory for the next level."""
-        if self._spare is None:
-            self._spare = HaloArray(self.layout)
-        return self._spare
+        if self._next_level is None:
+            self._next_level = HaloArray(self.layout)
+        return self._next_level
 
     def restoring(self) -> Callable[[], None]:
         """Return a function that restores the present order of all memory."""
-        levels, spare = self.levels, self.spare
+        levels, next_level = self.levels, self.next_level
 
         def restore() -> None:
-            self.levels, self._spare = levels, spare
+            self.levels, self._next_level = levels, next_level
 
         return restore
 
-    def turn(self) -> None:
+    def rotate(self) -> None:
         """Make the filled memory the newest level, and reuse that of the oldest for the next."""
-        self.levels, self._spare = [self.spare, *self.levels[:-1]], self.levels[-1]
+        filled = self._next_level
+        assert filled is not None, "its memory is filled"
+        self.levels, self._next_level = [filled, *self.levels[:-1]], self.levels[-1]
 
     def parts(self, box: Box) -> list[HaloPart]:
         """Return the part of each level for a box of the local block of the first field."""
@@ -78,14 +80,14 @@ class LocalField:
         if not any(self._extra):
             return box
         pairs = zip(box, self._extra, strict=True)
-        return tuple((start, stop + more) for (start, stop), more in pairs)
+        return tuple((start, stop + longer_by) for (start, stop), longer_by in pairs)
 
 
 class StepAt(At):
     """The position of a step: parameter `at` of the functions of `iterate`."""
 
-    def __init__(self, *given: Any, last: Mapping[str, Any]) -> None:
-        super().__init__(*given)
+    def __init__(self, *position: Any, last: Mapping[str, Any]) -> None:
+        super().__init__(*position)
         self._last = MappingProxyType(last)
 
     @property
@@ -132,15 +134,21 @@ class LocalFields:
 
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
         ctx, rank = self._ctx, self._ctx.rank
-        whole = ctx.grid_of().ranks
-        ranks = whole.extended(spec.extra)
+        first_ranks = ctx.grid_of().ranks
+        ranks = first_ranks.extend(spec.extra)
         options = spec.widest, spec.boundary, spec.corners, spec.dtype
         first = ctx.with_halo(None, *options, exchange, Grid(ctx, ranks))
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
         for level in levels:
             local_blocks.copy_into(next(self._numbers), level.inner)
-        pairs = zip(ranks.shape(rank), whole.shape(rank), strict=True)
-        return LocalField(spec, levels, ranks, rank, tuple(own - of for own, of in pairs))
+        pairs = zip(ranks.shape(rank), first_ranks.shape(rank), strict=True)
+        return LocalField(
+            spec,
+            levels,
+            ranks,
+            rank,
+            tuple(length - first_length for length, first_length in pairs),
+        )
 
     def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
         if spec.is_whole:
@@ -153,8 +161,8 @@ class LocalFields:
     @property
     def state(self) -> tuple[Array, ...]:
         """The local blocks of all levels, of the fields that are no constants."""
-        own = [each for each in self.fields.values() if not each.spec.is_constant]
-        return tuple(level.inner for each in own for level in each.levels)
+        fields = [field for field in self.fields.values() if not field.spec.is_constant]
+        return tuple(level.inner for field in fields for level in field.levels)
 
     def constant_arrays(self) -> Iterator[tuple[str, Array, Box, bool]]:
         """Yield name, block and box of each array, and whether the block counts on this rank."""
@@ -169,7 +177,9 @@ class LocalFields:
                 bounds = self._ctx.box
                 lengths = *(1 for _ in bounds[ndim:]), *spec.shape  # 1: all ranks have it
                 pairs = [*zip(lengths, bounds, strict=True)]
-                box = [(0, 1) if length == 1 else own for length, own in pairs]
+                box = [
+                    (0, 1) if length == 1 else bounds_of_axis for length, bounds_of_axis in pairs
+                ]
                 counts = not any(length == 1 and start for length, (start, _) in pairs)
                 yield spec.name, block, tuple(box[len(box) - ndim :]), counts
 
@@ -183,12 +193,12 @@ class LocalFields:
         of_fields = [field.restoring() for field in self.fields.values()]
 
         def restore() -> None:
-            for each in of_fields:
-                each()
+            for restore_field in of_fields:
+                restore_field()
 
         return restore
 
-    def lasting(self) -> Iterator[list[HaloArray]]:
+    def unchanging_halos(self) -> Iterator[list[HaloArray]]:
         """Yield arrays whose halos no step updates: constants, and then each older level."""
         with_halo = [field for field in self.fields.values() if field.has_halo]
         yield [field.newest for field in with_halo if field.spec.is_constant]
@@ -197,31 +207,30 @@ class LocalFields:
 
     def values(self, names: Iterable[str], box: Box, at: At) -> dict[str, Any]:
         """Return the values of some names for a box of the local block."""
-        found: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name in names:
             if name in self.fields:
                 field = self.fields[name]
                 data = tuple(part.data for part in field.parts(box))
-                is_one = bool(name) and not field.spec.is_list
-                found[name] = data[0] if is_one else data
+                values[name] = data if field.spec.is_list else data[0]
             elif name in self._constants and isinstance(self._constants[name][0], Points):
-                found[name] = self._points(self._constants[name][0].xy, box)
+                values[name] = self._points(self._constants[name][0].xy, box)
             elif name in self._constants:
-                found[name] = self._of_box(*self._constants[name], box)
+                values[name] = self._of_box(*self._constants[name], box)
             elif name == VALUES[AT]:
-                found[name] = at
+                values[name] = at
             elif name in self.keywords:
-                found[name] = self.keywords[name]
-        return found
+                values[name] = self.keywords[name]
+        return values
 
     def _points(self, xy: Array, box: Box) -> LocalPoints:
         """Return points for a box of the local block; its fields may have halos."""
-        known = []
+        blocks = []
         for part in (part for field in self.fields.values() for part in field.parts(box)):
-            own: Any = part.inner[: len(box)]
-            known.append((part.data.shape, tuple(along.start for along in own)))
-            known.append((tuple(along.stop - along.start for along in own), (0,) * len(box)))
-        return LocalPoints(xy, self._in_whole(box), self._ctx.device.module, known)
+            inner: Any = part.inner[: len(box)]
+            blocks.append((part.data.shape, tuple(along.start for along in inner)))
+            blocks.append((tuple(along.stop - along.start for along in inner), (0,) * len(box)))
+        return LocalPoints(xy, self._in_whole(box), self._ctx.device.module, blocks)
 
     def _in_whole(self, box: Box) -> Box:
         """Return the position of a box of the local block in the whole array."""
@@ -237,5 +246,5 @@ class LocalFields:
 
     def at(self, box: Box, step: Callable[[str], int]) -> StepAt:
         """Return the position of a box of the local block; `step` returns the step's number."""
-        ctx, whole = self._ctx, self._in_whole(box)
-        return StepAt(ctx.rank, self.shape, whole, ctx.device.module, step, last=self._last)
+        ctx, global_box = self._ctx, self._in_whole(box)
+        return StepAt(ctx.rank, self.shape, global_box, ctx.device.module, step, last=self._last)

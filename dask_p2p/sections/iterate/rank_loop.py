@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from functools import partial
 from math import lcm
 from typing import Any
 
 from dask_p2p.errors import BlockMismatchError
-from dask_p2p.geometry import Box, box_size
+from dask_p2p.geometry import Box
 from dask_p2p.sections.api.rank_body import LocalBlocks
+from dask_p2p.sections.checks import StepChecks
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.context.loop import Callback, Loop, Multiples
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.checkpoints import Period, copied_from
+from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
-from dask_p2p.sections.iterate.first_step import FirstStep, StepComparisons
 from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
+from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
+from dask_p2p.sections.iterate.output.files import FieldValues
+from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.series import NumberState, Series
-from dask_p2p.sections.iterate.output.stores import Stores
-from dask_p2p.sections.iterate.step import NOTHING, Call, Phase, Returned
+from dask_p2p.sections.iterate.step import NOTHING, Call, Returned
 from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
@@ -33,294 +37,360 @@ class RunIteration(Iteration):
     """The function of the section: all steps of each rank."""
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
-        with closing(RankLoop(self, ctx, local_blocks)) as loop:
-            returned = loop()
+        with closing(RankWork(self, ctx, local_blocks)) as work:
+            step, steps = work.resume(), work.steps
+            loop = work.loop = Loop(ctx, self.steps, step, work.callbacks())
+            while not loop.is_over:
+                if steps.may_replay and steps.replay(step, loop):
+                    step += steps.cycle
+                else:
+                    steps.make(step)
+                    step += 1
+                loop.advance(step)
+            returned = work.results(step)
         return {str(number): value for number, value in enumerate(returned)}
 
 
-class RankLoop:
-    """All steps of one rank.
+class RankWork:
+    """The fields of one rank, and what it does with them after some steps."""
 
-    After some steps, a *cycle*, each time level is in the same memory again. So the arrays of a
-    call are found once for each position in the cycle.
-    """
+    loop: Loop
 
-    def __init__(self, of: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
-        self._of, self._ctx = of, ctx
-        ctx.replays_steps = of.capture is True
-        self._replays = Replays(of, ctx)
-        given = of.shape, local_blocks, of.fields, of.constants, of.exchange
-        self._series = Series(of.series, of.steps, ctx)
-        self._scalars = Scalars(of.scalars, ctx)
-        self._numbers = NumberState(ctx.device, self._scalars, self._series)
-        self._local = LocalFields(ctx, *given, self._series.last, of.kwargs)
-        self._fields = self._local.fields
-        self._whole = next(iter(self._fields.values())).layout.whole
-        self._cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
-        parts = Parts(of, ctx.device, self._fields, self._whole)
-        self._overlap = Overlap(of, parts)
-        self._comparisons = StepComparisons(of, ctx, self._local)
-        self._first = 0  # the first step of this attempt
-        self._stale = {name for name, field in self._fields.items() if field.is_updated}
-        self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
-        self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
-        recorded = self._scalars, self._series
-        self._stores = Stores(of.stores, ctx, self._local, *recorded, of.steps, of.settings)
-        self._limit = Period(of.max_time)
+    def __init__(self, iteration: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
+        self._iteration, self._ctx = iteration, ctx
+        self._series = series = Series(iteration.series, iteration.steps, ctx)
+        self._scalars = scalars = Scalars(iteration.scalars, ctx)
+        self._numbers = NumberState(ctx.device, scalars, series)
+        self._local = local = LocalFields(
+            ctx,
+            iteration.shape,
+            local_blocks,
+            iteration.fields,
+            iteration.constants,
+            iteration.exchange,
+            series.last,
+            iteration.kwargs,
+        )
+        self.steps = FieldSteps(iteration, ctx, local, scalars)
+        stores = iteration.stores
+        values = FieldValues(ctx, local, scalars, series, stores.chunks, iteration.settings)
+        self._frames = [
+            Frames(spec, ctx, values.newest, iteration.steps, local, self.steps.current)
+            for spec in stores.frames
+        ]
+        self._files: list[CheckpointFiles] = []
+        if stores.checkpoint is not None:
+            self._files.append(CheckpointFiles(stores.checkpoint, ctx, values))
+        #: Frames before checkpoints.
+        self._stores: list[Frames | CheckpointFiles] = [*self._frames, *self._files]
 
-    def __call__(self) -> tuple[Any, ...]:
-        """Make all steps; return the local blocks of all fields, and the series."""
-        of, ctx, cycle, period = self._of, self._ctx, self._cycle, Period(self._of.period)
-        step = first = self._first = self._resumed()
-        graph: Captured | None = None
-        while step < of.steps:
-            if step == first + cycle and step + 2 * cycle < of.steps:
-                graph = self._captured(step)
-            if graph is not None and step == first + 2 * cycle:
-                graph = graph if self._replays.is_right(graph) else None
-            is_ready = graph is not None and step >= first + 2 * cycle
-            if graph is not None and is_ready and self._is_free(step):
-                graph()
-                step += cycle
-                ctx.progress.advance(step)
-                self._stale = self._stale_before(0)
-            else:
-                numbers = self._first_step() if step == first else self._step(step)
-                step += 1
-                ctx.progress.advance(step)
-                if self._is_done(step, numbers):
-                    self._stores.write(step, self._current)
-                    break
-            ctx.device.keep_up(step)
-            is_over = of.max_time is not None and ctx.has_ended(self._limit, step)
-            self._stores.write(step, self._current, is_last=is_over)
-            if is_over:
-                break
-            is_due = step < of.steps and ctx.is_due(period, step)
-            if is_due and not self._comparisons.keep_values():
-                self._stores.flush()  # a run that resumes here must find all frames
-                self._numbers.save()
-                ctx.save_state(step, self._state)
-        return self._results(step)
-
-    def _resumed(self) -> int:
+    def resume(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
-        ctx = self._ctx
-        first = ctx.restore_state(lambda saved: copied_from(saved, self._state, ctx.device))
+        ctx, steps = self._ctx, self._iteration.steps
+        first = ctx.restore_state(lambda saved: copy_from_state(saved, self._state, ctx.device))
         self._numbers.load(first)
-        first = self._stores.resumed(first)
-        ctx.progress.step = ctx.progress.first = first
-        ctx.progress.steps = self._of.steps
-        for halo_arrays in self._local.lasting():
-            self._updated(halo_arrays)
-        self._stores.open(first, self._current)
+        for files in self._files:
+            first = files.resume(first, steps)
+        for halo_arrays in self._local.unchanging_halos():
+            if halo_arrays:
+                ctx.update_halo(*halo_arrays, copy=False)
+        for frames in self._frames:
+            frames.resume(first, steps)
+        self.steps.begin(first)
         return first
 
-    def _results(self, step: int) -> tuple[Any, ...]:
+    def callbacks(self) -> list[Callback]:
+        """Return what is done after some steps, in its order."""
+        iteration, until = self._iteration, self._iteration.until
+        callbacks: list[Callback] = []
+        if iteration.series:
+            every = Multiples(*(spec.record.every for spec in iteration.series))
+            callbacks.append(Callback(self._record, every, reads_halos=True))
+        elif until is not None:
+            every = Multiples(iteration.check_every)
+            callbacks.append(Callback(self._ask_until, every, reads_halos=True))
+        callbacks += (
+            Callback(partial(self._write, store), store.schedule, store.reads_halos)
+            for store in self._stores
+        )
+        if iteration.max_time is not None:
+            callbacks.append(Callback(self._end, Period(iteration.max_time)))
+        if self._ctx.has_checkpoints:
+            callbacks.append(Callback(self._save, Period(iteration.period)))
+        return callbacks
+
+    def results(self, step: int) -> tuple[Any, ...]:
         """Return the local blocks of all fields, and the numbers."""
-        self._stores.flush()
+        self._flush()
         self._scalars.check()
         series = self._series.results()
-        numbers = (*series, step) if self._of.returns_steps else ()
+        numbers = (*series, step) if self._iteration.returns_steps else ()
         return (*self._local.state, *self._scalars.values.values(), *numbers)
 
     def close(self) -> None:
-        """End the thread of the stores, and release their folders."""
-        self._stores.close()
+        """End the threads of the stores, and release their folders."""
+        for store in self._stores:
+            store.close()
 
-    @property
-    def _state(self) -> tuple[Array, ...]:
-        """The arrays of a checkpoint."""
-        return (*self._local.state, *self._numbers.arrays)
+    # --- after some steps
 
-    # --- the first step
+    def _write(self, store: Frames | CheckpointFiles, step: int) -> None:
+        store.write(step, self._flush)
 
-    def _updated(self, halo_arrays: Sequence[HaloArray]) -> None:
-        if halo_arrays:
-            self._ctx.update_halo(*halo_arrays, copy=False)
+    def _record(self, step: int) -> None:
+        """Record numbers; end the loop if `until` says so."""
+        iteration, steps = self._iteration, self.steps
+        current = steps.current(self._series.names)
+        self._series.record(step, lambda binding: current(binding, steps.block_box))
+        if iteration.until is not None or iteration.reads_at:  # perhaps at.last
+            self._series.combine()
+        if iteration.until is not None and iteration.until(dict(self._series.last)):
+            self.loop.is_over = True
 
-    def _first_step(self) -> Sequence[Any]:
-        """Make the first step, and check the functions; return the numbers of the last one."""
-        numbers: Sequence[Any] = ()
-        for phase in self._of.phases:
-            self._updated(self._stale_of(phase.binding.names))
-            names, returned = self._checked(phase)
-            self._changed.append(names)
-            self._turn(names)
-            self._scalars.update(returned.scalars)
-            numbers = returned.numbers
-        self._scalars.check()
-        return numbers
-
-    def _checked(self, phase: Phase) -> tuple[list[str], Returned]:
-        """Fill the whole next local blocks and check the function; return names and values."""
-        at = self._local.at(self._whole, self._ctx.step_for)
-        values = self._values(phase.binding, self._whole, at)
-        read = [
-            level
-            for name, field in self._fields.items()
-            for level in field.levels
-            if name in phase.binding.names
-        ]
-        parts = {name: self._fields[name].parts(self._whole)[0] for name in phase.fields}
-
-        def spare(name: str) -> HaloArray:
-            return self._fields[name].spare
-
-        step = FirstStep(phase, self._ctx.device, read, values, parts, spare)
-        return step()
-
-    # --- later steps
-
-    def _step(self, step: int) -> Sequence[Any]:
-        """Make a step; return the numbers of its last function."""
-        returned = NOTHING
-        # Numbers for `until` are those of a whole local block.
-        may_overlap = not self._of.is_staggered and not self._is_asked(step + 1)
-        for call in self._calls_of(step):
-            is_wanted = may_overlap and self._overlap.is_wanted(call)
-            is_overlapped = is_wanted and self._overlap.is_checked(call)
-            for box in self._boxes(call, is_overlapped):
-                if self._comparisons.are_due and box == self._whole:
-                    returned = self._comparisons.step(
-                        call, self._at_step, partial(self._apply, call, box)
-                    )
-                else:
-                    returned = self._apply(call, box)
-            is_due = (
-                may_overlap and self._overlap.is_due(call) and self._replays.is_worthwhile(step)
-            )
-            if is_due or (is_wanted and not is_overlapped):
-                self._overlap.check(call, self._apply)
-            self._turn(call.changed)
-            if returned.scalars:
-                self._scalars.update(returned.scalars)
-        return returned.numbers
-
-    def _boxes(self, call: Call, is_overlapped: bool) -> Iterator[Box]:
-        """Update halos; yield boxes of the local block when they can be computed."""
-        exchange, halo_arrays = call.exchange, call.halo_arrays
-        if not call.reads <= self._stale:  # a record has read some of them since
-            halo_arrays = self._stale_of(call.phase.binding.names)
-            exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
-        self._stale -= call.reads
-        if exchange is None:
-            yield self._whole
-            return
-        pending = exchange.begin(halo_arrays, is_overlapped)
-        if not is_overlapped:
-            pending.wait()
-            yield self._whole
-            return
-        interior, *boundary_parts = exchange.boxes
-        if box_size(interior):
-            yield interior
-        pending.wait()
-        yield from boundary_parts
-
-    def _calls_of(self, step: int) -> Iterator[Call]:
-        """Yield the calls of a step; each turns its fields before the next one."""
-        position = (step - self._first) % self._cycle
-        for number, phase in enumerate(self._of.phases):
-            key = position, number
-            if key not in self._calls:
-                reads = frozenset(self._stale_before(number) & phase.binding.names)
-                halo_arrays = [self._fields[name].newest for name in self._fields if name in reads]
-                exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
-                changed = self._changed[number]
-                of_halos = halo_arrays, exchange, self._ctx.device
-                self._calls[key] = Call(phase, changed, reads, *of_halos)
-            yield self._calls[key]
-
-    def _stale_before(self, number: int) -> set[str]:
-        """Return the names of fields whose halos are out of date before a phase of a later step."""
-        phases, found = self._of.phases, set()
-        for name in (name for name, field in self._fields.items() if field.has_halo):
-            for back in range(1, len(phases) + 1):
-                earlier = (number - back) % len(phases)
-                if name in self._changed[earlier]:
-                    found.add(name)
-                    break
-                if name in phases[earlier].binding.names:
-                    break
-        return found
-
-    def _apply(self, call: Call, box: Box) -> Returned:
-        """Fill a box of the next local blocks; return the values of the function."""
-        if box not in call.arrays:
-            values = self._at_step(call.phase.binding, box)
-            scalars = self._scalars.values.keys()
-            call.arrays[box] = call.arrays_for(box, values, self._fields, scalars)
-        return call.apply(box, self._scalars.values)
-
-    def _at_step(self, binding: Binding, box: Box) -> dict[str, Any]:
-        return self._values(binding, box, self._local.at(box, self._ctx.step_for))
-
-    def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
-        return {**self._local.values(binding.names, box, at), **self._scalars.values}
-
-    def _stale_of(self, names: Collection[str]) -> list[HaloArray]:
-        """Return the newest levels of these names whose halos are out of date; they are updated."""
-        stale = [name for name in self._fields if name in self._stale and name in names]
-        self._stale.difference_update(stale)
-        return [self._fields[name].newest for name in stale]
-
-    def _turn(self, changed: Sequence[str]) -> None:
-        for name in changed:
-            field = self._fields[name]
-            field.turn()
-            if field.has_halo:
-                self._stale.add(name)
-
-    # --- records and until
-
-    def _is_asked(self, step: int) -> bool:
-        """Return whether `until` is called after a step, with numbers of the function."""
-        of = self._of
-        return of.until is not None and not of.series and step % of.check_every == 0
-
-    def _is_done(self, step: int, numbers: Sequence[Any]) -> bool:
-        """Record numbers after a step; return whether `until` ends the loop."""
-        until = self._of.until
-        if self._series.is_due(step):
-            current = self._current(self._series.names)
-            self._series.record(step, lambda binding: current(binding, self._whole))
-            if until is not None or self._of.reads_at:  # perhaps at.last
-                self._series.combine()
-            if until is not None:
-                return bool(until(dict(self._series.last)))
-        if until is None or not self._is_asked(step):
-            return False
+    def _ask_until(self, step: int) -> None:
+        """End the loop if `until` says so, from the numbers of the function."""
+        numbers, until = self.steps.numbers, self._iteration.until
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
-        return bool(until(*map(self._ctx.allreduce, numbers)))
+        if until is not None and until(*map(self._ctx.allreduce, numbers)):
+            self.loop.is_over = True
 
-    def _current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
+    def _end(self, step: int) -> None:
+        """End the loop as its time is over, with a checkpoint in files."""
+        if not self.loop.is_over:
+            self.loop.is_over = True
+            for files in self._files:
+                if files.step != step:
+                    files.write(step, self._flush)
+
+    def _save(self, step: int) -> None:
+        """Save a checkpoint in memory."""
+        if not self.loop.is_over and not self.steps.keep_values():
+            self._flush()  # a run that resumes here must find all frames
+            self._numbers.save()
+            self._ctx.save_state(step, self._state)
+
+    def _flush(self) -> None:
+        for frames in self._frames:
+            frames.flush()
+
+    @property
+    def _state(self) -> tuple[Array, ...]:
+        """The arrays of a checkpoint in memory."""
+        return (*self._local.state, *self._numbers.arrays)
+
+
+class FieldSteps:
+    """Steps of the fields of one rank.
+
+    After some steps, a *cycle*, each time level is in the same memory again. So the arrays of a
+    call are found once for each position in the cycle.
+    """
+
+    def __init__(
+        self, iteration: Iteration, ctx: Context, local: LocalFields, scalars: Scalars
+    ) -> None:
+        self._iteration, self._ctx, self._local, self._scalars = iteration, ctx, local, scalars
+        self._fields = local.fields
+        self.block_box = next(iter(self._fields.values())).layout.local_box
+        self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
+        self._checks = StepChecks(iteration, ctx, local)
+        self.keep_values = self._checks.keep_values
+        self._overlap = Overlap(
+            iteration, Parts(iteration, ctx.device, self._fields, self.block_box)
+        )
+        ctx.replays_steps = iteration.capture is True
+        self._replays = Replays(iteration, ctx)
+        self.may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
+        self._graph: Captured | None = None
+        is_asked = iteration.until is not None and not iteration.series
+        #: Steps between those whose numbers `until` reads; 0: it reads none.
+        self._numbers_every = iteration.check_every if is_asked else 0
+        self.numbers: Sequence[Any] = ()  # of the last function of the newest step
+        self._first = 0  # the first step of this attempt
+        self._stale = {name for name, field in self._fields.items() if field.is_updated}
+        self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
+        self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
+
+    def begin(self, first: int) -> None:
+        """Begin at a step."""
+        self._first = first
+
+    def make(self, step: int) -> None:
+        """Make a step."""
+        if not self._changed:
+            self._make_first()
+            return
+        position, returned = (step - self._first) % self.cycle, NOTHING
+        is_asked = self._numbers_every and not (step + 1) % self._numbers_every
+        for number in range(len(self._changed)):
+            call = self._calls.get((position, number)) or self._add_call(position, number)
+            exchange, halo_arrays = call.exchange, call.halo_arrays
+            if not call.reads <= self._stale:  # a record has read some of them since
+                halo_arrays = self._take_stale(call.phase.binding.names)
+                exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
+            self._stale -= call.reads
+            # Numbers for `until` are those of a whole local block.
+            is_overlapped = call.is_overlapped and not is_asked
+            if exchange is not None:
+                pending = exchange.begin(halo_arrays, is_overlapped)
+                if not is_overlapped:
+                    pending.wait()
+            if exchange is not None and is_overlapped:
+                returned = call.apply_parts(exchange.boxes, pending)
+            elif call.is_settled:
+                returned = call.apply(self.block_box)
+            else:
+                returned = self._apply_checked(call, step, bool(is_asked))
+            for field in call.changed_fields:
+                field.rotate()
+            self._stale |= call.outdated
+            if returned.scalars:
+                self._scalars.update(returned.scalars)
+        self.numbers = returned.numbers
+
+    def _add_call(self, position: int, number: int) -> Call:
+        """Return a call whose fields are where they are at this position."""
+        phase, fields = self._iteration.phases[number], self._fields
+        reads = frozenset(self._stale_before(number) & phase.binding.names)
+        halo_arrays = [field.newest for name, field in fields.items() if name in reads]
+        exchange = self._ctx.halo_exchange(halo_arrays) if halo_arrays else None
+        call = self._calls[position, number] = Call(
+            phase,
+            self._changed[number],
+            reads,
+            halo_arrays,
+            exchange,
+            self._ctx.device,
+            self._arguments,
+            fields,
+            self._scalars.values,
+        )
+        if self._overlap.is_checked(call):
+            self._settle(call)
+        return call
+
+    def _apply_checked(self, call: Call, step: int, is_asked: bool) -> Returned:
+        """Compute by a call that has yet to be checked, or whose overlap is not known."""
+        overlap, checks = self._overlap, self._checks
+
+        def apply() -> Returned:
+            return call.apply(self.block_box)
+
+        is_due = checks.are_due
+        returned: Returned = checks.compare(call, self._arguments, apply) if is_due else apply()
+        if not self._iteration.is_staggered and not is_asked:
+            is_due = overlap.is_due(call) and self._replays.is_worthwhile(step)
+            if is_due or (overlap.is_wanted(call) and not overlap.is_checked(call)):
+                overlap.check(call)
+        if not is_asked:
+            self._settle(call)
+        return returned
+
+    def _settle(self, call: Call) -> None:
+        """Let a call overlap if its function may; later steps make no checks of it."""
+        overlap = self._overlap
+        is_possible = not self._iteration.is_staggered and overlap.is_wanted(call)
+        call.is_overlapped = is_possible and overlap.is_checked(call)
+        call.is_settled = call.is_overlapped or not self._checks.are_due
+
+    def _stale_before(self, number: int) -> set[str]:
+        """Return the names of fields whose halos are out of date before a phase of a later step."""
+        phases, stale = self._iteration.phases, set()
+        for name in (name for name, field in self._fields.items() if field.has_halo):
+            for distance in range(1, len(phases) + 1):
+                earlier = (number - distance) % len(phases)
+                if name in self._changed[earlier]:
+                    stale.add(name)
+                    break
+                if name in phases[earlier].binding.names:
+                    break
+        return stale
+
+    def _arguments(self, binding: Binding, box: Box) -> dict[str, Any]:
+        return self._values(binding, box, self._local.at(box, self._ctx.step_for))
+
+    def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
+        return {**self._local.values(binding.names, box, at), **self._scalars.values}
+
+    def _take_stale(self, names: Collection[str]) -> list[HaloArray]:
+        """Return the newest levels of these names whose halos are out of date; they are updated."""
+        stale = [name for name in self._fields if name in self._stale and name in names]
+        self._stale.difference_update(stale)
+        return [self._fields[name].newest for name in stale]
+
+    def _update_halos(self, names: Collection[str]) -> None:
+        if halo_arrays := self._take_stale(names):
+            self._ctx.update_halo(*halo_arrays, copy=False)
+
+    def _rotate(self, changed: Sequence[str]) -> None:
+        for name in changed:
+            field = self._fields[name]
+            field.rotate()
+            if field.has_halo:
+                self._stale.add(name)
+
+    def current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update the halos of some fields after a step; return a function of all their values."""
         # One message updates halos for the next step, too.
-        self._updated(self._stale_of(self._of.phases[0].binding.names.union(names)))
+        self._update_halos(self._iteration.phases[0].binding.names.union(names))
 
         def step(name: str) -> int:
             return max(0, self._ctx.step_for(name) - 1)
 
         return lambda binding, box: self._values(binding, box, self._local.at(box, step))
 
+    # --- the first step
+
+    def _make_first(self) -> None:
+        """Make the first step, and check the functions."""
+        for phase in self._iteration.phases:
+            self._update_halos(phase.binding.names)
+            values = self._arguments(phase.binding, self.block_box)
+            names, returned = self._checks.first_call(phase, values)
+            self._changed.append(names)
+            self._rotate(names)
+            self._scalars.update(returned.scalars)
+            self.numbers = returned.numbers
+        self._scalars.check()
+
     # --- captured steps
 
-    def _captured(self, step: int) -> Captured | None:
+    def replay(self, step: int, loop: Loop) -> bool:
+        """Replay a cycle of steps, if it is captured and nothing else is due in it."""
+        second = self._first + self.cycle
+        if step == second and step + 2 * self.cycle < self._iteration.steps:
+            self._graph = self._capture(step, loop)
+        if self._graph is not None and step == second + self.cycle:
+            self._graph = self._graph if self._replays.is_right(self._graph) else None
+        self.may_replay = step < second or self._graph is not None
+        if self._graph is None or step < second + self.cycle or not self._is_free(step, loop):
+            return False
+        self._graph()
+        self._stale = self._stale_before(0)
+        return True
+
+    def _is_free(self, step: int, loop: Loop) -> bool:
+        """Return whether a cycle without work for the host can begin after a step."""
+        return not (step - self._first) % self.cycle and loop.is_free(step, self.cycle)
+
+    def _capture(self, step: int, loop: Loop) -> Captured | None:
         """Return a graph that replays a cycle of steps; None if the steps go on one by one."""
-        later = range(step + self._cycle, self._of.steps, self._cycle)
-        if not self._replays.is_worthwhile(step) or not any(map(self._is_free, later[:_CYCLES])):
+        later = range(step + self.cycle, self._iteration.steps, self.cycle)[:_CYCLES]
+        if not self._replays.is_worthwhile(step):
+            return None
+        if not any(self._is_free(start, loop) for start in later):
             return None
 
         def steps() -> None:
-            for number in range(step, step + self._cycle):
-                for call in self._calls_of(number):
-                    self._overlap.put(call, self._apply)
-                    self._turn(call.changed)
+            for position in range(self.cycle):
+                for number in range(len(self._changed)):
+                    call = self._calls.get((position, number)) or self._add_call(position, number)
+                    self._overlap.enqueue(call)
+                    self._rotate(call.changed)
 
         def restore() -> None:
             restore_order()
@@ -328,15 +398,3 @@ class RankLoop:
 
         stale, restore_order = {*self._stale}, self._local.restoring()
         return self._replays.captured(self._calls.values(), self._local.levels, steps, restore)
-
-    def _is_free(self, step: int) -> bool:
-        """Return whether a cycle without work for the host can begin after a step."""
-        of, last = self._of, step + self._cycle
-        if (step - self._first) % self._cycle or last >= of.steps:
-            return False
-        if isinstance(of.period, int) and (last - 1) // of.period > step // of.period:
-            return False  # a checkpoint is due before its last step
-        if any(map(self._stores.is_due, range(step + 1, last))) or self._stores.computes(last):
-            return False
-        later = range(step + 1, last + 1)
-        return not any(map(self._is_asked, later)) and not any(map(self._series.is_due, later))

@@ -6,25 +6,22 @@ another library's arrays over the same memory, checksums before and after the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from dask_p2p.backends.base import check_plain
-from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.geometry import Box
+from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.outputs import shape_of
+from dask_p2p.sections.checks import arrays_in, can_refuse, check_kept, written_fields
 from dask_p2p.sections.exchange.device import Host
-from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart
+from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart, Pending
 from dask_p2p.sections.iterate.functions import OUT, UNNAMED, VALUES, Binding
 from dask_p2p.sections.iterate.local_fields import LocalField
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 Outs = Mapping[str, Array]  # by name of a field: memory for its next values
 
@@ -103,10 +100,10 @@ class Phase:
             return Returned({self.fields[0]: value})
         names = (*self.fields, *self.scalars)
         if not isinstance(value, Mapping) or not value or not {*value} <= {*names}:
-            found = list(value) if isinstance(value, Mapping) else type(value).__name__
+            received = list(value) if isinstance(value, Mapping) else type(value).__name__
             raise BlockMismatchError(
                 f"expected a mapping of new blocks from the function, with some of the fields "
-                f"{list(names)}, got {found}. Return {{{names[0]!r}: ...}}."
+                f"{list(names)}, got {received}. Return {{{names[0]!r}: ...}}."
             )
         blocks = {name: value[name] for name in value if name in self.fields}
         return Returned(blocks, (), {name: value[name] for name in value if name in self.scalars})
@@ -127,12 +124,12 @@ class Phase:
         if isinstance(value, Mapping) and {*value} <= {*self.scalars}:
             return Returned({}, (), dict(value))
         if values not in ((None,), ()) and not isinstance(values[0], SimpleNamespace):
-            found = list(value) if isinstance(value, Mapping) else type(values[0]).__name__
+            received = list(value) if isinstance(value, Mapping) else type(values[0]).__name__
             name = (*self.fields, *self.scalars)[0]
             raise BlockMismatchError(
                 f"expected a function that fills its parameter out, out.{name}[...] = "
                 f"..., and returns None or fields that are numbers, {list(self.scalars)}, got "
-                f"{found}. Return nothing else, or leave out the parameter out."
+                f"{received}. Return nothing else, or leave out the parameter out."
             )
         return NOTHING
 
@@ -142,9 +139,11 @@ def _is_same_memory(value: Any, out: Array) -> bool:
         return True
     names = ("__cuda_array_interface__", "__array_interface__")
     for name in names:
-        own, other = getattr(out, name, None), getattr(value, name, None)
-        if own is not None and other is not None:
-            return bool(own["data"] == other["data"] and value.shape == out.shape)
+        out_interface, value_interface = getattr(out, name, None), getattr(value, name, None)
+        if out_interface is not None and value_interface is not None:
+            return bool(
+                out_interface["data"] == value_interface["data"] and value.shape == out.shape
+            )
     return False
 
 
@@ -188,47 +187,29 @@ def replace_block(
     part: HaloPart,  # part of the newest field that was passed to the function
 ) -> None:
     """Copy a returned array, with or without halo, into `out`."""
-    shape, seen = shape_of("the value of the function", new, type(out)), part.data
-    if shape == seen.shape:
+    shape, part_shape = shape_of("the value of the function", new, type(out)), part.data
+    if shape == part_shape.shape:
         new = new[part.inner]
     elif shape != out.shape:
         raise BlockMismatchError(
-            f"expected an array of shape {out.shape}, or {seen.shape} with halo, from the "
+            f"expected an array of shape {out.shape}, or {part_shape.shape} with halo, from the "
             f"function, got {shape}. Return such an array, or fill a parameter named out."
         )
-    check_kept(new, out.dtype, "return")
+    if type(new) is not type(out) or new.dtype != out.dtype:
+        check_kept(new, out.dtype, "return")
     device.assign(out, new)
 
 
-def check_kept(value: Any, dtype: DType, verb: str) -> None:
-    """Raise `BlockMismatchError` if values lose fractions or imaginary parts in a dtype.
-
-    Raises `UnsupportedArrayError` if they are more than their elements.
-    """
-    check_plain("the value of the function", value)
-    if not is_kept(value, dtype):
-        raise BlockMismatchError(
-            f"expected an array from the function that can be converted to {dtype} without loss, "
-            f"got {np.asarray(value).dtype if np.isscalar(value) else value.dtype}. Give the dtype "
-            f"of the fields, iterate(..., dtype=...), or {verb} values of {dtype}, a.astype(...)."
-        )
-
-
-def is_kept(value: Any, dtype: DType) -> bool:
-    """Return whether values keep their kind of number when they are converted to a dtype.
-
-    Signed integers may be converted to unsigned ones if no value changes. A Python number only has
-    to keep its value: 0 has any dtype.
-    """
-    kind: DType = getattr(value, "dtype", None) or np.asarray(value).dtype
-    if np.can_cast(kind, dtype, "same_kind"):
-        return True
-    is_plain = isinstance(value, (bool, int, float, complex)) and not isinstance(value, np.generic)
-    if {kind.kind, dtype.kind} <= set("iu") or (is_plain and dtype.kind in "biufc"):
-        with np.errstate(all="ignore"):
-            given = np.asarray(value) if is_plain else value
-            return bool((given.astype(dtype) == given).all())
-    return False
+def explain_write(exc: Exception) -> InputError | None:
+    """Return an error with the remedy if a write into read-only memory was refused, else None."""
+    text = str(exc)
+    if "read-only" not in text and "readonly" not in text:
+        return None
+    return InputError(
+        f"expected a function that only reads its fields and constants, got one that writes "
+        f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
+        f"Declare arrays read-only where a compiled function declares types."
+    )
 
 
 @contextmanager
@@ -237,36 +218,9 @@ def explained_writes() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as exc:
-        text = str(exc)
-        if "read-only" not in text and "readonly" not in text:
+        if (error := explain_write(exc)) is None:
             raise
-        raise InputError(
-            f"expected a function that only reads its fields and constants, got one that writes "
-            f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
-            f"Declare arrays read-only where a compiled function declares types."
-        ) from exc
-
-
-def written_fields() -> InputError:
-    """Return the error for a function that has written into its fields."""
-    return InputError(
-        "expected a function that only reads its fields and constants, got one that writes "
-        "into them. Write into a copy, u = u.copy(), or into the parameter out."
-    )
-
-
-def can_refuse(device: Host, function: Callable[..., Any]) -> bool:
-    """Return whether the arrays that a function receives refuse writes."""
-    return device.has_read_only and not isinstance(function, LibraryFunction)
-
-
-def arrays_in(values: Iterable[Any], kind: Any) -> Iterator[Any]:
-    """Yield the arrays among values, and among the time levels of fields."""
-    for value in values:
-        if isinstance(value, kind):
-            yield value
-        elif isinstance(value, tuple):
-            yield from arrays_in(value, kind)
+        raise error from exc
 
 
 class Reader:
@@ -280,7 +234,7 @@ class Reader:
         The user's function.
     """
 
-    def __init__(self, device: Host, function: Callable[..., Any]) -> None:
+    def __init__(self, device: Any, function: Callable[..., Any]) -> None:
         self._device, self._is_checked = device, can_refuse(device, function)
 
     def __call__(self, bound: partial[Any]) -> Any:
@@ -323,34 +277,45 @@ class Call:
         halo_arrays: list[HaloArray],  # of these fields
         exchange: HaloExchange | None,  # updates them
         device: Host,  # of the fields
+        arguments: Callable[[Binding, Box], dict[str, Any]],  # of its function, by name
+        fields: Mapping[str, LocalField],
+        scalars: Mapping[str, Any],  # the newest numbers
     ) -> None:
         self.phase, self.changed, self.reads = phase, changed, reads
         self.halo_arrays, self.exchange, self._device = halo_arrays, exchange, device
-        self.arrays: dict[Box, CallArrays] = {}
+        self._arguments, self._fields, self._scalars = arguments, fields, scalars
+        self._arrays: dict[Box, CallArrays] = {}
+        self.changed_fields = [fields[name] for name in changed]
+        self.outdated = {field.spec.name for field in self.changed_fields if field.has_halo}
+        self.is_settled = False  # whether its function is checked, and `is_overlapped` known
+        self.is_overlapped = False  # whether the interior is computed while halos are in flight
 
-    def arrays_for(
-        self,
-        box: Box,
-        values: dict[str, Any],  # arguments of the function
-        fields: Mapping[str, LocalField],
-        scalars: Collection[str],  # names of the numbers
-    ) -> CallArrays:
+    def _arrays_for(self, box: Box) -> CallArrays:
         """Return the arrays for a box of the local block."""
-        parts = {name: fields[name].parts(box)[0] for name in self.changed}
-        outs = {name: fields[name].spare.inner[part.where] for name, part in parts.items()}
-        reads_scalars = not self.phase.binding.names.isdisjoint(scalars)
+        values = self._arguments(self.phase.binding, box)
+        parts = {name: self._fields[name].parts(box)[0] for name in self.changed}
+        outs = {
+            name: self._fields[name].next_level.inner[part.where] for name, part in parts.items()
+        }
+        reads_scalars = not self.phase.binding.names.isdisjoint(self._scalars)
         return CallArrays(values, self.phase.bound(values, outs), outs, parts, reads_scalars)
 
-    def apply(self, box: Box, scalars: Mapping[str, Any]) -> Returned:
+    def apply(self, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the other values of the function."""
-        phase, arrays = self.phase, self.arrays[box]
+        phase, arrays = self.phase, self._arrays.get(box)
+        if arrays is None:
+            arrays = self._arrays[box] = self._arrays_for(box)
         function = arrays.function
         if arrays.reads_scalars:
-            function = phase.bound({**arrays.values, **scalars}, arrays.outs)
-        with explained_writes():
+            function = phase.bound({**arrays.values, **self._scalars}, arrays.outs)
+        try:
             value = function()
+        except (TypeError, ValueError) as exc:
+            if (error := explain_write(exc)) is None:
+                raise
+            raise error from exc
         if phase.fills_out:
-            return phase.filled(value, arrays.outs)
+            return NOTHING if value is None else phase.filled(value, arrays.outs)
         returned = phase.returned(value)
         if returned.blocks.keys() != arrays.outs.keys():
             raise BlockMismatchError(
@@ -360,6 +325,15 @@ class Call:
         for name, new in returned.blocks.items():
             replace_block(self._device, arrays.outs[name], new, arrays.parts[name])
         return returned._replace(blocks={})  # perhaps views of fields
+
+    def apply_parts(self, boxes: Sequence[Box], pending: Pending) -> Returned:
+        """Fill the interior while halos are in flight, and then the boundary parts."""
+        interior, *boundary_parts = boxes
+        returned = self.apply(interior) if box_size(interior) else NOTHING
+        pending.wait()
+        for box in boundary_parts:
+            returned = self.apply(box)
+        return returned
 
     @property
     def is_worth_hiding(self) -> bool:

@@ -17,7 +17,7 @@ from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.sections.wire.frames import (
     HEADER,
     SentMessage,
-    checked_call,
+    check_call,
     is_inline,
     is_message,
     text_of,
@@ -95,13 +95,13 @@ class Connection:
         may_carry = self.channel is not None and payload is not None
         return self.channel if may_carry and self.carries(len(payload)) else None
 
-    def begin_to_send(self, text: bytes, given: Buffer, may_use_slot: bool = False) -> bool:
+    def begin_to_send(self, text: bytes, data: Buffer, may_use_slot: bool = False) -> bool:
         """Begin to send a message, labelled with the text of its call; return if a slot has it."""
-        payload = _bytes_of(given)
+        payload = _bytes_of(data)
         header = HEADER.pack(self.number, len(payload), text)
         may_use_slot = may_use_slot and len(payload) <= MOST_BYTES and not self.sending
         slots = self.mailbox.slots if may_use_slot else None
-        if slots and slots.put(slots.sent_calls, self.number, b"".join((header, payload))):
+        if slots and slots.write(slots.sent_calls, self.number, b"".join((header, payload))):
             return True
         self.sending.append(memoryview(header))
         if channel := self.channel_for(payload):
@@ -122,12 +122,12 @@ class Connection:
     def _begin_header(self) -> None:
         self.receiving, self.is_header = self.header, True
 
-    def puts(self, number: int, message: SentMessage) -> bool:
+    def write_to_slot(self, number: int, message: SentMessage) -> bool:
         """Put a message into the slot, if its value is small; return whether it is there."""
         slots = None if self.sending or message.parts else self.mailbox.slots
         if slots is None or message.size_bytes > MOST_BYTES:
             return False
-        is_there = slots.put(slots.sent_messages, number, b"".join(message.buffers))
+        is_there = slots.write(slots.sent_messages, number, b"".join(message.buffers))
         if is_there:
             message.end = self.sent_buffers
         return is_there
@@ -165,7 +165,7 @@ class Connection:
         None: it is another one, or has yet to arrive, or earlier ones are to be received before.
         Then `receive_messages` continues with the bytes that have arrived.
         """
-        header, mailbox, since_s, found = self.header, self.mailbox, 0.0, None
+        header, mailbox, since_s, small_frame = self.header, self.mailbox, 0.0, None
         is_begun = self.receiving is not None and len(self.receiving) != len(header)
         if is_begun or not self.is_header or mailbox.arrived or mailbox.receives or self.early:
             return None
@@ -173,7 +173,7 @@ class Connection:
         number, looks, self.receiving = mailbox.received + 1, 1, header
         while True:
             if slot is not None and slot.has(number, looks):
-                found = slot.take(number)
+                small_frame = slot.take(number)
                 break
             try:
                 count = self.socket.recv_into(header)
@@ -189,16 +189,16 @@ class Connection:
             self.receiving = header[count:]
             # The peer has filled the slot before it sent this header.
             if slot is not None and slot.has(number):
-                found = slot.take(number)
+                small_frame = slot.take(number)
             elif count == len(header) and is_inline(header):
-                found, self.receiving = bytes(header), header
+                small_frame, self.receiving = bytes(header), header
             break
-        if found is not None:
+        if small_frame is not None:
             mailbox.received = number
-            mailbox.received_bytes += len(found) - len(header)
+            mailbox.received_bytes += len(small_frame) - len(header)
         if since_s:
             self.waited_s += time.perf_counter() - since_s
-        return found
+        return small_frame
 
     def _ends_early(self) -> bool:
         ends, self.is_early = self.is_early, False
@@ -240,18 +240,18 @@ class Connection:
             self.frame = self.mailbox.open(*HEADER.unpack(self.header))
             self.receiving, self.is_header = memoryview(self.frame.payload), False
         if not self.receiving:
-            answer = self.mailbox.close(self.frame)
+            reply = self.mailbox.close(self.frame)
             self.frame = None
             self._begin_header()
-            if answer is not None:
-                answer.parts = ()
-                self.post(answer)
+            if reply is not None:
+                reply.parts = ()
+                self.post(reply)
         return True
 
-    def _checked_call(self, header: Any, text: bytes, own: int, rank: int) -> int:
+    def _checked_call(self, header: Any, text: bytes, own_rank: int, rank: int) -> int:
         """Return the size of a call's payload. Raises `SectionError` for another call."""
         size_bytes = None if self.payload is None else len(self.payload)
-        return checked_call(header, (self.number, size_bytes, text), own, rank)
+        return check_call(header, (self.number, size_bytes, text), own_rank, rank)
 
     def _begin_payload(self, size_bytes: int) -> None:
         """Begin to receive the payload of a call."""
@@ -265,39 +265,39 @@ class Connection:
             channel.expect()
             self.receiving = None
 
-    def advance(self, text: bytes, own: int, rank: int) -> bool:
+    def advance(self, text: bytes, own_rank: int, rank: int) -> bool:
         """Send and receive without blocking; return whether the exchange is complete.
 
         Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
         has_sent = self.send()
         if not self.has_received:
-            self._take_call(text, own, rank, LOOKS)
+            self._take_call(text, own_rank, rank, LOOKS)
         while not self.has_received and self.fill():
             if self.is_header and not is_message(self.header):
                 # The peer may have filled the slot before it sent this header of a later call.
-                if not self._take_call(text, own, rank):
-                    self._begin_payload(self._checked_call(self.header, text, own, rank))
+                if not self._take_call(text, own_rank, rank):
+                    self._begin_payload(self._checked_call(self.header, text, own_rank, rank))
             elif self.is_header or self.frame is not None:
                 self._takes_frame()
             elif self._ends_early():
-                self._take_call(text, own, rank)
+                self._take_call(text, own_rank, rank)
             else:
                 self.has_received, self.receiving = True, None
         if self.sending:  # perhaps the answer to a message
             has_sent = self.send()
         return has_sent and self.has_received
 
-    def _take_call(self, text: bytes, own: int, rank: int, looks: int = 1) -> bool:
+    def _take_call(self, text: bytes, own_rank: int, rank: int, looks: int = 1) -> bool:
         """Complete an exchange whose data is in the slot, or has come early; return if it is."""
         slot = self._call_slot
         if slot is not None and slot.has(self.number, looks):
-            size_bytes = self._checked_call(slot.header, text, own, rank)
+            size_bytes = self._checked_call(slot.header, text, own_rank, rank)
             self._take(slot.payload[:size_bytes])
             slot.free(self.number)
         elif self.early and not self.is_early:
             header, payload = self.early.popleft()
-            self._checked_call(header, text, own, rank)
+            self._checked_call(header, text, own_rank, rank)
             self._take(payload)
         return self.has_received
 
@@ -364,7 +364,7 @@ def _bytes_of(buffer: Any) -> Any:
 # it. So parts have a deadline, which starts when the header arrives: the time that a peer computes
 # before it sends does not count.
 
-# The tags of the worker's transport are below: see `Mailboxes`.
+# The tags of the worker's transport are below: see `MessageTags`.
 _FIRST_TAG = 1 << 62
 _OFFER = struct.Struct("<QQ")  # first tag, number of endpoints closed so far
 
@@ -380,7 +380,7 @@ class Channel:
     ) -> None:
         self._messenger, self._address, self._timeout_s = messenger, address, timeout_s
         first = _FIRST_TAG + secrets.randbits(60)
-        self.offer = _OFFER.pack(first, messenger.closed(address))
+        self.offer = _OFFER.pack(first, messenger.count_closed(address))
         self._own_tags = count(first)
         self._sending = deque[Message]()
         self._receiving = deque[Message]()
@@ -389,7 +389,7 @@ class Channel:
     def open(self, offer: Any) -> None:
         """Open the channel with the peer's `offer`."""
         first, closed = _OFFER.unpack(offer)
-        self._messenger.renew(self._address, closed)
+        self._messenger.reset_endpoint(self._address, closed)
         self._peers_tags = count(first)
 
     def send(self, payload: Any) -> None:
@@ -439,7 +439,7 @@ def _parts(payload: Any) -> list[Any]:
 def _drop_done(messages: deque[Message]) -> bool:
     """Drop completed messages, from the first one on; return whether there were any."""
     any_done = False
-    while messages and messages[0].done:
+    while messages and messages[0].is_complete:
         messages.popleft().result(0.0)
         any_done = True
     return any_done

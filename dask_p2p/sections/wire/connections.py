@@ -20,7 +20,7 @@ from typing import Any
 
 from dask_p2p import tuning
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.plans.ranks import branch
+from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer, Channel, Connection
 from dask_p2p.sections.wire.endpoint import ConnectionSetup, RankAddress, Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage
@@ -43,7 +43,7 @@ class Connections(PointToPoint):
         self._connections: dict[int, Connection] = {}  # by rank
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
         self._current = CurrentWait(reach.timeout_s)
-        self._found: dict[int, memoryview] | None = None  # received so far; None: no exchange
+        self._payloads: dict[int, memoryview] | None = None  # received so far; None: no exchange
         self._background: threading.Thread | None = None
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
         self._timeout_s = reach.timeout_s
@@ -127,10 +127,10 @@ class Connections(PointToPoint):
     def gather(self, call: str, data: bytes) -> list[Buffer]:
         """Send bytes to all ranks, the same number on each; return those of all ranks, by rank."""
         rank, size = self.rank_and_size
-        others = [each for each in range(size) if each != rank]
-        receives = {each: bytearray(len(data)) for each in others}
-        found = self.exchange(call, dict.fromkeys(others, data), receives)
-        return [found.get(each, data) for each in range(size)]
+        peer_ranks = [peer_rank for peer_rank in range(size) if peer_rank != rank]
+        receives = {peer_rank: bytearray(len(data)) for peer_rank in peer_ranks}
+        received = self.exchange(call, dict.fromkeys(peer_ranks, data), receives)
+        return [received.get(source, data) for source in range(size)]
 
     def finish(self) -> None:
         """Finalize: wait until the functions of all ranks have returned.
@@ -141,13 +141,13 @@ class Connections(PointToPoint):
         """
         self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
-        above, below = branch(*self.rank_and_size)
+        above, below = tree_neighbours(*self.rank_and_size)
         near = {*self._connections, *self._unsent, *above, *below}
-        self.exchange(_FINALIZE, dict.fromkeys(near, b""), {each: bytearray() for each in near})
+        self.exchange(_FINALIZE, dict.fromkeys(near, b""), {source: bytearray() for source in near})
         # A rank must answer all its peers before it returns. So each rank, also a leaf, sends a
         # message up the tree after all its peers have answered.
         for to, sources in (([], below), (above, []), ([], above), (below, [])):
-            receives = {each: bytearray() for each in sources}
+            receives = {source: bytearray() for source in sources}
             self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
         self.check_messages()
 
@@ -164,11 +164,11 @@ class Connections(PointToPoint):
         `in_background`, a thread completes the transfers that the sockets do not complete
         immediately.
         """
-        if self._found is not None or self._failure:
+        if self._payloads is not None or self._failure:
             self.complete()
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._sends, self._receives = {**sends}, {**receives}
-        found = self._found = dict[int, memoryview]()
+        payloads = self._payloads = dict[int, memoryview]()
         self._setup.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
@@ -180,7 +180,7 @@ class Connections(PointToPoint):
                 target=self._go_on, name="dask-p2p-halo", daemon=True
             )
             self._background.start()
-        return lambda: self._end(found)
+        return lambda: self._end(payloads)
 
     def state(self) -> dict[str, Any]:
         """Return the newest exchange, and the ranks that it waits for. Thread-safe."""
@@ -189,8 +189,8 @@ class Connections(PointToPoint):
     def complete(self) -> None:
         if self._failure:  # the user's function may have caught the first error
             raise AttemptEndedError(self._failure)
-        if self._found is not None:
-            self._end(self._found)
+        if self._payloads is not None:
+            self._end(self._payloads)
 
     def _go_on(self) -> None:
         with suppress(P2PError):  # `_end` raises it again
@@ -201,10 +201,10 @@ class Connections(PointToPoint):
             self._background.join()
             self._background = None
 
-    def _end(self, found: dict[int, memoryview]) -> dict[int, memoryview]:
+    def _end(self, payloads: dict[int, memoryview]) -> dict[int, memoryview]:
         """Complete an exchange; return the received bytes by rank."""
-        if found is not self._found:
-            return found  # already complete
+        if payloads is not self._payloads:
+            return payloads  # already complete
         self._current.since_s = time.perf_counter()
         self._join()
         self._advance_all()
@@ -212,10 +212,10 @@ class Connections(PointToPoint):
             self._wake_up()
         for rank in self._receives:
             connection = self._connections[rank]
-            found[rank] = connection.payload
-            connection.received_bytes += len(found[rank])
-        self._found = None
-        return found
+            payloads[rank] = connection.payload
+            connection.received_bytes += len(payloads[rank])
+        self._payloads = None
+        return payloads
 
     def _advance_all(self) -> None:
         """Complete all sends and receives of the exchange."""
@@ -245,7 +245,9 @@ class Connections(PointToPoint):
     def received(self) -> list[tuple[int, int, float]]:
         """Rank, bytes received and seconds waited of each connection. Thread-safe."""
         connections = self._connections.copy().items()
-        return [(r, each.all_received_bytes, each.waited_s) for r, each in connections]
+        return [
+            (r, connection.all_received_bytes, connection.waited_s) for r, connection in connections
+        ]
 
     def _begin(self, rank: int, connection: Connection) -> None:
         """Begin the sends and receives of the current exchange on a connection."""
@@ -328,15 +330,15 @@ class Connections(PointToPoint):
         far = [rank for rank in ends if self._rank in ends and self.is_on_other_host(rank)]
         messenger = started() if far else None
         address = b"" if messenger is None else messenger.address
-        found = self.exchange("UCX addresses", dict.fromkeys(far, address), dict.fromkeys(far))
-        made = {
+        addresses = self.exchange("UCX addresses", dict.fromkeys(far, address), dict.fromkeys(far))
+        channels = {
             rank: Channel(messenger, bytes(address), self._timeout_s)
-            for rank, address in found.items()
+            for rank, address in addresses.items()
             if messenger is not None and len(address)
         }
-        offers = {rank: channel.offer for rank, channel in made.items()}
-        received = self.exchange("UCX tags", offers, dict.fromkeys(made))
-        for rank, channel in made.items():
+        offers = {rank: channel.offer for rank, channel in channels.items()}
+        received = self.exchange("UCX tags", offers, dict.fromkeys(channels))
+        for rank, channel in channels.items():
             try:
                 channel.open(received[rank])
             except TransferError as exc:
@@ -355,9 +357,9 @@ class GroupConnections(Connections):
         ranks: Sequence[int],  # the group's ranks there, in order
         name: str,  # of the group, the same on its ranks
     ) -> None:
-        self._whole, self._ranks, self._name = connections, [*ranks], name
-        own, _ = connections.rank_and_size
-        self._rank = self._ranks.index(own)
+        self._parent, self._ranks, self._name = connections, [*ranks], name
+        own_rank, _ = connections.rank_and_size
+        self._rank = self._ranks.index(own_rank)
 
     @property
     def is_alone(self) -> bool:  # type: ignore[override]
@@ -369,17 +371,17 @@ class GroupConnections(Connections):
         return self._rank, len(self._ranks)
 
     def is_on_other_host(self, rank: int) -> bool:
-        return self._whole.is_on_other_host(self._ranks[rank])
+        return self._parent.is_on_other_host(self._ranks[rank])
 
     def carries(self, rank: int, size_bytes: int) -> bool:
-        return self._whole.carries(self._ranks[rank], size_bytes)
+        return self._parent.carries(self._ranks[rank], size_bytes)
 
     def count(self, rank: int, size_bytes: int) -> None:
-        self._whole.count(self._ranks[rank], size_bytes)
+        self._parent.count(self._ranks[rank], size_bytes)
 
     @property
     def has_ended(self) -> bool:
-        return self._whole.has_ended
+        return self._parent.has_ended
 
     def begin(
         self,
@@ -389,35 +391,35 @@ class GroupConnections(Connections):
         in_background: bool = False,
     ) -> Callable[[], dict[int, memoryview]]:
         ranks = self._ranks
-        end = self._whole.begin(
+        end = self._parent.begin(
             f"{call} of {self._name}",
             {ranks[rank]: data for rank, data in sends.items()},
             {ranks[rank]: into for rank, into in receives.items()},
             in_background,
         )
-        own = {rank: number for number, rank in enumerate(ranks)}
-        return lambda: {own[rank]: data for rank, data in end().items()}
+        rank_in_group = {rank: number for number, rank in enumerate(ranks)}
+        return lambda: {rank_in_group[rank]: data for rank, data in end().items()}
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
-        return self._whole.offer(self._ranks[rank], arrays)
+        return self._parent.offer(self._ranks[rank], arrays)
 
     def send_message(self, rank: int, message: SentMessage) -> None:
-        self._whole.send_message(self._ranks[rank], message)
+        self._parent.send_message(self._ranks[rank], message)
 
     def send_small(self, rank: int, frame: bytes) -> bool:
-        return self._whole.send_small(self._ranks[rank], frame)
+        return self._parent.send_small(self._ranks[rank], frame)
 
     def receive_small(self, rank: int) -> bytes | None:
-        return self._whole.receive_small(self._ranks[rank])
+        return self._parent.receive_small(self._ranks[rank])
 
     def receive_message(self, rank: int, receive: Receive) -> None:
-        self._whole.receive_message(self._ranks[rank], receive)
+        self._parent.receive_message(self._ranks[rank], receive)
 
     def wait_for_sent(self, rank: int, message: SentMessage) -> None:
-        self._whole.wait_for_sent(self._ranks[rank], message)
+        self._parent.wait_for_sent(self._ranks[rank], message)
 
     def wait_for_message(self, rank: int, receive: Receive, call: str) -> None:
-        self._whole.wait_for_message(self._ranks[rank], receive, f"{call} of {self._name}")
+        self._parent.wait_for_message(self._ranks[rank], receive, f"{call} of {self._name}")
 
 
 class OneRank(Connections):
@@ -428,7 +430,7 @@ class OneRank(Connections):
     hosts = [""]  # noqa: RUF012
 
     def __init__(self) -> None:
-        self._connections, self._found = {}, None
+        self._connections, self._payloads = {}, None
         self._is_woken, self._failure, self.use_ucx = False, "", False
 
     def begin(self, *call: Any, **kwargs: Any) -> Callable[[], dict[int, memoryview]]:

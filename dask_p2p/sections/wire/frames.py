@@ -113,7 +113,7 @@ def small_value(frame: bytes) -> SmallValue:
     return tag, communicator, frame[_START.size : at], frame[HEADER.size if size_bytes else at :]
 
 
-def sent_message(
+def value_message(
     tag: int,
     communicator: int,
     description: bytes,  # shapes and dtypes of the value
@@ -122,22 +122,22 @@ def sent_message(
 ) -> SentMessage:
     """Return a message that can be sent."""
     length = len(description)
-    is_inline, before, inline = _placed(description)
+    is_inline, before, inline = _place_description(description)
     if has_address:
-        own = [process_memory.own_proof()]
-        own += [PART.pack(_address(part), len(part)) for part in parts]
-        buffers: list[Any] = [*before, b"".join(own)]
+        descriptor = [process_memory.own_proof()]
+        descriptor += [PART.pack(_address(part), len(part)) for part in parts]
+        buffers: list[Any] = [*before, b"".join(descriptor)]
     elif is_inline and length + sum(map(aligned, map(len, parts))) <= ROOM_BYTES:
-        inline = b"".join((description, *padded(parts)))
+        inline = b"".join((description, *pad_parts(parts)))
         buffers = []
     else:
-        buffers = [*before, *padded(parts)]
+        buffers = [*before, *pad_parts(parts)]
     kind = ADDRESS if has_address else VALUE
-    frame = _begun(tag, LABEL.pack(kind, communicator, length) + inline, buffers)
-    return SentMessage(frame, padded(parts) if has_address else ())
+    frame = _join_buffers(tag, LABEL.pack(kind, communicator, length) + inline, buffers)
+    return SentMessage(frame, pad_parts(parts) if has_address else ())
 
 
-def offered_message(
+def offer_message(
     tag: int,
     communicator: int,
     description: bytes,  # shapes and dtypes of the value
@@ -146,14 +146,16 @@ def offered_message(
     offer: bytes,
 ) -> SentMessage:
     """Return a message with an offer of the arrays among its parts."""
-    _, before, inline = _placed(description)
+    _, before, inline = _place_description(description)
     text = LABEL.pack(OFFER, communicator, len(description)) + inline
-    own = OFFER_BYTES.pack(len(offer), 0) + offer.ljust(aligned(len(offer)), b"\0")
-    on_host = [part for part in parts if not any(part is each for each in lent)]
-    return SentMessage(_begun(tag, text, [*before, own, *padded(on_host)]), parts, len(lent))
+    padded_offer = OFFER_BYTES.pack(len(offer), 0) + offer.ljust(aligned(len(offer)), b"\0")
+    on_host = [part for part in parts if not any(part is array for array in lent)]
+    return SentMessage(
+        _join_buffers(tag, text, [*before, padded_offer, *pad_parts(on_host)]), parts, len(lent)
+    )
 
 
-def _placed(description: bytes) -> tuple[bool, list[bytes], bytes]:
+def _place_description(description: bytes) -> tuple[bool, list[bytes], bytes]:
     """Return whether a description is in the header, the bytes that follow, and the header's."""
     length = len(description)
     if length <= ROOM_BYTES:
@@ -161,28 +163,28 @@ def _placed(description: bytes) -> tuple[bool, list[bytes], bytes]:
     return False, [description.ljust(aligned(length), b"\0")], b""
 
 
-def _begun(tag: int, text: bytes, buffers: Sequence[Any]) -> list[memoryview]:
+def _join_buffers(tag: int, text: bytes, buffers: Sequence[Any]) -> list[memoryview]:
     header = HEADER.pack(tag, sum(map(len, buffers)), text)
-    return [memoryview(each) for each in (header, *buffers)]
+    return [memoryview(buffer) for buffer in (header, *buffers)]
 
 
-def sent_text(kind: int, text: bytes) -> SentMessage:
+def text_message(kind: int, text: bytes) -> SentMessage:
     """Return a frame with a text that can be sent: a probe, or the name of slots."""
-    return SentMessage([frame_of(kind, len(text)), memoryview(text)])
+    return SentMessage([reply_header(kind, len(text)), memoryview(text)])
 
 
-def padded(parts: Sequence[Any]) -> list[Any]:
+def pad_parts(parts: Sequence[Any]) -> list[Any]:
     """Return the parts of a value with the gaps between them."""
     if len(parts) < 2:
         return [*parts]
-    found: list[Any] = []
+    padded_parts: list[Any] = []
     for part in parts:
         gap = aligned(len(part)) - len(part)
-        found += [part, bytes(gap)] if gap else [part]
-    return found[:-1] if gap else found
+        padded_parts += [part, bytes(gap)] if gap else [part]
+    return padded_parts[:-1] if gap else padded_parts
 
 
-def frame_of(kind: int, size_bytes: int = 0) -> memoryview:
+def reply_header(kind: int, size_bytes: int = 0) -> memoryview:
     """Return the header of an answer."""
     return memoryview(HEADER.pack(0, size_bytes, LABEL.pack(kind, 0, 0)))
 
@@ -201,22 +203,22 @@ def text_of(header: Any) -> str:
     return _decoded(HEADER.unpack(header)[2])
 
 
-def checked_call(
+def check_call(
     header: Any,  # received from `rank`
-    wanted: tuple[int, int | None, bytes],  # number, payload size, text; None: any size
-    own: int,  # this rank
+    expected: tuple[int, int | None, bytes],  # number, payload size, text; None: any size
+    own_rank: int,  # this rank
     rank: int,
 ) -> int:
     """Return the size of a call's payload. Raises `SectionError` for another call than wanted."""
     number: int
     size_bytes: int
     number, size_bytes, text = HEADER.unpack(header)
-    own_number, wanted_bytes, own_text = wanted
+    own_number, wanted_bytes, own_text = expected
     is_size = wanted_bytes is None or size_bytes == wanted_bytes
     if number == own_number and is_size and text.rstrip(b"\0") == own_text:
         return size_bytes
-    calls = sorted([(own, own_number, _decoded(own_text)), (rank, number, _decoded(text))])
-    first, second = (f"{call} on rank {each}" for each, _, call in calls)
+    calls = sorted([(own_rank, own_number, _decoded(own_text)), (rank, number, _decoded(text))])
+    first, second = (f"{call} on rank {caller}" for caller, _, call in calls)
     if number != own_number:
         second = f"call {calls[1][1]} was {second}"
     raise SectionError(
@@ -237,12 +239,12 @@ def _remedy(first: str, second: str) -> str:
     return "Give the same arguments, and values of one shape and dtype, on all ranks."
 
 
-def no_message(own: int, call: str, rank: int, its_call: str) -> SectionError:
+def missing_message_error(own_rank: int, call: str, rank: int, its_call: str) -> SectionError:
     """Return the error of a rank that waits for a message of one that makes a call of all ranks."""
     return SectionError(
-        f"expected a message of rank {rank} for {call} of rank {own}, but rank {rank} called "
-        f"{its_call}. Let it send first, ctx.send(value, dest={own}), and make the other calls in "
-        f"the same order on all ranks."
+        f"expected a message of rank {rank} for {call} of rank {own_rank}, but rank {rank} called "
+        f"{its_call}. Let it send first, ctx.send(value, dest={own_rank}), and make the other "
+        f"calls in the same order on all ranks."
     )
 
 
@@ -275,7 +277,7 @@ class Probe(NamedTuple):
         """Return the bytes of a frame."""
         return _FIELDS.pack(*self[:3]) + self.path.encode()
 
-    def passed_on(self, received: int, rank: int, call: str) -> Probe:
+    def extend(self, received: int, rank: int, call: str) -> Probe:
         """Return the probe for the next rank."""
         return Probe(self.rank, self.wait, received, f"{self.path}, rank {rank} in {call}")
 
@@ -287,7 +289,7 @@ class Probe(NamedTuple):
         )
 
 
-def unpacked(frame: bytes) -> Probe:
+def unpack_probe(frame: bytes) -> Probe:
     """Return the probe in a frame."""
     rank, wait, received = _FIELDS.unpack_from(frame)
     return Probe(rank, wait, received, frame[_FIELDS.size :].decode(errors="replace"))

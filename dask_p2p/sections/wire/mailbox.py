@@ -41,8 +41,8 @@ from dask_p2p.sections.wire.frames import (
     VALUE,
     SentMessage,
     aligned,
-    frame_of,
-    padded,
+    pad_parts,
+    reply_header,
 )
 from dask_p2p.transports import process_memory
 from dask_p2p.transports.buffers import Segment, SegmentName
@@ -114,9 +114,9 @@ class Mailbox:
         """Take the message in the slot, if it comes next."""
         slots, number = self.slots, self.received + 1
         if slots is not None and (slot := slots.messages).has(number):
-            found = slot.take(number)
-            frame = self.open(*HEADER.unpack_from(found))
-            memoryview(frame.payload)[:] = found[HEADER.size :]
+            frame_bytes = slot.take(number)
+            frame = self.open(*HEADER.unpack_from(frame_bytes))
+            memoryview(frame.payload)[:] = frame_bytes[HEADER.size :]
             self.close(frame)
 
     def open(self, number: int, size_bytes: int, text: bytes) -> Frame:
@@ -153,10 +153,10 @@ class Mailbox:
             return None
         if frame.kind == SLOTS:  # with the name of new slots; without, it wakes this rank
             if len(frame.payload):
-                self.slots = Slots.opened(frame.payload.tobytes())
+                self.slots = Slots.open(frame.payload.tobytes())
             return None
         if arrival is None:
-            return self._answered(frame)
+            return self._take_reply(frame)
         payload, kind = frame.payload, frame.kind
         self.received_bytes += len(payload)
         if frame.length > ROOM_BYTES:
@@ -164,18 +164,17 @@ class Mailbox:
             payload = payload[aligned(frame.length) :]
             arrival.data = payload
         read = {ADDRESS: self._read, OFFER: self._bring}.get(kind)
-        answer = b"" if read is None else read(frame, payload)
-        if answer is None:
+        acknowledgement = b"" if read is None else read(frame, payload)
+        if acknowledgement is None:
             self.owed.append(arrival)
-            return SentMessage([frame_of(CANNOT_READ)])
+            return SentMessage([reply_header(CANNOT_READ)])
         arrival.is_complete = True
         if read is None:
             return None
-        return SentMessage(
-            [frame_of(HAS_READ, len(answer)), *([memoryview(answer)] if answer else [])]
-        )
+        header = reply_header(HAS_READ, len(acknowledgement))
+        return SentMessage([header, memoryview(acknowledgement)] if acknowledgement else [header])
 
-    def _answered(self, frame: Frame) -> SentMessage | None:
+    def _take_reply(self, frame: Frame) -> SentMessage | None:
         """Take the answer to a message that was sent by address; return its bytes if wanted."""
         sent, lender = self.unread.popleft(), self.lender
         if frame.kind == HAS_READ:
@@ -185,9 +184,9 @@ class Mailbox:
             return None
         parts = sent.parts
         if sent.lent and lender is not None:
-            parts = padded([*map(lender.to_host, parts)])
+            parts = pad_parts([*map(lender.to_host, parts)])
             lender.refused(self.rank, sent.lent)
-        sent.buffers = [frame_of(DATA, sum(map(len, parts))), *parts]
+        sent.buffers = [reply_header(DATA, sum(map(len, parts))), *parts]
         return sent
 
     def _bring(self, frame: Frame, payload: Any) -> bytes | None:
@@ -198,20 +197,19 @@ class Mailbox:
         offer = payload[at : at + size_bytes].tobytes()
         is_for_it = receive is not None and receive.description == arrival.description
         into = receive.lent_memory if receive is not None and is_for_it else None
-        found = None if self.lender is None else self.lender.bring(self.rank, offer, into)
-        if found is None or self.lender is None:
+        copies = None if self.lender is None else self.lender.bring(self.rank, offer, into)
+        if copies is None or self.lender is None:
             arrival.data = None
             return None
-        arrival.data, arrival.lent = payload[at + aligned(size_bytes) :], found
-        self.received_bytes += sum(each.nbytes for each in found)
+        arrival.data, arrival.lent = payload[at + aligned(size_bytes) :], copies
+        self.received_bytes += sum(array.nbytes for array in copies)
         return self.lender.acknowledgement()
 
     def _read(self, frame: Frame, descriptor: Any) -> bytes | None:
         """Copy a value from the sender's memory; return the acknowledgement, None if unreadable."""
         assert frame.arrival is not None
-        own = descriptor.tobytes()
-        proof, rest = own[: process_memory.PROOF_BYTES], own[process_memory.PROOF_BYTES :]
-        parts = [*PART.iter_unpack(rest)]
+        proof = descriptor[: process_memory.PROOF_BYTES].tobytes()
+        parts = [*PART.iter_unpack(descriptor[process_memory.PROOF_BYTES :])]
         sizes = [size_bytes for _, size_bytes in parts]
         memory = frame.arrival.data = frame.memory(sum(map(aligned, sizes[:-1])) + sizes[-1])
         if proof not in self._reads:
@@ -294,7 +292,9 @@ class FrameSlot:
 
     def __init__(self, memory: memoryview, start: int) -> None:
         self.words = memory.cast("Q")
-        self.written, self.taken = ((start + at) // _WORD_BYTES for at in (_WRITTEN, _TAKEN))
+        self.written_word, self.taken_word = (
+            (start + at) // _WORD_BYTES for at in (_WRITTEN, _TAKEN)
+        )
         self.frame = memory[start + _FRAME :][: _HEADER_BYTES + MOST_BYTES]
         # A header begins with its number, and the size of the payload.
         self._size = (start + _FRAME) // _WORD_BYTES + 1
@@ -304,7 +304,7 @@ class FrameSlot:
 
     def has(self, number: int, looks: int = 1) -> bool:
         """Return whether a frame of this number is here after some looks. The first one is 1."""
-        words, at = self.words, self.written
+        words, at = self.words, self.written_word
         for _ in range(looks):  # noqa: SIM110  `any` takes longer
             if words[at] == number:
                 return True
@@ -314,12 +314,12 @@ class FrameSlot:
         """Return the frame of this number, and free the slot."""
         words = self.words
         frame = self.frame[: _HEADER_BYTES + words[self._size]].tobytes()
-        words[self.taken] = number
+        words[self.taken_word] = number
         return frame
 
     def free(self, number: int) -> None:
         """Free the slot: this frame has been read."""
-        self.words[self.taken] = number
+        self.words[self.taken_word] = number
 
 
 class Slots:
@@ -340,8 +340,8 @@ class Slots:
             self._words[self._peer_sleeps] = 1  # until it opens the memory
 
     @classmethod
-    def made(cls) -> tuple[Slots, bytes] | None:
-        """Return new slots, and the text for `opened` on the peer; None without shared memory."""
+    def make(cls) -> tuple[Slots, bytes] | None:
+        """Return new slots, and the text for `open` on the peer; None without shared memory."""
         try:
             segment = Segment.make(_SIZE_BYTES)
         except OSError:  # too many open files
@@ -349,25 +349,25 @@ class Slots:
         return cls(segment, is_maker=True), " ".join(map(str, segment.name)).encode()
 
     @classmethod
-    def opened(cls, text: bytes) -> Slots | None:
+    def open(cls, text: bytes) -> Slots | None:
         """Return the slots that the peer has made; None if this process cannot open them."""
         with suppress(TransferError, OSError, ValueError):
             kernel, namespace, *numbers = text.decode().split()
             name = SegmentName(kernel, namespace, *map(int, numbers))
             if name.size_bytes == _SIZE_BYTES:
-                found = cls(Segment.open(name), is_maker=False)
-                found.sleeps = False
-                return found
+                slots = cls(Segment.open(name), is_maker=False)
+                slots.sleeps = False
+                return slots
         return None
 
-    def put(self, slot: FrameSlot, number: int, frame: bytes) -> bool:
+    def write(self, slot: FrameSlot, number: int, frame: bytes) -> bool:
         """Put a frame into a slot; return False if that is not free, or the receiver sleeps."""
         words = self._words
-        if words[self._peer_sleeps] or words[slot.taken] != slot.last:
+        if words[self._peer_sleeps] or words[slot.taken_word] != slot.last:
             return False
         self._segment = None
         slot.frame[: len(frame)] = frame
-        words[slot.written] = slot.last = number
+        words[slot.written_word] = slot.last = number
         return True
 
     @property

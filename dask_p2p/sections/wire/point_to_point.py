@@ -25,9 +25,9 @@ from dask_p2p.sections.wire.frames import (
     TEXT_BYTES,
     Probe,
     SentMessage,
-    no_message,
-    sent_text,
-    unpacked,
+    missing_message_error,
+    text_message,
+    unpack_probe,
 )
 from dask_p2p.sections.wire.mailbox import (
     HAS_ORDERED_STORES,
@@ -57,7 +57,7 @@ class PointToPoint(ABC):
     _current: CurrentWait
     _waiting: set[int]
     _peers: Sequence[Any]
-    _found: dict[int, memoryview] | None
+    _payloads: dict[int, memoryview] | None
 
     def __init__(self) -> None:
         # Messages for ranks without a connection, which a lower rank makes in its next call.
@@ -121,7 +121,7 @@ class PointToPoint(ABC):
         if connection is not None:
             if connection.may_share_slots:
                 self._share_slots(rank, connection, message.size_bytes)
-            if connection.puts(self._sent[rank], message):
+            if connection.write_to_slot(self._sent[rank], message):
                 self._wake(rank, connection)
                 return
         self._post(rank, message)
@@ -137,11 +137,11 @@ class PointToPoint(ABC):
     def send_small(self, rank: int, frame: bytes) -> bool:
         """Send a message that fits in a slot; return False if anything has to go before it."""
         connection = self._connections.get(rank)
-        if connection is None or connection.sending or self._found is not None or self._failure:
+        if connection is None or connection.sending or self._payloads is not None or self._failure:
             return False
         slots = connection.mailbox.slots
         number = self._sent[rank] + 1
-        if slots is not None and slots.put(slots.sent_messages, number, frame):
+        if slots is not None and slots.write(slots.sent_messages, number, frame):
             self.has_messages, self._sent[rank] = True, number
             self._wake(rank, connection)
             return True
@@ -164,20 +164,20 @@ class PointToPoint(ABC):
         if not connection.may_share_slots or size_bytes > MOST_BYTES:
             return
         connection.may_share_slots = False
-        if (made := Slots.made()) is not None:
+        if (made := Slots.make()) is not None:
             connection.mailbox.slots, name = made
-            self._post(rank, sent_text(SLOTS, name))
+            self._post(rank, text_message(SLOTS, name))
 
     def _wake(self, rank: int, connection: Connection) -> None:
         """Wake a rank that has begun to sleep since this one filled its slot."""
         slots = connection.mailbox.slots
         if slots is not None and slots.peer_sleeps:
-            self._post(rank, sent_text(SLOTS, b""))
+            self._post(rank, text_message(SLOTS, b""))
 
     def receive_small(self, rank: int) -> bytes | None:
         """Return the bytes of a rank's next message if it is small, and arrives soon."""
         connection = self._connections.get(rank)
-        if connection is None or self._found is not None or self._failure:
+        if connection is None or self._payloads is not None or self._failure:
             return None
         self.has_messages = True
         try:
@@ -212,7 +212,7 @@ class PointToPoint(ABC):
             if not receive.has_begun and connection is not None and connection.call:
                 self._move(rank, connection)  # the rank may have sent it before that call
                 if not receive.has_begun:
-                    raise no_message(self._rank, call, rank, connection.call)
+                    raise missing_message_error(self._rank, call, rank, connection.call)
             return receive.is_complete
 
         self._awaited = rank, call
@@ -287,11 +287,11 @@ class PointToPoint(ABC):
         to, call = self._awaited
         for peer, connection in [*self._connections.items()]:
             probes, connection.mailbox.probes = connection.mailbox.probes, []
-            for probe in map(unpacked, probes):
+            for probe in map(unpack_probe, probes):
                 if self._sent[peer] > probe.received:
                     continue  # a message for that rank is in transit
                 if probe.rank != self._rank:
-                    self._send_probe(probe.passed_on(self._received_from(to), self._rank, call))
+                    self._send_probe(probe.extend(self._received_from(to), self._rank, call))
                 elif probe.wait == self._waits:
                     raise probe.error()
 
@@ -301,7 +301,7 @@ class PointToPoint(ABC):
 
     def _send_probe(self, probe: Probe) -> None:
         assert self._awaited is not None
-        self._post(self._awaited[0], sent_text(PROBE, probe.packed()))
+        self._post(self._awaited[0], text_message(PROBE, probe.packed()))
 
     def _sleep(self, rank: int, most_s: float) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""

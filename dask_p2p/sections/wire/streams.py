@@ -86,9 +86,9 @@ class _Pipe:
                 if part := bytes(buffer[: _PIPE_BYTES - self.size_bytes]):
                     self._parts.append(memoryview(part))
                     self.size_bytes += len(part)
-            taken = self.size_bytes - before
+            size_bytes = self.size_bytes - before
         self._reader.ring()
-        return taken
+        return size_bytes
 
     def read(self, into: memoryview) -> int:
         """Copy unread bytes into `into`; return their number, 0 at the end of the stream."""
@@ -144,10 +144,10 @@ class Stream:
         self._peer.ring()
 
 
-def pair(one: Bell, other: Bell) -> tuple[Stream, Stream]:
+def pair(one: Bell, other_bell: Bell) -> tuple[Stream, Stream]:
     """Return both ends of a stream between two ranks, in the order of their bells."""
-    there, back = _Pipe(one, other), _Pipe(other, one)
-    return Stream(back, there, other), Stream(there, back, one)
+    forth, back_pipe = _Pipe(one, other_bell), _Pipe(other_bell, one)
+    return Stream(back_pipe, forth, other_bell), Stream(forth, back_pipe, one)
 
 
 # Unidentified connections: those that have not sent their attempt tokens yet.

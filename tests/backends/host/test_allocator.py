@@ -99,7 +99,7 @@ def work():
         found = faults() - before
         del y
 
-kept = runpy.run_path(sys.argv[1])["temporaries_kept"] if sys.argv[1:] else nullcontext
+kept = runpy.run_path(sys.argv[1])["keep_temporaries"] if sys.argv[1:] else nullcontext
 before = rss()
 thread = threading.Thread(target=work)
 thread.start()
@@ -113,8 +113,8 @@ print(json.dumps([found]))
 def temporaries(*args):
     env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", TEMPORARIES, *args]
-    done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
-    return json.loads(done.stdout)
+    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
+    return json.loads(process.stdout)
 
 
 def test_temporaries_of_a_rank_reuse_their_pages():
@@ -133,7 +133,7 @@ def rss():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 def work():
-    with allocator["temporaries_kept"]():
+    with allocator["keep_temporaries"]():
         for _ in range(3):
             y = [np.ones(2**18) for _ in range(20)]
             del y
@@ -146,7 +146,7 @@ before = rss()
 thread = threading.Thread(target=work)
 thread.start()
 ended.wait()
-while allocator["temporaries_kept"].__wrapped__.__globals__["_timer"] is not None:
+while allocator["keep_temporaries"].__wrapped__.__globals__["_timer"] is not None:
     time.sleep(0.05)
 print(rss() - before)
 is_over.set()
@@ -157,8 +157,8 @@ thread.join()
 def test_the_end_of_a_heap_returns_to_the_system():
     env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", OUTPUTS, allocator.__file__]
-    done = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
-    assert int(done.stdout) < 8 * 2**20
+    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
+    assert int(process.stdout) < 8 * 2**20
 
 
 def test_other_temporaries_get_new_pages():

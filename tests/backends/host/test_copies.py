@@ -23,5 +23,5 @@ def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, sha
     out = np.empty(shape[::-1]).T
     copy_on_host(out, values)
     np.testing.assert_array_equal(out, values)
-    own = {threading.current_thread().name}
-    assert threads <= own if values.nbytes < 2**20 else not threads & own
+    caller = {threading.current_thread().name}
+    assert threads <= caller if values.nbytes < 2**20 else not threads & caller

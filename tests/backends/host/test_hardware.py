@@ -6,10 +6,10 @@ from dask_p2p.backends.host import cpu_name, link_gbs, versions
 
 
 def test_versions():
-    found = versions()
-    assert {"python", "dask", "distributed", "numpy", "cupy", "dask-cuda", "ucxx"} < set(found)
-    assert found["dask-p2p"]
-    assert found["dask"] == dask.__version__
+    installed = versions()
+    assert {"python", "dask", "distributed", "numpy", "cupy", "dask-cuda", "ucxx"} < set(installed)
+    assert installed["dask-p2p"]
+    assert installed["dask"] == dask.__version__
 
 
 def test_cpu_name_says_something():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import host_memory as pinned
-from dask_p2p.backends.host_memory import Pinned, is_pinned, registered, warn_once
+from dask_p2p.backends.host_memory import Pinned, is_pinned, pin_in_place, warn_once
 from tests.simulation.streams import Recorder
 from tests.transports.loopback import wait_until
 
@@ -43,17 +43,17 @@ def test_memory_is_pinned_until_the_last_view_is_gone(driver):
 
 def test_memory_is_registered_where_it_is(driver):
     values = np.arange(1000.0)
-    end = registered(values[::-2])
+    end = pin_in_place(values[::-2])
     ((start, size_bytes),) = driver.pinned.items()
     assert (start, size_bytes) == (values.ctypes.data + 8, 7992), "all that it reaches over"
     assert not is_pinned(values), "somebody else may end it"
-    assert registered(values) is None, "it has a part that is registered already"
+    assert pin_in_place(values) is None, "it has a part that is registered already"
     end()
     assert driver.pinned == {}
 
 
 def test_one_warning_of_a_kind(driver):
-    said = []
-    for where, what in 2 * [("a", "x"), ("a", "y"), ("b", "x")]:
-        warn_once(said.append, where, what, "cause", "Remedy.")
-    assert said == [f"dask_p2p: {each} (cause). Remedy." for each in ("a: x", "a: y", "b: x")]
+    warnings = []
+    for where, problem in 2 * [("a", "x"), ("a", "y"), ("b", "x")]:
+        warn_once(warnings.append, where, problem, "cause", "Remedy.")
+    assert warnings == [f"dask_p2p: {text} (cause). Remedy." for text in ("a: x", "a: y", "b: x")]

@@ -17,11 +17,11 @@ def timers():
 
 
 def test_it_goes_on_until_the_function_says_no(timers):
-    answers, called_s = [True, True, False, False], []
+    results, called_s = [True, True, False, False], []
 
     def function():
         called_s.append(timers.clock.now_s)
-        return answers[len(called_s) - 1]
+        return results[len(called_s) - 1]
 
     began_s = timers.clock.now_s
     timer = RepeatingTimer(INTERVAL_S, function, timers.make)
@@ -35,27 +35,27 @@ def test_it_goes_on_until_the_function_says_no(timers):
 
 
 def test_one_that_is_cancelled_while_the_function_runs_ends(timers):
-    called = []
+    calls = []
 
     def function():
-        called.append(1)
+        calls.append(1)
         timer.cancel()
         return True
 
     timer = RepeatingTimer(INTERVAL_S, function, timers.make)
     timer.start()
     timers.advance(5 * INTERVAL_S)
-    assert called == [1]
+    assert calls == [1]
 
 
 def test_a_lost_device_ends_it_quietly(timers):
-    called = []
+    calls = []
 
     def lost():
-        called.append(1)
+        calls.append(1)
         raise DeviceLostError("gone")
 
     timer = RepeatingTimer(INTERVAL_S, lost, timers.make)
     timer.start()
     timers.advance(5 * INTERVAL_S)
-    assert called == [1]
+    assert calls == [1]

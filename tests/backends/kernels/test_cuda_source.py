@@ -26,9 +26,9 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 def architectures():
     """Return those of interest that this nvcc knows."""
-    known = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    process = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True)
     return {"75", "80", "86", "89", "90", "100"} & set(
-        re.findall(r"compute_(\d+)$", known.stdout, re.MULTILINE)
+        re.findall(r"compute_(\d+)$", process.stdout, re.MULTILINE)
     )
 
 
@@ -47,8 +47,8 @@ def nvcc(tmp_path, *options):
 def test_every_entry_compiles(tmp_path, arch):
     if arch not in architectures():
         pytest.skip(f"this nvcc does not compile for {arch}")
-    done = nvcc(tmp_path, "-ptx", f"-arch=compute_{arch}")
-    assert done.returncode == 0, done.stderr
+    process = nvcc(tmp_path, "-ptx", f"-arch=compute_{arch}")
+    assert process.returncode == 0, process.stderr
     ptx = (tmp_path / "out").read_text()
     assert set(re.findall(r"\.entry (\w+)\(", ptx)) == set(ENTRIES)
     assert ".local" not in ptx  # no array is indexed in a way that puts it on the stack
@@ -61,10 +61,10 @@ def test_every_entry_compiles(tmp_path, arch):
 @needs_nvcc
 @pytest.mark.parametrize("word_bytes", WORD_SIZES_BYTES)
 def test_a_word_size_compiles_alone(tmp_path, word_bytes):
-    done = nvcc(tmp_path, "-ptx", "-arch=compute_90", f"-DONLY_WORD_BYTES={word_bytes}")
-    assert done.returncode == 0, done.stderr
-    found = set(re.findall(r"\.entry (\w+)\(", (tmp_path / "out").read_text()))
-    assert found == {entry for entry in ENTRIES if entry.endswith(f"_{word_bytes}")}
+    process = nvcc(tmp_path, "-ptx", "-arch=compute_90", f"-DONLY_WORD_BYTES={word_bytes}")
+    assert process.returncode == 0, process.stderr
+    entries = set(re.findall(r"\.entry (\w+)\(", (tmp_path / "out").read_text()))
+    assert entries == {entry for entry in ENTRIES if entry.endswith(f"_{word_bytes}")}
 
 
 @needs_nvcc
@@ -72,21 +72,21 @@ def test_a_word_size_compiles_alone(tmp_path, word_bytes):
 def test_registers_and_shared_memory_suffice(tmp_path, arch):
     if arch not in architectures():
         pytest.skip(f"this nvcc does not compile for {arch}")
-    done = nvcc(tmp_path, "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v")
-    assert done.returncode == 0, done.stderr
-    spills = SPILL.findall(done.stderr)
+    process = nvcc(tmp_path, "-cubin", f"-arch=sm_{arch}", "-Xptxas", "-v")
+    assert process.returncode == 0, process.stderr
+    spills = SPILL.findall(process.stderr)
     assert len(spills) == len(ENTRIES)
     assert set(spills) == {("0", "0")}
     assert all(
         int(size) <= STATIC_SHARED_LIMIT_BYTES
-        for size in re.findall(r"(\d+) bytes smem", done.stderr)
+        for size in re.findall(r"(\d+) bytes smem", process.stderr)
     )
 
 
 def test_numbers_are_the_same_in_python_and_cuda():
     source = SOURCE.read_text()
-    found = re.findall(r"^ENTRIES\((\d+), \w+, (\d+), (\d+), \d+\)", source, re.MULTILINE)
-    assert [tuple(map(int, entry)) for entry in found] == [
+    sizes = re.findall(r"^ENTRIES\((\d+), \w+, (\d+), (\d+), \d+\)", source, re.MULTILINE)
+    assert [tuple(map(int, entry)) for entry in sizes] == [
         (word, VECTOR_TILE[word], VECTOR_THREADS[word]) for word in WORD_SIZES_BYTES
     ]
     assert f"MAX_OUTER = {MAX_OUTER};" in source

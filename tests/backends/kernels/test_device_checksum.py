@@ -47,5 +47,5 @@ def library(tmp_path_factory):
 @pytest.mark.parametrize("size_bytes", [1, 7, 8, 9, 64, 257, 999, 4096, 5003])
 def test_any_grid_gives_the_sum_of_numpy(library, blocks, threads, size_bytes):
     data = random_bits((size_bytes,), "u1")
-    found = library.sum(data.ctypes.data, size_bytes, blocks, threads)
-    assert found == mixed_sum(data)
+    checksum = library.sum(data.ctypes.data, size_bytes, blocks, threads)
+    assert checksum == mixed_sum(data)

@@ -34,10 +34,10 @@ def test_the_least_form_moves_the_same_bytes(data, case, itemsize, alignment):
 
     least = reduce_copy(src.shape, itemsize, src.strides, dst.strides, alignment)
 
-    asked = [CopyAxis(*axis) for axis in zip(src.shape, src.strides, dst.strides, strict=True)]
+    full_axes = [CopyAxis(*axis) for axis in zip(src.shape, src.strides, dst.strides, strict=True)]
     assert moved(
         least.axes, least.word_bytes, least.src_offset_bytes, least.dst_offset_bytes
-    ) == moved(asked, itemsize, 0, 0)
+    ) == moved(full_axes, itemsize, 0, 0)
     assert len(least.axes) <= len(shape) + 1
     strides = [axis.dst_stride_bytes for axis in least.axes]
     assert strides == sorted(strides, reverse=True)

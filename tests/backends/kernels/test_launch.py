@@ -93,12 +93,12 @@ class TestTwoAxes:
     def test_boxes_at_any_place_of_aligned_rows(self, word, flush, backwards):
         side = VECTOR_TILE[word]
         ld_src, ld_dst = 2 * side + 32, side + 48
-        for top, left in [(0, 1), (3, 0), (5, 7), (1, 16)]:
+        for top, column in [(0, 1), (3, 0), (5, 7), (1, 16)]:
             rows, columns = side + 5, side + 9
             used = self.run(
                 word, flush, backwards,
-                (rows + 6, ld_src), np.s_[top : top + rows, left : left + columns],
-                (columns + 9, ld_dst), np.s_[left % 9 : left % 9 + columns, top : top + rows],
+                (rows + 6, ld_src), np.s_[top : top + rows, column : column + columns],
+                (columns + 9, ld_dst), np.s_[column % 9 : column % 9 + columns, top : top + rows],
             )  # fmt: skip
             assert used == [f"permute_vector_{word}"]
 
@@ -203,8 +203,8 @@ def test_any_boxes(data, case, itemsize, flush):
     dst_outer, dst_box = data.draw(boxes([shape[a] for a in axes]))
     assume(max(np.prod(outer), np.prod(dst_outer)) * itemsize < MOST_BYTES)
     src, dst = (
-        guarded_array(name, of, itemsize, flush, data.draw(st.integers(0, 15)))
-        for name, of in (("src", outer), ("dst", dst_outer))
+        guarded_array(name, box, itemsize, flush, data.draw(st.integers(0, 15)))
+        for name, box in (("src", outer), ("dst", dst_outer))
     )
     src.reshape(-1).view("u1")[...] = random_bits((src.nbytes,), "u1")
     src = src[(*box, ...)]

@@ -20,16 +20,16 @@ class WaitForAll(dict):
     """Kernels by device; `all_asked` is set when all threads have looked for one."""
 
     def __init__(self):
-        self.asked, self.all_asked = 0, threading.Event()
+        self.lookups, self.all_asked = 0, threading.Event()
         self.lock = threading.Lock()
 
     def get(self, device_id):
-        found = super().get(device_id)
+        value = super().get(device_id)
         with self.lock:
-            self.asked += 1
-            if self.asked >= THREADS:
+            self.lookups += 1
+            if self.lookups >= THREADS:
                 self.all_asked.set()
-        return found
+        return value
 
 
 @pytest.fixture
@@ -47,13 +47,13 @@ def module(monkeypatch, compiled):
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3), Device=nullcontext)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module, cuda=cuda))
     spec = util.spec_from_file_location("cuda", f"{folder.__path__[0]}/cuda.py")
-    made = util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    loaded = util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 def test_each_device_loads_the_source_once(module, compiled):
-    source = module.CudaSource("regions.cu", lambda made: made.code, "-DX=1")
+    source = module.CudaSource("regions.cu", lambda compiled: compiled.code, "-DX=1")
     assert "copy_regions" in source.on(0)
     assert source.on(0) is source.on(0)
     assert compiled == [("--std=c++17", "-DX=1")]
@@ -62,29 +62,29 @@ def test_each_device_loads_the_source_once(module, compiled):
 
 
 def test_threads_compile_once(module, compiled):
-    known = WaitForAll()
+    kernels = WaitForAll()
 
-    def load(made):
-        assert known.all_asked.wait(BOUND_S)
-        return made
+    def load(compiled):
+        assert kernels.all_asked.wait(BOUND_S)
+        return compiled
 
     source = module.CudaSource("transpose.cu", load)
-    source._loaded = known
+    source._loaded = kernels
     threads = [threading.Thread(target=source.on, args=(0,)) for _ in range(THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(BOUND_S)
     assert len(compiled) == 1
-    assert [*known] == [0]
+    assert [*kernels] == [0]
 
 
 def test_sources_load_at_the_same_time(module):
-    both = threading.Barrier(2)
+    barrier = threading.Barrier(2)
 
-    def load(made):
-        both.wait(BOUND_S)
-        return made.code
+    def load(compiled):
+        barrier.wait(BOUND_S)
+        return compiled.code
 
     sources = [module.CudaSource(f"{name}.cu", load) for name in ("regions", "checksums")]
     module.load_all(sources)
@@ -92,7 +92,7 @@ def test_sources_load_at_the_same_time(module):
 
 
 def test_a_source_that_cannot_be_compiled_is_an_error(module):
-    def load(made):
+    def load(compiled):
         raise ValueError("no compiler")
 
     with pytest.raises(ValueError, match="no compiler"):

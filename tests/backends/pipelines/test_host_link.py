@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.backends.base import HostLink
-from dask_p2p.backends.cupy import CUPY, measured_host_link
+from dask_p2p.backends.cupy import CUPY, measure_host_link
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.streams import HOST, drop_host_slots
@@ -21,13 +21,13 @@ def gpu(gpu, monkeypatch):
     gpu.copies = []
     do = gpu.do
 
-    def noted(timeline, what, reads=(), writes=()):
-        if what == "a copy engine":  # whose memory of the host nobody has to have written
+    def noted(timeline, operation, reads=(), writes=()):
+        if operation == "a copy engine":  # whose memory of the host nobody has to have written
             do(HOST, "whoever had it", writes=reads) if not gpu.copies else None
-            do(timeline, what, reads, writes)
+            do(timeline, operation, reads, writes)
             gpu.copies.append((timeline, dict(gpu.clocks[timeline]), reads[0].nbytes))
         else:
-            do(timeline, what, reads, writes)
+            do(timeline, operation, reads, writes)
 
     monkeypatch.setattr(gpu, "do", noted)
     return gpu
@@ -43,14 +43,14 @@ def test_rates_are_bytes_by_time(gpu):
 
 def test_memory_that_cannot_be_pinned_is_not_measured(gpu):
     gpu.can_pin = False
-    said = []
-    assert CUPY.host_link(lambda *words: said.append(words)) is None
-    assert said == [("host memory cannot be pinned", "RuntimeError: cudaErrorMemoryAllocation")]
+    warnings = []
+    assert CUPY.host_link(lambda *words: warnings.append(words)) is None
+    assert warnings == [("host memory cannot be pinned", "RuntimeError: cudaErrorMemoryAllocation")]
     assert gpu.copies == []
 
 
 def test_memory_is_given_back(gpu):
-    measured_host_link(None)
+    measure_host_link(None)
     assert gpu.live_bytes == 2 * BYTES, "it is kept for the next use"
     HostStreams.drop_slots()
     drop_host_slots()

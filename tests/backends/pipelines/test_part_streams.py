@@ -13,7 +13,7 @@ from dask_p2p.backends import pipelines as part_streams
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.host_memory import Pinned
 from dask_p2p.backends.pipelines import PartStreams
-from dask_p2p.plans.base import Input, Step, plan_parts, steps
+from dask_p2p.plans.base import Input, Step, plan_parts, schedule_steps
 from tests.simulation.streams import HOST, Event, RaceError, drop_host_slots, emulated
 from tests.support import pairwise
 
@@ -40,26 +40,26 @@ class Work:
         yield self.arrays[0][(slice(None),) * self.axis + (slice(*read),)]
 
     def output_slices(self, part):
-        return () if self.is_reduced else (slice(None),) * self.axis + (slice(*part.own),)
+        return () if self.is_reduced else (slice(None),) * self.axis + (slice(*part.output_range),)
 
     def call(self, part, inputs):
-        (given,) = inputs
+        (block,) = inputs
         name = self.gpu.current[-1].name
         if self.in_place:
-            self.gpu.do(name, "the function", reads=[given], writes=[given])
-            given.values[...] *= 2
-            return given
-        made = self.gpu.empty(given.shape, given.dtype)
-        self.gpu.do(name, "the function", reads=[given], writes=[made])
-        made.values[...] = 2 * given.values
-        return made
+            self.gpu.do(name, "the function", reads=[block], writes=[block])
+            block.values[...] *= 2
+            return block
+        result = self.gpu.empty(block.shape, block.dtype)
+        self.gpu.do(name, "the function", reads=[block], writes=[result])
+        result.values[...] = 2 * block.values
+        return result
 
-    def combined(self, part, made, result):
-        if made is None:
+    def combine(self, part, combined, result):
+        if combined is None:
             return result
         name = self.gpu.current[-1].name
-        self.gpu.do(name, "reduce", reads=[made, result], writes=[result])
-        result.values[...] += made.values
+        self.gpu.do(name, "reduce", reads=[combined, result], writes=[result])
+        result.values[...] += combined.values
         return result
 
     def expected(self):
@@ -78,8 +78,8 @@ def array(is_pinned=False, shape=(PARTS * ROWS, COLUMNS)):
     return memory
 
 
-def through(gpu, work, out, register_from_bytes=NEVER, said=None):
-    streams = PartStreams(register_from_bytes, lambda *words: said.append(words))
+def through(gpu, work, out, register_from_bytes=NEVER, warnings=None):
+    streams = PartStreams(register_from_bytes, lambda *words: warnings.append(words))
     streams.run(work, out)
     gpu.do(HOST, "whoever reads the output", reads=[out])
     gpu.check()
@@ -93,13 +93,13 @@ def staged(monkeypatch):
     sizes = []
 
     def noted(copy):
-        def noted_copy(to, of):
-            sizes.append(of.nbytes)
-            return copy(to, of)
+        def noted_copy(to, src):
+            sizes.append(src.nbytes)
+            return copy(to, src)
 
         return noted_copy
 
-    for name in ("begin_copy", "copy_on_host"):
+    for name in ("start_copy", "copy_on_host"):
         monkeypatch.setattr(part_streams, name, noted(getattr(part_streams, name)))
     return sizes
 
@@ -267,21 +267,21 @@ def test_without_an_event_a_race_is_found(
     """So the tests above would fail if one of them were lost: slots would be overwritten."""
 
     def fewer(*args):
-        for step in steps(*args):
-            after = tuple(each for each in step.after if (each[0], step.action) != left_out)
+        for step in schedule_steps(*args):
+            after = tuple(end for end in step.after if (end[0], step.action) != left_out)
             yield Step(step.action, step.part, after)
 
-    begin_copy = part_streams.begin_copy
+    start_copy = part_streams.start_copy
 
-    def never_waited_for(to, of):
-        begin_copy(to, of)
+    def never_waited_for(to, src):
+        start_copy(to, src)
         return lambda: None
 
-    monkeypatch.setattr(part_streams, "steps", fewer)
+    monkeypatch.setattr(part_streams, "schedule_steps", fewer)
     if left_out == "the end":  # of which the host waits for nothing else
         monkeypatch.setattr(Event, "synchronize", lambda self: None)
     if left_out == "the threads":
-        monkeypatch.setattr(part_streams, "begin_copy", never_waited_for)
+        monkeypatch.setattr(part_streams, "start_copy", never_waited_for)
     out = np.empty((ROWS, COLUMNS)) if is_reduced else array(pinned_out)
     work = Work(gpu, array(pinned_in), is_reduced=is_reduced, in_place=True)
     with pytest.raises(RaceError):

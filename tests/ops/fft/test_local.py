@@ -8,12 +8,12 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.fft import local as local_fft
 from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
-from dask_p2p.ops.fft.stages import local_transforms
+from dask_p2p.ops.fft.stages import plan_local_transforms
 
 FFT, PADDED = ("fftn", (0, 1), (600, 80)), ("ifftn", (1,), (200,))
 RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
@@ -23,24 +23,24 @@ RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
 def test_blocks_are_transformed_as_they_lie(order):
     x = np.random.default_rng(0).random((4, 5, 6)) + 0j
     lies = x.transpose(order).copy().transpose(np.argsort(order))
-    assert order_of(lies.strides) == order
-    got = LocalTransform((("fftn", (0, 2), (4, 6)),), "backward")(lies)
-    np.testing.assert_allclose(got, np.fft.fftn(x, axes=(0, 2)), atol=1e-12)
-    assert order_of(got.strides) == order
+    assert memory_order(lies.strides) == order
+    result = LocalTransform((("fftn", (0, 2), (4, 6)),), "backward")(lies)
+    np.testing.assert_allclose(result, np.fft.fftn(x, axes=(0, 2)), atol=1e-12)
+    assert memory_order(result.strides) == order
 
 
 def test_own_blocks_are_overwritten_and_others_are_not():
     x = np.random.default_rng(0).random((6, 8)) + 0j
-    kept = x.copy()
+    original = x.copy()
     steps = (("fftn", (0,), (6,)),)
     expected = np.fft.fft(x, axis=0)
     np.testing.assert_allclose(LocalTransform(steps, "backward")(x), expected, atol=1e-12)
-    np.testing.assert_array_equal(x, kept)
-    own = np.ascontiguousarray(x.T)
-    got = LocalTransform(steps, "backward", order=(1, 0))(own[...])
-    np.testing.assert_allclose(got, expected, atol=1e-12)
-    assert np.shares_memory(got, own)
-    assert got is not own
+    np.testing.assert_array_equal(x, original)
+    block = np.ascontiguousarray(x.T)
+    result = LocalTransform(steps, "backward", order=(1, 0))(block[...])
+    np.testing.assert_allclose(result, expected, atol=1e-12)
+    assert np.shares_memory(result, block)
+    assert result is not block
 
 
 def test_it_travels():
@@ -65,9 +65,9 @@ def test_memory_that_it_takes(steps, char, order):
     transform = LocalTransform(tuple(steps), "ortho", order)
     block = np.zeros((600, 80), char)
     block = block if order != (1, 0) else np.ascontiguousarray(block.T)
-    known = transform.extra_bytes(block.shape, block.dtype)
+    extra_bytes = transform.extra_bytes(block.shape, block.dtype)
     if order is None and char in "FD" and steps != [PADDED]:
-        known += block.nbytes  # another's block is not overwritten
+        extra_bytes += block.nbytes  # another's block is not overwritten
     transform(block)  # what is imported
     peaks_bytes = []
     for _ in range(5):  # other threads, of clusters before, take memory at times
@@ -77,11 +77,11 @@ def test_memory_that_it_takes(steps, char, order):
             peaks_bytes.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-    assert known <= min(peaks_bytes) <= known + 100_000
+    assert extra_bytes <= min(peaks_bytes) <= extra_bytes + 100_000
 
 
 def test_what_cannot_fit_is_named_and_copies_are_made_in_memory_of_before(monkeypatch):
-    block, taken = np.ones((600, 80), "D"), []
+    block, shapes = np.ones((600, 80), "D"), []
 
     class Context:
         address = "worker-a"
@@ -91,13 +91,13 @@ def test_what_cannot_fit_is_named_and_copies_are_made_in_memory_of_before(monkey
             return self.limit_bytes if wanted_bytes > self.limit_bytes else None
 
         def empty_output(self, shape, dtype, queue):
-            taken.append(queue.empty(shape, dtype))
-            return taken[-1]
+            shapes.append(queue.empty(shape, dtype))
+            return shapes[-1]
 
     context = Context()
     monkeypatch.setattr(local_fft, "current_worker", lambda: (Namespace(), context))
     result = LocalTransform((FFT,), "backward")(block)
-    assert np.shares_memory(result, taken[0])
+    assert np.shares_memory(result, shapes[0])
     assert (block == 1).all()
     for step, char, result_bytes in ((RFFT, "d", 600 * 41 * 16), (FFT, "D", 600 * 80 * 16)):
         transform, block = LocalTransform((step,), "backward"), np.ones((600, 80), char)
@@ -121,15 +121,15 @@ def test_a_transform_of_several_stages_is_scaled_as_a_whole(kind, norm, on_devic
     special = None if kind in ("fft", "ifft") else 2
     lengths = {0: 3, 1: 4, 2: 8 if kind in TO_REAL else 5}
     stages = [(1, 2), (), (0,)] if kind in TO_COMPLEX else [(0,), (1, 2), ()]
-    each = local_transforms(kind, special, lengths, norm, stages, on_device)
-    assert [local is None for local in each] == [not axes for axes in stages]
-    found = x
-    for local in each:
-        found = found if local is None else local(found)
-    others = np.fft.ifft if kind in INVERSE else np.fft.fft
+    transforms = plan_local_transforms(kind, special, lengths, norm, stages, on_device)
+    assert [local is None for local in transforms] == [not axes for axes in stages]
+    result = x
+    for local in transforms:
+        result = result if local is None else local(result)
+    plain = np.fft.ifft if kind in INVERSE else np.fft.fft
     run = getattr(np.fft, kind)
     if kind in TO_REAL:
-        wanted = run(others(others(x, 3, 0, norm), 4, 1, norm), 8, 2, norm)
+        expected = run(plain(plain(x, 3, 0, norm), 4, 1, norm), 8, 2, norm)
     else:
-        wanted = others(others(run(x, 5, 2, norm), 4, 1, norm), 3, 0, norm)
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-12)
+        expected = plain(plain(run(x, 5, 2, norm), 4, 1, norm), 3, 0, norm)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-12)

@@ -50,10 +50,10 @@ def test_values_in_columns(shape, axis, char, columns, name, norm, monkeypatch):
     )
     order = tuple(range(block.ndim))
     transform = LocalTransform(((name, (axis,), (shape[axis],)),), norm, order)
-    got = transform(block)
+    result = transform(block)
     assert used == [columns]
-    assert np.shares_memory(got, block)
-    assert got.tobytes() == expected.tobytes()
+    assert np.shares_memory(result, block)
+    assert result.tobytes() == expected.tobytes()
 
 
 def test_blocks_of_others_and_padded_ones_are_transformed_at_once(monkeypatch):

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dask_p2p.plugins.gangs.gathering import shortage
+from dask_p2p.plugins.gangs.gathering import describe_shortage
 from tests.sections.schedulers import Scheduler, Task
 
 GPU = {"GPU": 1}
@@ -30,7 +30,7 @@ def ranks(count, *args, **kwargs):
     ],
 )
 def test_gangs_that_can_run(resources, tasks):
-    assert shortage(Scheduler(*resources), "x", tasks) == ""
+    assert describe_shortage(Scheduler(*resources), "x", tasks) == ""
 
 
 @pytest.mark.parametrize(
@@ -68,14 +68,14 @@ def test_gangs_that_can_run(resources, tasks):
     ],
 )
 def test_what_is_lacking_is_named(resources, tasks, text):
-    assert re.search(text, shortage(Scheduler(*resources), "x", tasks))
+    assert re.search(text, describe_shortage(Scheduler(*resources), "x", tasks))
 
 
 def test_many_ranks_are_looked_at_quickly():
     """Each restriction is checked once, for any number of ranks."""
     scheduler = Scheduler(*[GPU] * 8)
-    scheduler.coerce_hostname = lambda host: asked.append(host) or host
-    asked = []
-    assert "enough for 8 ranks" in shortage(scheduler, "x", ranks(5000, GPU))
-    assert shortage(scheduler, "x", ranks(5000, hosts={"host-a"})) == ""
-    assert asked == ["host-a"]
+    scheduler.coerce_hostname = lambda host: requests.append(host) or host
+    requests = []
+    assert "enough for 8 ranks" in describe_shortage(scheduler, "x", ranks(5000, GPU))
+    assert describe_shortage(scheduler, "x", ranks(5000, hosts={"host-a"})) == ""
+    assert requests == ["host-a"]

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import InputError
-from dask_p2p.sections.gang.checkpoints import copied_into, size_of
+from dask_p2p.sections.gang.checkpoints import copy_into_state, size_of
 
 
 def saved(state):
     arrays = state.arrays()
     memory = memoryview(bytearray(size_of(arrays)))
-    copied_into(memory, arrays)
+    copy_into_state(memory, arrays)
     return memory
 
 

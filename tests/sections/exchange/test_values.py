@@ -12,7 +12,7 @@ import pytest
 from dask_p2p.errors import InputError
 from dask_p2p.sections.exchange.device import HOST
 from dask_p2p.sections.exchange.values import LastOut, copied, decoded_small, encoded, small_frame
-from dask_p2p.sections.wire.frames import sent_message, small_value
+from dask_p2p.sections.wire.frames import small_value, value_message
 from dask_p2p.sections.wire.mailbox import MOST_BYTES
 
 ARRAYS = [
@@ -137,7 +137,7 @@ def small(value):
 def test_values_have_the_same_bytes_as_large_ones(value):
     description, parts = encoded(value, HOST)
     if (own := small(value)) is not None:
-        message = sent_message(3, 5, description, parts, has_address=False)
+        message = value_message(3, 5, description, parts, has_address=False)
         assert small_frame(value, 3, 5) == b"".join(message.buffers)
         found = decoded_small(*own, None, HOST)
         assert type(found) is type(value)

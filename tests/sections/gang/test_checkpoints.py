@@ -73,7 +73,7 @@ def test_states_are_kept_here_and_there_and_come_back():
         own = States(kept[rank], "x", None, (), notify)
         checkpoints = Checkpoints(rank, workers, connections, own)
         arrays = states(0, rank)
-        assert checkpoints.found() == (0, None)
+        assert checkpoints.read_state() == (0, None)
         for step in (5, 10):
             for array in arrays:
                 array += 1
@@ -90,9 +90,9 @@ def test_states_are_kept_here_and_there_and_come_back():
     def restore(rank, connections):
         own = States(kept[rank], "x", 10, (0, 2, 2), lambda: None)
         checkpoints = Checkpoints(rank, ["a", "a", "c"], connections, own)
-        step, state = checkpoints.found()
+        step, state = checkpoints.read_state()
         assert step == 10
-        assert checkpoints.found() == (0, None), "once"
+        assert checkpoints.read_state() == (0, None), "once"
         assert state == b"".join((before + 2).tobytes() for before in states(0, rank))
 
     with Gang(3) as gang:
@@ -102,7 +102,7 @@ def test_states_are_kept_here_and_there_and_come_back():
 def test_a_state_that_is_lost_meanwhile_ends_the_attempt():
     def restore(rank, connections):
         own = States(SavedStates(), "x", 10, (0, 1, 2), lambda: None)
-        Checkpoints(rank, "abc", connections, own).found()
+        Checkpoints(rank, "abc", connections, own).read_state()
 
     with Gang(3) as gang:
         for future in gang.begin(restore):
@@ -185,7 +185,7 @@ def test_a_buddy_that_does_not_see_it_gets_the_bytes(method, instead, monkeypatc
     mine, buddys = StateMemory(), StateMemory()
     mine.record_reply(buddys.take(4, mine.make(100, has_replica=True)))
     assert not mine.is_seen
-    assert len(buddys.receive_buffers()[4]) == len(mine.own) == 100
+    assert len(buddys.receive_buffers()[4]) == len(mine.own_state) == 100
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
@@ -208,7 +208,7 @@ def test_states_come_back(is_seen, monkeypatch):
 
     def restore(rank, connections):
         states = States(kept[rank], "x", 11, (1, 0), none)  # each has the state of the other rank
-        step, state = Checkpoints(rank, "ab", connections, states).found()
+        step, state = Checkpoints(rank, "ab", connections, states).read_state()
         assert step == 11
         for a, b in zip(in_state(state), arrays(11 + rank), strict=True):
             assert np.array_equal(a, b)

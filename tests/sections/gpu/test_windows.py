@@ -83,10 +83,10 @@ def other(sleeper):
 @pytest.fixture
 def descriptor(calls, monkeypatch, other):
     """The descriptor of that rank, with two events."""
-    here = Peer.own("gpu")
+    here = Peer.describe_self("gpu")
     there = replace(here, pid=other.pid, process=f"other-{other.pid}")
     with monkeypatch.context() as patch:
-        patch.setattr(Peer, "own", lambda memory_proof: there)
+        patch.setattr(Peer, "describe_self", lambda memory_proof: there)
         return OwnEvents(Gpu(), 2).descriptor(0)
 
 

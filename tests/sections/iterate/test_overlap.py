@@ -13,7 +13,7 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import box_shape
-from dask_p2p.sections.iterate.rank_loop import RankLoop
+from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connections import Connections
 from tests.support import tune
 
@@ -92,13 +92,13 @@ def cluster_of_workers(client):
 @pytest.fixture
 def boxes(monkeypatch):
     """The shapes of all boxes that functions compute after the first step."""
-    seen, apply = [], RankLoop._apply
+    seen, apply = [], Call.apply
 
-    def recorded(loop, call, box):
+    def recorded(call, box):
         seen.append(box_shape(box))
-        return apply(loop, call, box)
+        return apply(call, box)
 
-    monkeypatch.setattr(RankLoop, "_apply", recorded)
+    monkeypatch.setattr(Call, "apply", recorded)
     return seen
 
 

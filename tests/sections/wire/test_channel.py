@@ -69,7 +69,7 @@ def received_bytes(connections):
 
 
 def in_transit(messengers):
-    return sum(each.under_way for each in messengers)
+    return sum(each.in_flight for each in messengers)
 
 
 @pytest.mark.parametrize("part_bytes", [2**25, 100_000])

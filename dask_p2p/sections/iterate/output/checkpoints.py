@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -29,66 +28,75 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dask_p2p.errors import FileError, InputError, P2PWarning
-from dask_p2p.geometry import Box, box_slices, split_box
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, SavedValue
 from dask_p2p.sections.gang.checkpoints import Period
+from dask_p2p.sections.iterate.output.files import (
+    SERIES,
+    FieldValues,
+    Parts,
+    StateValues,
+    fingerprint,
+    fingerprint_of_same,
+)
 from dask_p2p.sections.iterate.output.groups import (
-    CONFIG,
     Folder,
+    Shapes,
     another_run,
+    create_arrays,
+    created,
     difference,
     explained,
     is_seen_by_all,
     not_seen,
     opened,
-    stored,
+    plain,
     together,
 )
 from dask_p2p.types import Array
 
 if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.specs import CheckpointArguments
+    from dask_p2p.sections.iterate.output.stores import Checkpoint
 
 
 #: Attributes of the group of a checkpoint.
-ATTRIBUTES = {"format": "dask_p2p checkpoint 2"}
+ATTRIBUTES = {"format": "dask_p2p checkpoint 3"}
 _METADATA = "zarr.json", ".zattrs"  # files with these attributes
 _COMPLETE, _INCOMPLETE = ".complete", ".incomplete"
 _STEP_NAME = re.compile(rf"step-(\d{{12}})({_COMPLETE}|{_INCOMPLETE}|)")
 _RUN_NAME = re.compile(r"dask_p2p-run-[0-9a-f]{16}")
 
 
-class CheckpointFolder(ABC):
+class CheckpointFiles:
     """The checkpoints of one rank in the folder of a `Checkpoint`."""
 
-    def __init__(
-        self,
-        spec: CheckpointArguments,
-        ctx: Context,
-        fingerprints: Mapping[str, np.uint64],  # of this rank's parts of the initial values
-        settings: Mapping[str, str] = {},  # of the run, by name
-    ) -> None:
-        self.ctx, self._spec = ctx, spec
-        self._folder, self._period = Folder(str(spec.path)), Period(spec.every)
-        self._fingerprints = fingerprints
+    reads_halos = False
+
+    def __init__(self, spec: Checkpoint, ctx: Context, values: FieldValues | StateValues) -> None:
+        self.ctx, self._spec, self._values = ctx, spec, values
+        self._folder, self.schedule = Folder(str(spec.path)), Period(spec.every)
+        current = values.current()
+        series = {SERIES + name for name in values.records}
+        self._kinds = {name: v.kind for name, v in current.items() if name not in series}
+        #: Fingerprints of this rank's parts of the initial values, by name.
+        self._fingerprints = {
+            name: fingerprint_of_same(ctx.device, value.array, ctx.rank)
+            if value.kind == NUMBER
+            else fingerprint(ctx.device, value.array, value.box)
+            for name, value in current.items()
+            if value.kind != OWN
+        } | dict(values.constants())
         #: Settings, and fingerprints of the whole initial values, as texts.
-        self._initial = {**settings}
+        self._initial = {**(values.settings() if ctx.rank == 0 else {})}
         self._run: Folder | None = None  # the file of this run
+        self._saved: dict[str, SavedValue] = {}  # of the checkpoint that is being written
+        self._differing: list[str] = []  # those of each rank that differ between ranks
+        self.step = -1  # of the newest checkpoint of this run
 
     def __str__(self) -> str:
         return str(self._folder)
 
-    @property
-    def every(self) -> int | str:
-        """The interval: a number of steps, or a time."""
-        return self._spec.every
-
-    def is_due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after a step: the same on all ranks."""
-        return self.ctx.has_ended(self._period, step)
-
-    def resumed(self, first: int, steps: int | None) -> int:
+    def resume(self, first: int, steps: int | None) -> int:
         """Load the newest undamaged checkpoint if it is newer than a step; return the first step.
 
         Raises `InputError` if it has more steps than the run, or another program wrote it, and
@@ -113,7 +121,10 @@ class CheckpointFolder(ABC):
                 self._initial = record["initial"]
                 together(self.ctx, self._folder, partial(self._make_room, step))
                 return step
-            damage = damage or f"expected the values that were written to {self._of(step)}, {cause}"
+            damage = (
+                damage
+                or f"expected the values that were written to {self._step_folder(step)}, {cause}"
+            )
         if damage:
             raise FileError(
                 f"{damage}. There is no other checkpoint to resume from. Copy it here again, or "
@@ -124,7 +135,7 @@ class CheckpointFolder(ABC):
 
     def write(self, step: int, flush: Callable[[], None]) -> None:
         """Write a checkpoint; `flush` completes all frames before it is complete."""
-        ctx, folder = self.ctx, self._of(step)
+        ctx, folder = self.ctx, self._step_folder(step)
 
         def create() -> None:
             with self._explained(folder):
@@ -132,19 +143,21 @@ class CheckpointFolder(ABC):
                 self._clear(step)
                 self._create(folder)
 
-        self._prepare()
+        self._saved, self.step = self._values.current(), step
+        self._compare()
         together(ctx, folder, create)
         if not is_seen_by_all(ctx, folder):
             self._check_run()
             raise not_seen(folder)
         with self._explained(folder):
-            part = self._fill(opened(folder))
+            part = self._write_parts(opened(folder))
             folder.sync()
         flush()
         fingerprint = int(ctx.allreduce(part))
         together(ctx, folder, lambda: self._complete(step, fingerprint))
+        self._saved = {}
 
-    def flush(self) -> None:  # noqa: B027
+    def flush(self) -> None:
         """Return immediately: checkpoints are complete after `write`."""
 
     def close(self) -> None:
@@ -154,33 +167,55 @@ class CheckpointFolder(ABC):
 
     # --- contents of a checkpoint
 
-    @abstractmethod
-    def _program(self) -> dict[str, Any]:
-        """Return a description of the values, which that of a later run must equal."""
+    def _shapes(self, values: Mapping[str, SavedValue]) -> Shapes:
+        """Return the shape and dtype of each array that is divided between ranks."""
+        divided = {name: value for name, value in values.items() if value.kind == DIVIDED}
+        return {name: (value.shape, value.array.dtype) for name, value in divided.items()}
 
-    @abstractmethod
-    def _details(self) -> dict[str, Any]:
-        """Return what else the record of a checkpoint has."""
+    def _compare(self) -> None:
+        """Find the values that differ between ranks. Raises `InputError` for a number."""
+        values = {name: v for name, v in self._saved.items() if v.kind != DIVIDED}
+        if not values:
+            return
+        digests = [self._digest(value.array) for value in values.values()]
+        rows = np.frombuffer(b"".join(digests), np.uint8).reshape(len(values), -1)
+        every = self.ctx.allgather(rows)
+        is_same = (every == every[0]).all(axis=(0, 2)).tolist()
+        self._differing = [name for name, same in zip(values, is_same, strict=True) if not same]
+        for name in self._differing:
+            if values[name].kind == NUMBER:
+                raise InputError(
+                    f"state: expected numbers that are the same on all ranks, as checkpoint= "
+                    f"requires, got {name}, which differs. Give an array of one element, "
+                    f"np.array([...]): each rank has its own."
+                )
 
-    @abstractmethod
-    def _check(self, record: Mapping[str, Any]) -> None:
-        """Raise `InputError` for a checkpoint that this run cannot use."""
+    def _digest(self, array: Array) -> bytes:
+        host = self.ctx.device.to_host(array)
+        return blake2b(
+            f"{host.dtype.str}{host.shape}".encode() + host.tobytes(), digest_size=16
+        ).digest()
 
-    @abstractmethod
-    def _load(self, group: Any, record: Mapping[str, Any]) -> np.uint64:
-        """Read this rank's part of a checkpoint; return its fingerprint."""
-
-    @abstractmethod
-    def _prepare(self) -> None:
-        """Gather the values to write. A collective call of all ranks."""
-
-    @abstractmethod
     def _create(self, folder: Folder) -> None:
-        """Create the group of a checkpoint, with its arrays and numbers. On rank 0."""
+        """Create the group of a checkpoint, with its arrays. On rank 0."""
+        dtypes = {name: ((), value.array.dtype) for name, value in self._saved.items()}
+        group = created(folder, dtypes, ATTRIBUTES)
+        create_arrays(group, self._shapes(self._saved), self._values.chunks)
 
-    @abstractmethod
-    def _fill(self, group: Any) -> np.uint64:
+    def _write_parts(self, group: Any) -> np.uint64:
         """Write this rank's part of a checkpoint; return its fingerprint."""
+        parts, device = Parts(), self.ctx.device
+        for name, value in self._saved.items():
+            if value.kind == DIVIDED:
+                parts.write(group, name, device.to_host(value.array), value.box)
+            elif name in self._differing:
+                parts.create(group, self._rank_name(name), device.to_host(value.array))
+            elif self.ctx.rank == 0:
+                parts.create(group, name, device.to_host(value.array))
+        return parts.fingerprint
+
+    def _rank_name(self, name: str) -> str:
+        return f"{name}.rank-{self.ctx.rank}"
 
     # --- to resume
 
@@ -214,7 +249,7 @@ class CheckpointFolder(ABC):
             if f"step-{step:012}" not in names:
                 self._marker(step, _INCOMPLETE).remove()
             elif self._has_mark(step):  # the other run may still write to it: the file stays
-                self._of(step).remove()
+                self._step_folder(step).remove()
         return sorted(complete, reverse=True)
 
     def _loaded(self, step: int) -> tuple[Any, str]:
@@ -228,8 +263,10 @@ class CheckpointFolder(ABC):
         try:
             record = self._record(step)
             self._check_program(record)
-            self._check(record)
-            part = self._load(zarr.open_group(self._of(step).store, mode="r"), record)
+            parts = Parts()
+            group = zarr.open_group(self._step_folder(step).store, mode="r")
+            self._values.load(step, self._read(group, record, parts))
+            part = parts.fingerprint
         except (InputError, MemoryError):
             raise
         except Exception as exc:
@@ -247,12 +284,42 @@ class CheckpointFolder(ABC):
             raise ValueError(f"{self._marker(step, _COMPLETE)} has other contents")
         return json.loads(text)
 
+    def _read(self, group: Any, record: Mapping[str, Any], parts: Parts) -> Iterator[Any]:
+        """Yield the name and this rank's part of each value of a checkpoint."""
+        boxes = {name: value.box for name, value in self._values.current().items()}
+        for name, kind in record["kinds"].items():
+            if kind == DIVIDED:
+                yield name, parts.read(group, name, boxes[name])
+            elif name in record["own"]:
+                yield name, parts.read(group, self._rank_name(name))
+            else:
+                yield name, parts.read(group, name, counts=self.ctx.rank == 0)
+
+    def _program(self) -> dict[str, Any]:
+        """Return a description of the values, which that of a later run must equal."""
+        shapes = self._shapes(self._saved or self._values.current())
+        return {"format": ATTRIBUTES["format"], "values": self._kinds, "arrays": plain(shapes)}
+
     def _check_program(self, record: Mapping[str, Any]) -> None:
+        """Raise `InputError` for a checkpoint that this run cannot use."""
         program = self._program()
         if record["program"] != program:
             raise InputError(
                 f"expected a checkpoint of the same fields at {self}, got "
                 f"{difference(record['program'], program)}. Give another path, or the same fields."
+            )
+        if record["own"] and record["ranks"] != self.ctx.size:
+            raise InputError(
+                f"ranks: expected {record['ranks']} ranks, as the checkpoint at {self} has values "
+                f"that differ between ranks, got {self.ctx.size}. Give ranks={record['ranks']}."
+            )
+        stored_records, records = record["records"], self._values.records
+        names = [name for name, kind in records.items() if stored_records.get(name, kind) != kind]
+        if names:
+            raise InputError(
+                f"record: expected records of the same steps, shape and dtype as in the checkpoint "
+                f"at {self}, {stored_records}, got {records}. Give {', '.join(names)} another "
+                f"name, or the checkpoint another path."
             )
 
     def _report(self, step: int, record: Mapping[str, Any], damage: str, is_first: bool) -> None:
@@ -270,6 +337,12 @@ class CheckpointFolder(ABC):
                 f"first run there in {', '.join(names)}: the steps before are those of the first "
                 f"run. Give another path to begin at step 0."
             )
+        if new := sorted(self._values.records.keys() - record["records"].keys()):
+            self._warn(
+                f"record: the run resumes at step {step} of {self}, which has no values of "
+                f"{', '.join(new)}. Their series have NaN, or 0 for integers, for the steps "
+                f"before. Give the records in the first run."
+            )
 
     # --- to write
 
@@ -280,10 +353,13 @@ class CheckpointFolder(ABC):
             "step": step,
             "initial": self._initial,
             "fingerprint": fingerprint,
-            **self._details(),
+            "kinds": {name: value.kind for name, value in self._saved.items()},
+            "ranks": self.ctx.size,
+            "own": self._differing,
+            "records": dict(self._values.records),
         }
         text = json.dumps(record).encode()
-        with self._explained(self._of(step)):
+        with self._explained(self._step_folder(step)):
             self._check_run()
             self._marker(step, _COMPLETE).write(_digest(text) + b"\n" + text)
             self._marker(step, _INCOMPLETE).remove()
@@ -298,10 +374,10 @@ class CheckpointFolder(ABC):
 
     def _clear(self, step: int) -> None:
         """Make a place for a checkpoint. Raises `FileError` if a user's folder is there."""
-        if self._of(step).exists() and not self._has_mark(step):
+        if self._step_folder(step).exists() and not self._has_mark(step):
             raise FileError(
-                f"expected no folder at {self._of(step)}, got one that dask_p2p has not written. "
-                f"Move it, or give another path."
+                f"expected no folder at {self._step_folder(step)}, got one that dask_p2p has not "
+                f"written. Move it, or give another path."
             )
         self._remove(step, last=False)
 
@@ -311,8 +387,8 @@ class CheckpointFolder(ABC):
         with suppress(OSError):  # on a full disk
             incomplete.touch()
         self._marker(step, _COMPLETE).remove()
-        self._of(step).remove()
-        if last and not self._of(step).exists():
+        self._step_folder(step).remove()
+        if last and not self._step_folder(step).exists():
             incomplete.remove()
 
     def _check_run(self) -> None:
@@ -339,7 +415,7 @@ class CheckpointFolder(ABC):
 
     # --- names
 
-    def _of(self, step: int) -> Folder:
+    def _step_folder(self, step: int) -> Folder:
         """Return the folder of one checkpoint."""
         return self._folder.child(f"step-{step:012}")
 
@@ -357,121 +433,9 @@ class CheckpointFolder(ABC):
         if any(self._marker(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
             return True
         mark = ATTRIBUTES["format"].rpartition(" ")[0].encode()
-        files = [self._of(step).child(name) for name in _METADATA]
+        files = [self._step_folder(step).child(name) for name in _METADATA]
         return any(file.exists() and mark in file.read() for file in files)
 
 
 def _digest(text: bytes) -> bytes:
     return blake2b(text, digest_size=16).hexdigest().encode()
-
-
-# Numbers that distinguish the values of arrays, for any division of the arrays between ranks.
-#
-# A fingerprint is the sum, modulo 2**64, of all words of an array's elements, each times a weight
-# that depends on its index in the whole array. So the sum of the fingerprints of all parts is that
-# of the whole array::
-#
-#     fingerprint(x[:5], box 0..5) + fingerprint(x[5:], box 5..9) = fingerprint(x, box 0..9)
-
-_COPIED_ELEMENTS = 2**21  # of one copy from a GPU
-_PIECE_ELEMENTS = 2**13  # whose words and weights stay in a cache
-_WORD_BYTES = 4, 2, 1  # products of 64-bit words with weights would overflow
-# Those of the generator SplitMix64: https://prng.di.unimi.it/splitmix64.c
-_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
-_MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
-_LAST_SHIFT = 31
-
-
-def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
-    """Return the fingerprint of a part of an array.
-
-    Parameters
-    ----------
-    device
-        Device of the part.
-    block
-        Elements of the part.
-    box
-        Bounds of the part in the whole array.
-    """
-    total = np.zeros((), np.uint64)
-    if not box:
-        block, box = block.reshape(1), ((0, 1),)
-    starts = [start for start, _ in box]
-    for copied in split_box(box, _COPIED_ELEMENTS):
-        host = device.to_host(block[box_slices(_relative(copied, starts))])
-        own = [start for start, _ in copied]
-        for piece in split_box(copied, _PIECE_ELEMENTS):
-            total += _of_piece(host[box_slices(_relative(piece, own))], piece)
-    return np.uint64(total)
-
-
-def fingerprint_of_same(device: Host, value: Array, rank: int) -> np.uint64:
-    """Return a rank's part of the fingerprint of a number that all ranks have: it counts once."""
-    return np.uint64(0) if rank else fingerprint(device, value, ())
-
-
-class Parts:
-    """Reads or writes one rank's parts of the arrays of a group, and sums their fingerprints.
-
-    The sum over all ranks is the same for any division of the arrays between ranks. It changes with
-    each element, and with the name, dtype and shape of each array.
-    """
-
-    def __init__(self) -> None:
-        self.fingerprint = np.uint64(0)
-
-    def write(self, group: Any, name: str, block: Array, box: Box) -> None:
-        """Write a part of an array."""
-        array = stored(group, name)
-        if block.size:
-            array[box_slices(box)] = block
-        self._add(array, name, block, box)
-
-    def create(self, group: Any, name: str, values: Array) -> None:
-        """Create an array with some values."""
-        self._add(group.create_array(name, data=values, config=CONFIG), name, values)
-
-    def read(self, group: Any, name: str, box: Box | None = None, counts: bool = True) -> Array:
-        """Return a part of an array, by default all of it; it may be one that counts elsewhere."""
-        array = group[name]
-        block = np.asarray(array[... if box is None else box_slices(box)])
-        if counts:
-            self._add(array, name, block, box)
-        return block
-
-    def _add(self, array: Any, name: str, block: Array, box: Box | None = None) -> None:
-        box = tuple((0, length) for length in array.shape) if box is None else box
-        text = f"{name} {array.dtype.str} {array.shape}".encode()
-        weight = np.uint64(int.from_bytes(blake2b(text, digest_size=8).digest()) | 1)
-        part = fingerprint(HOST, block, box) if block.size else np.uint64(0)
-        with np.errstate(over="ignore"):
-            self.fingerprint += weight * part
-
-
-def _of_piece(block: Any, box: Box) -> np.uint64:
-    block = np.ascontiguousarray(block)
-    word_bytes = next(n for n in _WORD_BYTES if block.dtype.itemsize % n == 0)
-    weights = [_weights(axis, *bounds) for axis, bounds in enumerate(box)]
-    of_words = _weights(len(box), 0, block.dtype.itemsize // word_bytes)
-    weights[-1] = np.multiply.outer(weights[-1], of_words).ravel()
-    sums = block.view(f"u{word_bytes}").astype(np.uint64)
-    for of_axis in reversed(weights):
-        sums = sums @ of_axis
-    return np.uint64(sums)
-
-
-def _weights(axis: int, start: int, stop: int) -> Any:
-    """Return odd numbers for the indices of an axis."""
-    found = np.arange(start, stop, dtype=np.uint64)
-    found += np.uint64((axis + 1) << 56)  # other numbers for each axis
-    found *= _INCREMENT
-    for shift, factor in _MIXING:
-        found ^= found >> np.uint64(shift)
-        found *= np.uint64(factor)
-    found ^= found >> np.uint64(_LAST_SHIFT)
-    return found | np.uint64(1)
-
-
-def _relative(box: Box, origin: list[int]) -> Box:
-    return tuple((lo - at, hi - at) for (lo, hi), at in zip(box, origin, strict=True))

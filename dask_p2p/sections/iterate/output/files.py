@@ -1,4 +1,4 @@
-"""Checkpoints in files: all ranks write their local blocks, and rank 0 records the end."""
+"""What stores write: the values of `iterate` and of a state, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -12,54 +12,59 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import numpy as np
 from dask.base import is_dask_collection
 
 from dask_p2p.errors import InputError
+from dask_p2p.geometry import Box, box_slices, split_box
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.context.state import Leaf, State
+from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
+from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
-from dask_p2p.sections.iterate.output.checkpoints import (
-    ATTRIBUTES,
-    CheckpointFolder,
-    Parts,
-    fingerprint,
-    fingerprint_of_same,
-)
-from dask_p2p.sections.iterate.output.groups import Folder, create_arrays, created, plain
+from dask_p2p.sections.iterate.output.groups import CONFIG, stored
 from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.specs import store_chunks
+from dask_p2p.sections.iterate.output.stores import store_chunks
+from dask_p2p.types import Array
 
-if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.specs import CheckpointArguments
-
-
-_SERIES = "series."  # start of the names of the arrays of series
+SERIES = "series."  # start of the names of the arrays of series
 
 
-class CheckpointFiles(CheckpointFolder):
-    """The checkpoints in files of the fields of one rank."""
+class FieldValues:
+    """The values of `iterate` on one rank: fields, numbers and series.
+
+    Parameters
+    ----------
+    local : LocalFields
+        Fields and constants.
+    scalars : Scalars
+        Fields that are numbers.
+    series : Series
+        Recorded numbers.
+    chunks : tuple of int
+        Chunks of the arrays in a store.
+    settings : callable
+        Returns texts of the run's settings, by name.
+    """
 
     def __init__(
         self,
-        spec: CheckpointArguments,
-        chunks: tuple[int, ...],  # of the arrays
         ctx: Context,
         local: LocalFields,
         scalars: Scalars,
         series: Series,
-        settings: Callable[[], Mapping[str, str]],  # of the run, by name
+        chunks: tuple[int, ...],
+        settings: Callable[[], Mapping[str, str]],
     ) -> None:
-        self._chunks, self._local, self._scalars, self._series = chunks, local, scalars, series
-        initial = {n: fingerprint(ctx.device, part, of.box) for n, part, of in self._levels()}
-        for name, value in scalars.values.items():
-            initial[name] = fingerprint_of_same(ctx.device, np.asarray(value), ctx.rank)
-        for name, block, box, counts in local.constant_arrays():
-            initial[name] = fingerprint(ctx.device, block, box) if counts else np.uint64(0)
-        super().__init__(spec, ctx, initial, settings() if ctx.rank == 0 else {})
+        self._ctx, self._local, self._scalars, self._series = ctx, local, scalars, series
+        self.chunks, self.settings = chunks, settings
+
+    @property
+    def records(self) -> dict[str, Any]:
+        """The steps between values, and the shape and dtype of a value, of each series."""
+        return self._series.kinds
 
     def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
         """Yield the name of each array, its local block, and its field."""
@@ -67,80 +72,55 @@ class CheckpointFiles(CheckpointFolder):
             for number, level in enumerate(field.levels if not field.spec.is_constant else ()):
                 yield f"{name}.{number}" if field.spec.is_list else name, level.inner, field
 
-    def _shapes(self) -> dict[str, Any]:
-        """Return the shape and dtype of each array."""
-        found = {name: (field.shape, field.spec.dtype) for name, _, field in self._levels()}
-        return found | {name: ((), of.dtype) for name, of in self._scalars.values.items()}
+    def newest(self) -> dict[str, SavedValue]:
+        """Return the newest level of each field, and the numbers, by the names of the fields."""
+        values = {
+            name: SavedValue(DIVIDED, field.newest.inner, field.shape, field.box)
+            for name, field in self._local.fields.items()
+        }
+        return values | self._numbers()
 
-    def _program(self) -> dict[str, Any]:
-        return {"format": ATTRIBUTES["format"], "arrays": plain(self._shapes())}
+    def _numbers(self) -> dict[str, SavedValue]:
+        numbers = self._scalars.values.items()
+        return {name: SavedValue(NUMBER, np.asarray(value), (), ()) for name, value in numbers}
 
-    def _details(self) -> dict[str, Any]:
-        return {"records": self._series.kinds}
-
-    def _check(self, record: Mapping[str, Any]) -> None:
-        saved, kinds = record["records"], self._series.kinds
-        names = [name for name, kind in kinds.items() if saved.get(name, kind) != kind]
-        if names:
-            raise InputError(
-                f"record: expected records of the same steps, shape and dtype as in the checkpoint "
-                f"at {self}, {saved}, got {kinds}. Give {', '.join(names)} another name, or the "
-                f"checkpoint another path."
-            )
-
-    def _load(self, group: Any, record: Mapping[str, Any]) -> np.uint64:
-        parts, series = Parts(), dict[str, Any]()
-        for name, block, field in self._levels():
-            self.ctx.device.copy_from_host(block, parts.read(group, name, field.box))
-        counts = self.ctx.rank == 0  # values that all ranks have
-        for name in self._scalars.values:
-            self._scalars.update({name: parts.read(group, name, counts=counts)[()]})
-        for name in record["records"]:
-            series[name] = parts.read(group, f"{_SERIES}{name}", counts=counts)
-        self._series.resume(series, int(record["step"]))
-        return parts.fingerprint
-
-    def _report(self, step: int, record: Mapping[str, Any], damage: str, is_first: bool) -> None:
-        super()._report(step, record, damage, is_first)
-        if new := sorted(self._series.kinds.keys() - record["records"].keys()):
-            self._warn(
-                f"record: the run resumes at step {step} of {self}, which has no values of "
-                f"{', '.join(new)}. Their series have NaN, or 0 for integers, for the steps "
-                f"before. Give the records in the first run."
-            )
-
-    def _prepare(self) -> None:
+    def current(self) -> dict[str, SavedValue]:
+        """Return all values of a checkpoint. A collective call of all ranks."""
         self._series.combine()
+        values = {
+            name: SavedValue(DIVIDED, block, field.shape, field.box)
+            for name, block, field in self._levels()
+        }
+        return values | self._numbers() | self._records()
 
-    def _create(self, folder: Folder) -> None:
-        shapes = self._shapes()
-        group = created(folder, shapes, ATTRIBUTES)
-        fields = {name: shapes[name] for name, _, _ in self._levels()}
-        create_arrays(group, fields, self._chunks)
+    def _records(self) -> dict[str, SavedValue]:
+        series = self._series.values.items()
+        return {f"{SERIES}{name}": SavedValue(OWN, array, (), ()) for name, array in series}
 
-    def _fill(self, group: Any) -> np.uint64:
-        parts = Parts()
-        for name, block, field in self._levels():
-            parts.write(group, name, self.ctx.device.to_host(block), field.box)
-        if self.ctx.rank == 0:
-            for name, value in self._scalars.values.items():
-                parts.create(group, name, np.asarray(value))
-            for name, values in self._series.values.items():
-                parts.create(group, f"{_SERIES}{name}", values)
-        return parts.fingerprint
+    def constants(self) -> Iterator[tuple[str, np.uint64]]:
+        """Yield the name of each constant array, and the fingerprint of this rank's part."""
+        for name, block, box, counts in self._local.constant_arrays():
+            yield name, fingerprint(self._ctx.device, block, box) if counts else np.uint64(0)
 
-
-# Checkpoints in files of a state: values that change in a loop of `Context.steps`.
-#
-# Arrays of the local block's shape are parts of one array of the store, so any number of ranks may
-# resume. Numbers are the same on all ranks. Other values, such as series and generators, are stored
-# once if they are the same on all ranks. If they differ, as many ranks must resume.
-
-DIVIDED, NUMBER, OWN = "divided", "number", "of each rank"
+    def load(self, step: int, values: Iterable[tuple[str, Any]]) -> None:
+        """Take over the values of a checkpoint, by name, in host memory."""
+        blocks, series = {name: block for name, block, _ in self._levels()}, dict[str, Any]()
+        for name, array in values:
+            if name in blocks:
+                self._ctx.device.copy_from_host(blocks[name], array)
+            elif name in self._scalars.values:
+                self._scalars.update({name: array[()]})
+            else:
+                series[name.removeprefix(SERIES)] = array
+        self._series.resume(series, step)
 
 
 class StateValues:
     """The values of a rank's state, with names for a store.
+
+    Arrays of the local block's shape are parts of one array of the store, so any number of ranks
+    may resume. Numbers are the same on all ranks. Other values, such as series and generators, are
+    stored once if they are the same on all ranks. If they differ, as many ranks must resume.
 
     Parameters
     ----------
@@ -150,156 +130,168 @@ class StateValues:
         The values.
     """
 
+    records: ClassVar[Mapping[str, Any]] = {}
+
     def __init__(self, ctx: Context, state: State) -> None:
         self._ctx, self._state, self.grid = ctx, state, ctx.grid_of().ranks
+        self._shape = tuple(map(sum, self.grid.chunks))
         leaves = state.leaves()
-        self.names = _array_names([*leaves])
-        divided = np.array([self._is_divided(each) for each in leaves.values()], bool)
+        texts = [re.sub(r"\W+", ".", text).strip(".") for text in leaves]  # fields['h']: fields.h
+        is_unique = len({*texts}) == len(texts) and all(texts)
+        self._names = texts if is_unique else [f"value-{n}" for n, _ in enumerate(texts)]
+        divided = np.array([self._is_divided(leaf) for leaf in leaves.values()], bool)
         on_all = ctx.allreduce(divided, "all") if divided.size else divided
-        self.kinds = [
-            DIVIDED if is_divided else NUMBER if each.kind in ("number", "python") else OWN
-            for each, is_divided in zip(leaves.values(), on_all, strict=True)
+        self._kinds = [
+            DIVIDED if is_divided else NUMBER if leaf.kind in ("number", "python") else OWN
+            for leaf, is_divided in zip(leaves.values(), on_all, strict=True)
         ]
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Chunks of the arrays in a store."""
+        return store_chunks(self.grid.chunks)
+
+    def settings(self) -> dict[str, str]:
+        """Return no settings: those of a rank's function are unknown."""
+        return {}
 
     def _is_divided(self, leaf: Leaf) -> bool:
         return leaf.kind == "array" and leaf.array.shape == self.grid.shape(self._ctx.rank)
 
-    def leaves(self) -> dict[str, Leaf]:
+    def current(self) -> dict[str, SavedValue]:
         """Return the current values by name. Raises `InputError` if one has another kind now."""
-        leaves = self._state.leaves()
-        for (text, leaf), kind in zip(leaves.items(), self.kinds, strict=True):
+        leaves, values = self._state.leaves(), dict[str, SavedValue]()
+        for name, (text, leaf), kind in zip(self._names, leaves.items(), self._kinds, strict=True):
             if kind == DIVIDED and not self._is_divided(leaf):
                 raise InputError(
                     f"state: expected {text} of the local block's shape, "
                     f"{self.grid.shape(self._ctx.rank)}, as before the first step, got "
                     f"{leaf.array.shape}. Keep its shape."
                 )
-        return dict(zip(self.names, leaves.values(), strict=True))
+            shape, box = (self._shape, self._ctx.box) if kind == DIVIDED else ((), ())
+            values[name] = SavedValue(kind, leaf.array, shape, box)
+        return values
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return copies of the current values in host memory, by name."""
-        found = {}
-        for name, leaf in self.leaves().items():
-            found[name] = np.empty(leaf.array.shape, leaf.array.dtype)
-            self._ctx.device.copy_to_host(found[name], leaf.array)
-        return found
+    def constants(self) -> Iterator[tuple[str, np.uint64]]:
+        """Yield nothing: a state has no constants."""
+        yield from ()
 
-    def fingerprints(self) -> dict[str, np.uint64]:
-        """Return fingerprints of this rank's parts, by name; none of values of each rank."""
-        found, ctx = {}, self._ctx
-        for (name, leaf), kind in zip(self.leaves().items(), self.kinds, strict=True):
-            if kind == DIVIDED:
-                found[name] = fingerprint(ctx.device, leaf.array, ctx.box)
-            elif kind == NUMBER:
-                found[name] = fingerprint_of_same(ctx.device, leaf.array, ctx.rank)
-        return found
+    def load(self, step: int, values: Iterable[tuple[str, Any]]) -> None:
+        """Take over the values of a checkpoint, by name, in host memory."""
+        arrays = dict(values)
+        self._state.fill([arrays[name] for name in self._names])
 
 
-class StateFiles(CheckpointFolder):
-    """The checkpoints in files of one rank's state."""
+# Numbers that distinguish the values of arrays, for any division of the arrays between ranks.
+#
+# A fingerprint is the sum, modulo 2**64, of all words of an array's elements, each times a weight
+# that depends on its index in the whole array. So the sum of the fingerprints of all parts is that
+# of the whole array::
+#
+#     fingerprint(x[:5], box 0..5) + fingerprint(x[5:], box 5..9) = fingerprint(x, box 0..9)
 
-    def __init__(self, spec: CheckpointArguments, ctx: Context, state: State) -> None:
-        self._state, self._values = state, StateValues(ctx, state)
-        super().__init__(spec, ctx, self._values.fingerprints())
-        self._kinds = dict(zip(self._values.names, self._values.kinds, strict=True))
-        self._chunks = store_chunks(self._values.grid.chunks)
-        self._arrays: dict[str, np.ndarray[Any, Any]] = {}  # copies for the next checkpoint
-        self._differing = set[str]()  # names of those that differ between ranks
-
-    def _shapes(self) -> dict[str, Any]:
-        """Return the shape in the store, and the dtype, of each value."""
-        whole, kinds = tuple(map(sum, self._values.grid.chunks)), self._kinds
-        return {
-            name: (whole if kinds[name] == DIVIDED else (), leaf.array.dtype)
-            for name, leaf in self._values.leaves().items()
-        }
-
-    def _program(self) -> dict[str, Any]:
-        shapes, kinds = self._shapes(), self._kinds
-        divided = {name: each for name, each in shapes.items() if kinds[name] == DIVIDED}
-        return {"format": ATTRIBUTES["format"], "values": kinds, "arrays": plain(divided)}
-
-    def _details(self) -> dict[str, Any]:
-        return {"ranks": self.ctx.size if self._differing else None, "own": [*self._differing]}
-
-    def _check(self, record: Mapping[str, Any]) -> None:
-        if record["ranks"] not in (None, self.ctx.size):
-            raise InputError(
-                f"ranks: expected {record['ranks']} ranks, as the checkpoint at {self} has values "
-                f"that differ between ranks, got {self.ctx.size}. Give ranks={record['ranks']}."
-            )
-
-    def _load(self, group: Any, record: Mapping[str, Any]) -> np.uint64:
-        parts, values = Parts(), []
-        for name, kind in self._kinds.items():
-            if kind == DIVIDED:
-                values.append(parts.read(group, name, self.ctx.box))
-            elif name in record["own"]:
-                values.append(parts.read(group, self._own(name)))
-            else:
-                values.append(parts.read(group, name, counts=self.ctx.rank == 0))
-        self._state.fill(values)
-        return parts.fingerprint
-
-    def _prepare(self) -> None:
-        """Copy the values. Raises `InputError` for numbers that differ between ranks."""
-        self._arrays = self._values.arrays()
-        self._differing = self._compared()
-        for name, number in self._arrays.items():
-            if self._kinds[name] != NUMBER:
-                continue
-            every = self.ctx.allgather(np.frombuffer(number.tobytes(), np.uint8), ragged=True)
-            if any(own.tobytes() != every[0].tobytes() for own in every):
-                raise InputError(
-                    f"state: expected numbers that are the same on all ranks, as checkpoint= "
-                    f"requires, got {name}, which differs. Give an array of one element, "
-                    f"np.array([...]): each rank has its own."
-                )
-
-    def _compared(self) -> set[str]:
-        """Return the names of values of each rank that are not the same on all of them."""
-        values = {n: array for n, array in self._arrays.items() if self._kinds[n] == OWN}
-        if not values:
-            return set()
-        digests = [
-            blake2b(f"{a.dtype.str}{a.shape}".encode() + a.tobytes(), digest_size=16).digest()
-            for a in values.values()
-        ]
-        own = np.frombuffer(b"".join(digests), np.uint8).reshape(len(values), -1)
-        every = self.ctx.allgather(own)
-        is_same = (every == every[0]).all(axis=(0, 2)).tolist()
-        return {name for name, same in zip(values, is_same, strict=True) if not same}
-
-    def _create(self, folder: Folder) -> None:
-        shapes = self._shapes()
-        divided = {name: of for name, of in shapes.items() if self._kinds[name] == DIVIDED}
-        create_arrays(created(folder, shapes, ATTRIBUTES), divided, self._chunks)
-
-    def _fill(self, group: Any) -> np.uint64:
-        parts = Parts()
-        for name, array in self._arrays.items():
-            if self._kinds[name] == DIVIDED:
-                parts.write(group, name, array, self.ctx.box)
-            elif name in self._differing:
-                parts.create(group, self._own(name), array)
-            elif self.ctx.rank == 0:
-                parts.create(group, name, array)
-        self._arrays = {}
-        return parts.fingerprint
-
-    def _own(self, name: str) -> str:
-        return f"{name}.rank-{self.ctx.rank}"
+_COPIED_ELEMENTS = 2**21  # of one copy from a GPU
+_PIECE_ELEMENTS = 2**13  # whose words and weights stay in a cache
+_WORD_BYTES = 4, 2, 1  # products of 64-bit words with weights would overflow
+# Those of the generator SplitMix64: https://prng.di.unimi.it/splitmix64.c
+_INCREMENT = np.uint64(0x9E3779B97F4A7C15)
+_MIXING = (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)
+_LAST_SHIFT = 31
 
 
-def _array_names(texts: list[str]) -> list[str]:
-    """Return names of arrays in a store for the texts of a state's values.
+def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
+    """Return the fingerprint of a part of an array.
 
-    >>> _array_names(["u", "v[0]", "fields['h']"])
-    ['u', 'v.0', 'fields.h']
+    Parameters
+    ----------
+    device
+        Device of the part.
+    block
+        Elements of the part.
+    box
+        Bounds of the part in the whole array.
     """
-    found = [re.sub(r"\W+", ".", text).strip(".") for text in texts]
-    is_unique = len({*found}) == len(found) and all(found)
-    return found if is_unique else [f"value-{number}" for number, _ in enumerate(texts)]
+    total = np.zeros((), np.uint64)
+    if not box:
+        block, box = block.reshape(1), ((0, 1),)
+    starts = [start for start, _ in box]
+    for copied in split_box(box, _COPIED_ELEMENTS):
+        host = device.to_host(block[box_slices(_relative(copied, starts))])
+        copied_starts = [start for start, _ in copied]
+        for piece in split_box(copied, _PIECE_ELEMENTS):
+            total += _of_piece(host[box_slices(_relative(piece, copied_starts))], piece)
+    return np.uint64(total)
+
+
+def fingerprint_of_same(device: Host, value: Array, rank: int) -> np.uint64:
+    """Return a rank's part of the fingerprint of a number that all ranks have: it counts once."""
+    return np.uint64(0) if rank else fingerprint(device, value, ())
+
+
+class Parts:
+    """Reads or writes one rank's parts of the arrays of a group, and sums their fingerprints.
+
+    The sum over all ranks is the same for any division of the arrays between ranks. It changes with
+    each element, and with the name, dtype and shape of each array.
+    """
+
+    def __init__(self) -> None:
+        self.fingerprint = np.uint64(0)
+
+    def write(self, group: Any, name: str, block: Array, box: Box) -> None:
+        """Write a part of an array."""
+        array = stored(group, name)
+        if block.size:
+            array[box_slices(box)] = block
+        self._add(array, name, block, box)
+
+    def create(self, group: Any, name: str, values: Array) -> None:
+        """Create an array with some values."""
+        self._add(group.create_array(name, data=values, config=CONFIG), name, values)
+
+    def read(self, group: Any, name: str, box: Box | None = None, counts: bool = True) -> Array:
+        """Return a part of an array, by default all of it; it may be one that counts elsewhere."""
+        array = group[name]
+        block = np.asarray(array[... if box is None else box_slices(box)])
+        if counts:
+            self._add(array, name, block, box)
+        return block
+
+    def _add(self, array: Any, name: str, block: Array, box: Box | None = None) -> None:
+        box = tuple((0, length) for length in array.shape) if box is None else box
+        text = f"{name} {array.dtype.str} {array.shape}".encode()
+        weight = np.uint64(int.from_bytes(blake2b(text, digest_size=8).digest()) | 1)
+        part = fingerprint(HOST, block, box) if block.size else np.uint64(0)
+        with np.errstate(over="ignore"):
+            self.fingerprint += weight * part
+
+
+def _of_piece(block: Any, box: Box) -> np.uint64:
+    block = np.ascontiguousarray(block)
+    word_bytes = next(n for n in _WORD_BYTES if block.dtype.itemsize % n == 0)
+    weights = [_weights(axis, *bounds) for axis, bounds in enumerate(box)]
+    of_words = _weights(len(box), 0, block.dtype.itemsize // word_bytes)
+    weights[-1] = np.multiply.outer(weights[-1], of_words).ravel()
+    sums = block.view(f"u{word_bytes}").astype(np.uint64)
+    for of_axis in reversed(weights):
+        sums = sums @ of_axis
+    return np.uint64(sums)
+
+
+def _weights(axis: int, start: int, stop: int) -> Any:
+    """Return odd numbers for the indices of an axis."""
+    weights = np.arange(start, stop, dtype=np.uint64)
+    weights += np.uint64((axis + 1) << 56)  # other numbers for each axis
+    weights *= _INCREMENT
+    for shift, factor in _MIXING:
+        weights ^= weights >> np.uint64(shift)
+        weights *= np.uint64(factor)
+    weights ^= weights >> np.uint64(_LAST_SHIFT)
+    return weights | np.uint64(1)
+
+
+def _relative(box: Box, origin: list[int]) -> Box:
+    return tuple((lo - at, hi - at) for (lo, hi), at in zip(box, origin, strict=True))
 
 
 # The settings of a run, as texts that a later run compares: functions and their arguments.

@@ -34,16 +34,16 @@ def opened(folder: Folder) -> Any:
     import zarr
 
     try:
-        found = zarr.open(folder.store, mode="r+")
+        node = zarr.open(folder.store, mode="r+")
     except FileNotFoundError:
         names = ", ".join(sorted(folder.names())[:3])
         raise InputError(
             f"expected a new folder, or a Zarr group, at {folder}, got a folder with {names}. Give "
             f"another path."
         ) from None
-    if not isinstance(found, zarr.Group):
+    if not isinstance(node, zarr.Group):
         raise InputError(f"expected a Zarr group at {folder}, got an array. Give another path.")
-    return found
+    return node
 
 
 def seen_by_all(ctx: Context, folder: Folder) -> Any:
@@ -102,8 +102,8 @@ def create_arrays(
     along = () if frames is None else (frames,)
     version = group.metadata.zarr_format
     for name, (shape, dtype) in shapes.items():
-        own = (*(1 for _ in along), *chunks) if shape else along
-        options = {"chunks": own, "config": CONFIG, "compressors": fast_compressor(version)}
+        chunk_shape = (*(1 for _ in along), *chunks) if shape else along
+        options = {"chunks": chunk_shape, "config": CONFIG, "compressors": fast_compressor(version)}
         options |= named_axes(version, dims[name]) if dims else {}
         options |= {} if frames is None else checksum(version, options["compressors"])
         if frames is not None and dtype.kind in "fc":
@@ -123,8 +123,8 @@ def stored(group: Any, name: str) -> Any:
     """Return an array of a group to write: with the configuration of `create_arrays`."""
     import zarr
 
-    found = group[name]  # an array that is opened has Zarr's default configuration
-    return zarr.Array(zarr.AsyncArray(found.metadata, found.store_path, CONFIG))
+    array = group[name]  # an array that is opened has Zarr's default configuration
+    return zarr.Array(zarr.AsyncArray(array.metadata, array.store_path, CONFIG))
 
 
 def resize(array: Any, frames: int) -> None:
@@ -150,12 +150,18 @@ def plain(shapes: Shapes) -> dict[str, Any]:
     return {name: [list(shape), np.dtype(dtype).str] for name, (shape, dtype) in shapes.items()}
 
 
-def difference(found: Any, wanted: Mapping[str, Any]) -> str:
+def difference(stored_program: Any, program: Mapping[str, Any]) -> str:
     """Return a text of the entries that differ."""
-    if not isinstance(found, Mapping):
+    if not isinstance(stored_program, Mapping):
         return "files of another program"
-    names = [name for name in {**wanted, **found} if found.get(name) != wanted.get(name)]
-    return ", ".join(f"{name} {found.get(name)} in place of {wanted.get(name)}" for name in names)
+    names = [
+        name
+        for name in {**program, **stored_program}
+        if stored_program.get(name) != program.get(name)
+    ]
+    return ", ".join(
+        f"{name} {stored_program.get(name)} in place of {program.get(name)}" for name in names
+    )
 
 
 class Folder:
@@ -229,10 +235,10 @@ class Folder:
         if self._files.isfile(self._root):
             raise NotADirectoryError(f"{self.path} is a file")
         try:
-            found = self._files.ls(self._root, detail=False)
+            paths = self._files.ls(self._root, detail=False)
         except FileNotFoundError:
             return []
-        return [each.rstrip("/").rpartition("/")[2] for each in found]
+        return [path.rstrip("/").rpartition("/")[2] for path in paths]
 
     def make(self) -> None:
         """Create the folder, unless it exists."""
@@ -240,8 +246,8 @@ class Folder:
 
     def read(self) -> bytes:
         """Return the contents of the file."""
-        found: bytes = self._files.cat_file(self._root)
-        return found
+        contents: bytes = self._files.cat_file(self._root)
+        return contents
 
     def write(self, contents: bytes) -> None:
         """Create the file, with its contents on the disk; it is never there without them."""
@@ -314,9 +320,9 @@ def absolute(path: Any) -> str:
             f"expected the path or URL of a folder that all workers can write, got {path!r}. Give "
             f"a path of a shared file system."
         )
-    found = str(path) if "://" in str(path) else os.path.abspath(path)
-    Folder(found)
-    return found
+    location = str(path) if "://" in str(path) else os.path.abspath(path)
+    Folder(location)
+    return location
 
 
 @contextmanager
@@ -349,31 +355,31 @@ class Coordinate:
     dim: str
 
 
-def checked_dims(given: Any, ndim: int) -> tuple[str, ...]:
+def checked_dims(names: Any, ndim: int) -> tuple[str, ...]:
     """Return the names of all axes but that of frames. Raises `InputError` for other names."""
-    dims = [f"dim_{axis}" for axis in range(ndim)] if given is None else given
+    dims = [f"dim_{axis}" for axis in range(ndim)] if names is None else names
     is_valid = isinstance(dims, Sequence) and len({*dims}) == len(dims) == ndim
     if not is_valid or not all(isinstance(name, str) and name != FRAME for name in dims):
         raise InputError(
             f"dims: expected {ndim} different names of axes, none of them {FRAME!r}, got "
-            f"{given!r}. Give a name for each axis of the fields."
+            f"{names!r}. Give a name for each axis of the fields."
         )
     return tuple(dims)
 
 
 def checked_coords(
-    given: Any,
+    coords: Any,
     axes: Mapping[str, int],  # lengths by name
     names: Collection[str],  # of the fields
 ) -> dict[str, Coordinate]:
     """Return coordinates by the name of their axis. Raises `InputError` for other values."""
-    if not isinstance(given, Mapping):
+    if not isinstance(coords, Mapping):
         raise InputError(
             f"coords: expected a mapping of arrays by the names of axes, got "
-            f"{type(given).__name__}. Give {{'y': latitudes}}."
+            f"{type(coords).__name__}. Give {{'y': latitudes}}."
         )
-    found, lengths = {}, {FRAME: None, **axes}
-    for name, values in dict(given).items():
+    coordinates, lengths = {}, {FRAME: None, **axes}
+    for name, values in dict(coords).items():
         check_plain(f"coords[{name!r}]", values)
         array = np.asarray(values)
         length = lengths.get(name, -1)
@@ -384,8 +390,8 @@ def checked_coords(
                 f"{[*lengths]}, got {name!r} with {array.dtype} of shape {array.shape}. Leave it "
                 f"out, or convert it."
             )
-        found[name] = Coordinate(array, dict(getattr(values, "attrs", {})), name)
-    return found
+        coordinates[name] = Coordinate(array, dict(getattr(values, "attrs", {})), name)
+    return coordinates
 
 
 def named_axes(version: int, dims: Sequence[str]) -> dict[str, Any]:

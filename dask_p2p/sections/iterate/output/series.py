@@ -102,28 +102,31 @@ def checked_series(
             f"record: expected a mapping of functions by name, got {type(record).__name__}. Give "
             f"{{'mass': lambda u: u[1:-1].sum()}}."
         )
-    found = []
-    for name, given in record.items():
+    specs = []
+    for name, value in record.items():
         check_name(name, "a record")
         if name in (*fields, STEPS):
             raise InputError(
                 f"record: expected names that no field has, nor {STEPS!r}, got {name!r}. Rename it."
             )
-        own = given if isinstance(given, Record) else Record(given)
-        check_function(own.function, "fields", "record={'mass': lambda u: u[1:-1].sum()}")
-        checked_count("steps between records", every=own.every)
-        shape, dtype = checked_shape(own.shape), checked_dtype("dtype of a record", own.dtype)
-        own = replace(own, shape=shape, dtype=dtype)
-        binding = bound_by_name(own.function, names)
-        checked_choice(f"op of the record {name!r}", own.op, OPS)
+        options = value if isinstance(value, Record) else Record(value)
+        check_function(options.function, "fields", "record={'mass': lambda u: u[1:-1].sum()}")
+        checked_count("steps between records", every=options.every)
+        shape, dtype = (
+            checked_shape(options.shape),
+            checked_dtype("dtype of a record", options.dtype),
+        )
+        options = replace(options, shape=shape, dtype=dtype)
+        binding = bound_by_name(options.function, names)
+        checked_choice(f"op of the record {name!r}", options.op, OPS)
         if binding.fills_out:
             raise InputError(
                 f"record: expected a function without a parameter {OUT}, got {name!r}. Return the "
                 f"number."
             )
         is_same = not binding.reads_at and binding.names.isdisjoint(divided)
-        found.append(SeriesSpec(name, own, binding, is_same))
-    return tuple(found)
+        specs.append(SeriesSpec(name, options, binding, is_same))
+    return tuple(specs)
 
 
 class Series:
@@ -134,7 +137,7 @@ class Series:
         self._readers = [Reader(ctx.device, spec.record.function) for spec in specs]
         self.last: dict[str, Any] = {}  # the newest values, of all ranks
         self._combined: list[list[Array]] = [[spec.unset(0)] for spec in specs]  # consecutive parts
-        self._own: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
+        self._pending: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
 
     @property
     def names(self) -> set[str]:
@@ -147,24 +150,24 @@ class Series:
 
     def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
         """Call the functions that are due; `values` returns the arguments of one of them."""
-        for spec, own, read in zip(self._specs, self._own, self._readers, strict=True):
+        for spec, pending, read in zip(self._specs, self._pending, self._readers, strict=True):
             if step % spec.record.every == 0:
                 function = spec.binding.bound(spec.record.function, values(spec.binding))
-                own.append(self._counted_once(spec, self._checked(spec, read(function))))
-        if any(len(own) >= _BATCH for own in self._own):
+                pending.append(self._counted_once(spec, self._checked(spec, read(function))))
+        if any(len(pending) >= _BATCH for pending in self._pending):
             self.combine()
 
     def _checked(self, spec: SeriesSpec, value: Any) -> Array:
         check_plain(f"record[{spec.name!r}]", value)
-        own: Array = np.asarray(self._ctx.device.to_host(value))
+        array: Array = np.asarray(self._ctx.device.to_host(value))
         shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
-        if own.shape != shape or not np.can_cast(own.dtype, dtype, "same_kind"):
+        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
             raise BlockMismatchError(
                 f"expected a value of shape {shape} that becomes {dtype} from the record "
-                f"{spec.name!r}, got {own.shape} {own.dtype}. Give its shape and dtype, "
+                f"{spec.name!r}, got {array.shape} {array.dtype}. Give its shape and dtype, "
                 f"Record(function, shape=..., dtype=...)."
             )
-        return own.astype(dtype)
+        return array.astype(dtype)
 
     def _counted_once(self, spec: SeriesSpec, value: Array) -> Array:
         """Return a value that all ranks have, such as a time, on one of them alone."""
@@ -176,11 +179,11 @@ class Series:
     def combine(self) -> None:
         """Combine the values that ranks have recorded since the last call."""
         for number, spec in enumerate(self._specs):
-            if own := self._own[number]:
-                found = self._ctx.allreduce(np.stack(own), spec.record.op)
-                self._combined[number].append(found)
-                self.last[spec.name] = found[-1]
-                self._own[number] = []
+            if pending := self._pending[number]:
+                combined = self._ctx.allreduce(np.stack(pending), spec.record.op)
+                self._combined[number].append(combined)
+                self.last[spec.name] = combined[-1]
+                self._pending[number] = []
 
     @property
     def values(self) -> dict[str, Array]:
@@ -188,7 +191,9 @@ class Series:
         for parts in self._combined:
             if len(parts) > 1:
                 parts[:] = [np.concatenate(parts)]
-        return {spec.name: own for spec, (own,) in zip(self._specs, self._combined, strict=True)}
+        return {
+            spec.name: values for spec, (values,) in zip(self._specs, self._combined, strict=True)
+        }
 
     @property
     def unset(self) -> list[Array]:
@@ -200,22 +205,23 @@ class Series:
         """The steps between values, and the shape and dtype of a value, of each series."""
         records = {spec.name: spec.record for spec in self._specs}
         return {
-            name: [of.every, list(of.shape), np.dtype(of.dtype).str] for name, of in records.items()
+            name: [record.every, list(record.shape), np.dtype(record.dtype).str]
+            for name, record in records.items()
         }
 
     def resume(self, values: Mapping[str, Array], step: int) -> None:
         """Take over the series of an earlier run, which has made a number of steps."""
         for number, spec in enumerate(self._specs):
-            own = self._combined[number] = [spec.unset(spec.count(step))]
-            if len(own[0]) and spec.name in values:
-                own[0] = values[spec.name][: len(own[0])].copy()
-                self.last[spec.name] = own[0][-1]
+            parts = self._combined[number] = [spec.unset(spec.count(step))]
+            if len(parts[0]) and spec.name in values:
+                parts[0] = values[spec.name][: len(parts[0])].copy()
+                self.last[spec.name] = parts[0][-1]
 
     def results(self) -> list[Array]:
         """Return all series, as long as those of all steps."""
         self.combine()
-        found = zip(self.values.values(), self.unset, strict=True)
-        return [np.concatenate([own, unset[len(own) :]]) for own, unset in found]
+        pairs = zip(self.values.values(), self.unset, strict=True)
+        return [np.concatenate([recorded, unset[len(recorded) :]]) for recorded, unset in pairs]
 
 
 class NumberState:
@@ -225,7 +231,7 @@ class NumberState:
         self._device, self._scalars, self._series = device, scalars, series
         #: Arrays that `save` fills, and `load` reads.
         scalars_and_series = [*self._scalars_on_host(), *series.unset]
-        self.arrays = [device.zeros(each.shape, each.dtype) for each in scalars_and_series]
+        self.arrays = [device.zeros(array.shape, array.dtype) for array in scalars_and_series]
 
     def save(self) -> None:
         """Copy all numbers into the arrays."""
@@ -238,10 +244,10 @@ class NumberState:
         """Copy the arrays, after a number of steps, into the numbers; none before the first."""
         if not step:
             return
-        found = [self._device.to_host(each) for each in self.arrays]
-        scalars = zip(self._scalars.values, found, strict=False)
+        host_arrays = [self._device.to_host(array) for array in self.arrays]
+        scalars = zip(self._scalars.values, host_arrays, strict=False)
         self._scalars.update({name: array[0] for name, array in scalars})
-        series = zip(self._series.values, found[len(self._scalars.values) :], strict=True)
+        series = zip(self._series.values, host_arrays[len(self._scalars.values) :], strict=True)
         self._series.resume(dict(series), step)
 
     def _scalars_on_host(self) -> list[Array]:

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import gcd, prod
+from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
+from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError, needs
-from dask_p2p.geometry import Chunks
+from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
-from dask_p2p.sections.context.context import Context
+from dask_p2p.ops.arguments import check_function
+from dask_p2p.sections.context.state import DIVIDED, NUMBER
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.fields import Scalars
-from dask_p2p.sections.iterate.local_fields import LocalFields
-from dask_p2p.sections.iterate.output.files import CheckpointFiles, StateFiles
-from dask_p2p.sections.iterate.output.frames import BackgroundFrames, Frames, StateFrames, Values
-from dask_p2p.sections.iterate.output.groups import absolute
-from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.specs import (
-    NO_STORES,
-    CheckpointArguments,
-    SaveArguments,
-    StoreSpecs,
-    checked_frames,
-    store_chunks,
+from dask_p2p.sections.iterate.fields import check_name
+from dask_p2p.sections.iterate.functions import OUT, Binding, bound_by_name
+from dask_p2p.sections.iterate.output.groups import (
+    Coordinate,
+    absolute,
+    checked_coords,
+    checked_dims,
 )
+
+_MOST_PARTS = 16  # chunks of a store for each block of an array
 
 
 @dataclass(frozen=True)
-class Save(SaveArguments):
+class Save:
     """Frames of fields, which `iterate` or `Context.steps` writes to a Zarr group.
 
     The group has an array (frame, ...) for each field, for all frames of the run. When the run
@@ -64,17 +65,44 @@ class Save(SaveArguments):
         Coordinates: one-dimensional arrays of numbers by the name of an axis.
     """
 
+    path: str | Path
+    every: int
+    fields: Sequence[str] | None = None
+    region: slice | tuple[slice, ...] = ()
+    compute: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    dims: Sequence[str] | None = None
+    coords: Mapping[str, Any] = field(default_factory=dict)
+
     def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
         """Return the frames of a state, for `Context.steps`.
 
         Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
         """
+        from dask_p2p.sections.iterate.output.files import StateValues
+        from dask_p2p.sections.iterate.output.frames import Frames
+
         _check_for_state(self.path)
-        return StateFrames(self, ctx, state, steps)
+        if steps is None or self.compute:
+            raise InputError(
+                "save: expected a number of steps, and a Save without computed fields, got "
+                f"{'ctx.steps(None)' if steps is None else 'compute='}. Give the number of steps, "
+                "and keep computed values in the state."
+            )
+        values = StateValues(ctx, state)
+        kinds = {name: value.kind for name, value in values.current().items()}
+        names = [name for kind in (DIVIDED, NUMBER) for name in kinds if kinds[name] == kind]
+        if DIVIDED not in kinds.values():
+            raise InputError(
+                "save: expected a state with an array of the local block's shape, got none. Give "
+                "ctx.state the array."
+            )
+        return Frames(
+            checked_frames(self, names, (), values.grid.chunks), ctx, values.current, steps
+        )
 
 
 @dataclass(frozen=True)
-class Checkpoint(CheckpointArguments):
+class Checkpoint:
     """Checkpoints in files, which `iterate` or `Context.steps` writes, and resumes from.
 
     A run begins at the newest complete checkpoint, with any number of ranks and any chunks. Then it
@@ -97,13 +125,21 @@ class Checkpoint(CheckpointArguments):
         If False, a folder that has checkpoints is refused.
     """
 
+    path: str | Path
+    every: int | str = "10 minutes"
+    keep: int = 2
+    resume: bool = True
+
     def of_state(self, ctx: Any, state: Any, steps: int | None) -> Any:
         """Return the files of a state, for `Context.steps`.
 
         Raises `InputError` for other arguments, and `MissingPackageError` without Zarr.
         """
+        from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
+        from dask_p2p.sections.iterate.output.files import StateValues
+
         _check_for_state(self.path)
-        return StateFiles(_checked_checkpoint(self), ctx, state)
+        return CheckpointFiles(_checked_checkpoint(self), ctx, StateValues(ctx, state))
 
 
 def _check_for_state(path: Any) -> None:
@@ -121,7 +157,7 @@ def checked_stores(
     save: Any,
     checkpoint: Any,
     names: Sequence[str],  # of the fields
-    known: Collection[str],  # names of all values that functions can read
+    value_names: Collection[str],  # names of all values that functions can read
     chunks: Chunks,  # of the first field
 ) -> StoreSpecs:
     """Return the stores of a run with absolute paths.
@@ -134,32 +170,32 @@ def checked_stores(
         return NO_STORES
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
-    for each in saves:
-        if not isinstance(each, Save):
+    for store in saves:
+        if not isinstance(store, Save):
             raise InputError(
-                f"save: expected Save objects, got {type(each).__name__}. Give "
+                f"save: expected Save objects, got {type(store).__name__}. Give "
                 f"[dask_p2p.Save('frames.zarr', every=100)]."
             )
-    found = tuple(checked_frames(each, names, known, chunks) for each in saves)
+    frames = tuple(checked_frames(store, names, value_names, chunks) for store in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
-    paths = [each.path for each in (*found, *([checkpoint] if checkpoint else ()))]
+    paths = [store.path for store in (*frames, *([checkpoint] if checkpoint else ()))]
     if len({*paths}) < len(paths):
         raise InputError("expected another path for each store, got one twice. Rename it.")
-    return StoreSpecs(found, checkpoint, store_chunks(chunks) if checkpoint else ())
+    return StoreSpecs(frames, checkpoint, store_chunks(chunks) if checkpoint else ())
 
 
-def _checked_checkpoint(given: Any) -> Checkpoint:
-    if not isinstance(given, Checkpoint):
+def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
+    if not isinstance(checkpoint, Checkpoint):
         raise InputError(
-            f"checkpoint: expected a Checkpoint object, got {type(given).__name__}. Give "
+            f"checkpoint: expected a Checkpoint object, got {type(checkpoint).__name__}. Give "
             f"dask_p2p.Checkpoint('states')."
         )
     return Checkpoint(
-        absolute(given.path),
-        checked_period(given.every) or "10 minutes",
-        checked_count("checkpoints", keep=given.keep),
-        checked_flag("resume", given.resume),
+        absolute(checkpoint.path),
+        checked_period(checkpoint.every) or "10 minutes",
+        checked_count("checkpoints", keep=checkpoint.keep),
+        checked_flag("resume", checkpoint.resume),
     )
 
 
@@ -182,71 +218,196 @@ def _checked_checkpoint(given: Any) -> Checkpoint:
 #
 # Ranks that share chunks write in turn, without a thread.
 
-#: Updates the halos of some fields after a step, and returns their values.
-Current = Callable[[Collection[str]], Values]
+
+@dataclass(frozen=True)
+class ComputedField:
+    """A field that a function computes for frames."""
+
+    name: str
+    function: Callable[..., Any]
+    binding: Binding
 
 
-class Stores:
-    """The stores of one rank."""
+@dataclass(frozen=True)
+class FramesSpec:
+    """The checked arguments of a `Save`."""
 
-    def __init__(
-        self,
-        specs: StoreSpecs,
-        ctx: Context,
-        local: LocalFields,
-        scalars: Scalars,
-        series: Series,
-        steps: int,  # of the run
-        settings: Callable[[], Mapping[str, str]],  # which checkpoints in files record
-    ) -> None:
-        self._steps, self._names = steps, specs.names
-        self._frames = [Frames(each, ctx, local, scalars, steps) for each in specs.frames]
-        self._written = BackgroundFrames(ctx, self._frames)
-        self._files: CheckpointFiles | None = None
-        if specs.checkpoint is not None:
-            arguments = specs.checkpoint, specs.chunks, ctx, local, scalars, series, settings
-            self._files = CheckpointFiles(*arguments)
+    path: str
+    every: int
+    fields: tuple[str, ...]
+    computed: tuple[ComputedField, ...]
+    region: tuple[slice, ...]  # empty: all
+    chunks: tuple[int, ...]  # of the store's arrays, without the axis of frames
+    dims: tuple[str, ...]  # names of the axes
+    coords: Mapping[str, Coordinate]  # by name of an axis, or "frame"
 
-    def resumed(self, first: int) -> int:
-        """Load a checkpoint from files that is newer than a step; return the first step."""
-        return first if self._files is None else self._files.resumed(first, self._steps)
+    def size_bytes(self, box: Box, shape: Sequence[int], item_bytes: Mapping[str, int]) -> int:
+        """Return the size of a frame's part in a box of the first field, which is named first."""
+        along = zip(self.slices(len(shape)), shape, box, strict=True)
+        rows = [part_of_slice(selection, length, *bounds)[0] for selection, length, bounds in along]
+        first = next(iter(item_bytes.values()))
+        sizes = [item_bytes.get(name, 0) for name in self.fields] + [first] * len(self.computed)
+        count: int = prod(selected.stop - selected.start for selected in rows)
+        return count * sum(sizes)
 
-    def open(self, first: int, current: Current) -> None:
-        """Open all groups of frames before the first step."""
-        values = current(self._names) if self._computes(self._frames) else None
-        for frames in self._frames:
-            frames.open(first, values)
+    def in_library(self, library: str) -> FramesSpec:
+        """Return the same frames, computed by functions of arrays of another library."""
+        computed = tuple(
+            replace(field, function=LibraryFunction(field.function, library))
+            for field in self.computed
+        )
+        return replace(self, computed=computed)
 
-    def is_due(self, step: int) -> bool:
-        """Return whether frames, or checkpoints of a number of steps, are due after a step."""
-        every = self._files.every if self._files is not None else None
-        is_state = isinstance(every, int) and step % every == 0
-        return is_state or bool(self._written.due(step))
+    def slices(self, ndim: int) -> tuple[slice, ...]:
+        """Return the slice of each axis."""
+        return self.region or (slice(None),) * ndim
 
-    def computes(self, step: int) -> bool:
-        """Return whether fields are computed for the frames after a step."""
-        return self._computes(self._written.due(step))
 
-    @staticmethod
-    def _computes(frames: Sequence[Frames]) -> bool:
-        return any(each.spec.computed for each in frames)
+@dataclass(frozen=True)
+class StoreSpecs:
+    """All stores of a run."""
 
-    def write(self, step: int, current: Current, is_last: bool = False) -> None:
-        """Write the frames and the checkpoint that are due after a step.
+    frames: tuple[FramesSpec, ...] = ()
+    checkpoint: Checkpoint | None = None
+    chunks: tuple[int, ...] = ()  # of the arrays of checkpoints
 
-        The run ends by `max_time` if it `is_last`: then a checkpoint is due.
-        """
-        self._written.check()
-        self._written.write(step, lambda due: current(self._names) if self._computes(due) else None)
-        if self._files is not None and (self._files.is_due(step) or is_last):
-            self._files.write(step, self.flush)
+    def __bool__(self) -> bool:
+        return bool(self.frames) or self.checkpoint is not None
 
-    def flush(self) -> None:
-        """Wait until all ranks have written all frames; rank 0 records them."""
-        self._written.flush()
+    @property
+    def names(self) -> set[str]:
+        """Names of all values that the functions read."""
+        computed = [field for frames in self.frames for field in frames.computed]
+        return set().union(*(field.binding.names for field in computed))
 
-    def close(self) -> None:
-        """End the thread, and release the folder of checkpoints."""
-        self._written.close()
-        if self._files is not None:
-            self._files.close()
+    def in_library(self, library: str) -> StoreSpecs:
+        """Return the same stores, with functions of arrays of another library."""
+        return replace(self, frames=tuple(frames.in_library(library) for frames in self.frames))
+
+
+NO_STORES = StoreSpecs()
+
+
+def checked_frames(
+    save: Save, names: Sequence[str], value_names: Collection[str], chunks: Chunks
+) -> FramesSpec:
+    """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
+    is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))
+    if save.fields is not None and not is_list:
+        raise InputError(
+            f"save: expected a list of names of fields, {[*names]}, got "
+            f"fields={save.fields!r:.80}. Give fields=[{names[0]!r}]."
+        )
+    fields = tuple(names if save.fields is None else save.fields)
+    computed = _checked_computed(save.compute, names, value_names)
+    if not (fields or computed) or not {*fields} <= {*names}:
+        raise InputError(
+            f"save: expected names of fields, {[*names]}, got {list(fields)}. Rename them."
+        )
+    every = checked_count("steps between frames", every=save.every)
+    region = _checked_region(save.region, [sum(along) for along in chunks])
+    sizes = _region_chunks(chunks, region) if region else store_chunks(chunks)
+    dims = checked_dims(save.dims, len(chunks))
+    along_axes = dict(zip(dims, [sum(along) for along in chunks], strict=True))
+    coords = checked_coords(save.coords, along_axes, {*fields, *(field.name for field in computed)})
+    return FramesSpec(absolute(save.path), every, fields, computed, region, sizes, dims, coords)
+
+
+def _checked_computed(
+    functions: Any, names: Collection[str], value_names: Collection[str]
+) -> tuple[ComputedField, ...]:
+    if not isinstance(functions, Mapping):
+        raise InputError(
+            f"compute: expected a mapping of functions by name, got {type(functions).__name__}. "
+            f"Give {{'speed': lambda u, v: (u**2 + v**2) ** 0.5}}."
+        )
+    computed = []
+    for name, function in functions.items():
+        check_name(name, "a computed field")
+        check_function(function, "fields", "compute={'square': lambda u: u**2}")
+        binding = bound_by_name(function, value_names)
+        if name in names or binding.fills_out:
+            raise InputError(
+                f"compute: expected a name that no field has, and a function that returns a local "
+                f"block, without a parameter {OUT}, got {name!r}. Change it."
+            )
+        computed.append(ComputedField(name, function, binding))
+    return tuple(computed)
+
+
+# --- regions and chunks
+
+
+def _checked_region(region: Any, shape: Sequence[int]) -> tuple[slice, ...]:
+    """Return a slice for each axis, or none for the whole array."""
+    slices = (region,) if isinstance(region, slice) else region
+    is_valid = isinstance(slices, tuple) and len(slices) <= len(shape)
+    if not is_valid or not all(map(_is_slice, slices)):
+        raise InputError(
+            f"region: expected a tuple of slices with positive steps, at most {len(shape)}, got "
+            f"{region!r}. Give numpy.s_[::4, :100], and a range for one index, 5:6."
+        )
+    if not all(range(n)[selection] for n, selection in zip(shape, slices, strict=False)):
+        raise InputError(
+            f"region: expected slices that select elements of an array of shape {tuple(shape)}, "
+            f"got {region!r}. Give other ones."
+        )
+    return (*slices, *(slice(None) for _ in shape[len(slices) :])) if slices else ()
+
+
+def _is_slice(value: Any) -> bool:
+    if not isinstance(value, slice):
+        return False
+    try:
+        numbers = [as_int(n) for n in (value.start, value.stop) if n is not None]
+        return len(numbers) <= 2 and (value.step is None or as_int(value.step) > 0)
+    except TypeError:
+        return False
+
+
+def part_of_slice(selection: slice, length: int, start: int, stop: int) -> tuple[slice, slice]:
+    """Return the selected elements of a range: their positions among all, and in the range.
+
+    >>> part_of_slice(slice(1, 9, 3), 10, 4, 10)  # of 1, 4, 7
+    (slice(1, 3, None), slice(0, 6, 3))
+    """
+    rows = range(length)[selection]
+    first, last = (min(max(0, -(-(n - rows.start) // rows.step)), len(rows)) for n in (start, stop))
+    low = rows.start + first * rows.step - start
+    return slice(first, last), slice(low, low + (last - first) * rows.step, rows.step)
+
+
+def _region_chunks(chunks: Chunks, region: Sequence[slice]) -> tuple[int, ...]:
+    """Return the chunks of a store for a region: such that ranks share none, if possible."""
+    parts = []
+    for selection, along in zip(region, chunks, strict=True):
+        bounds = block_bounds(along)
+        rows = [part_of_slice(selection, bounds[-1], *pair)[0] for pair in pairwise(bounds)]
+        parts.append(
+            tuple(
+                selected.stop - selected.start
+                for selected in rows
+                if selected.stop > selected.start
+            )
+        )
+    try:
+        return store_chunks(tuple(parts))
+    except InputError:
+        return tuple(map(max, parts))  # ranks write in turn
+
+
+def store_chunks(chunks: Chunks) -> tuple[int, ...]:
+    """Return chunks of a store: of one size along each axis, and whole ones in each block."""
+    sizes = []
+    for along in chunks:
+        size = max(1, along[0])
+        if any(length != size for length in along[:-1]) or along[-1] > size:
+            size = gcd(*block_bounds(along)[1:-1]) or 1
+        sizes.append(size)
+    count = prod(-(-sum(along) // size) for along, size in zip(chunks, sizes, strict=True))
+    if count > _MOST_PARTS * prod(map(len, chunks)):
+        raise InputError(
+            f"expected fields with chunks that divide into chunks of one size, which Zarr needs, "
+            f"got {chunks}. Rechunk them first, dask_p2p.rechunk(x, ...)."
+        )
+    return tuple(sizes)

@@ -91,9 +91,7 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
     from dask_p2p.sections.context.context import Context
 
     made = []
-    monkeypatch.setattr(
-        Context, "is_due", lambda ctx, period, step: period.is_due(step, lambda values: values)
-    )
+    monkeypatch.setattr(Context, "has_checkpoints", True)
     monkeypatch.setattr(Context, "save_state", lambda ctx, step, arrays: made.append(step))
     check(gpu, star, X, 1, 15, checkpoint_every=5)
     assert sorted(made) == [5] * 4 + [10] * 4
@@ -181,14 +179,14 @@ def no_wait_for_peers(monkeypatch):
 
 
 def barrier_before_data_is_packed(monkeypatch):
-    barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_put
-    put_all, put = HaloWindows.put, DeviceBarrier.put
+    barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_enqueue
+    put_all, put = HaloWindows.enqueue, DeviceBarrier.enqueue
 
     def noted(barrier, *args):
         make(barrier, *args)
         barriers[threading.get_ident()] = barrier
 
-    def can_put(halo):
+    def can_enqueue(halo):
         barriers.pop(threading.get_ident(), None)
         can = make_ready(halo)
         if (barrier := barriers.get(threading.get_ident())) is not None:
@@ -201,9 +199,9 @@ def barrier_before_data_is_packed(monkeypatch):
         put_all(halo, data)
 
     monkeypatch.setattr(DeviceBarrier, "__init__", noted)
-    monkeypatch.setattr(HaloWindows, "can_put", can_put)
-    monkeypatch.setattr(HaloWindows, "put", early)
-    monkeypatch.setattr(DeviceBarrier, "put", lambda barrier: None)
+    monkeypatch.setattr(HaloWindows, "can_enqueue", can_enqueue)
+    monkeypatch.setattr(HaloWindows, "enqueue", early)
+    monkeypatch.setattr(DeviceBarrier, "enqueue", lambda barrier: None)
 
 
 @pytest.mark.parametrize("broken", [one_slot, no_wait_for_peers, barrier_before_data_is_packed])
@@ -215,14 +213,14 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken):
 
 
 def boundaries_do_not_wait(monkeypatch):
-    put = HaloExchange.put
+    put = HaloExchange.enqueue
 
     def early(exchange, halo_arrays, meanwhile=None):
         _, *boundary_parts = exchange.boxes
-        apply, call, interior = meanwhile.func, *meanwhile.args
-        put(exchange, halo_arrays, lambda: [apply(call, b) for b in (interior, *boundary_parts)])
+        (interior,) = meanwhile.args
+        put(exchange, halo_arrays, lambda: [*map(meanwhile.func, (interior, *boundary_parts))])
 
-    monkeypatch.setattr(HaloExchange, "put", early)
+    monkeypatch.setattr(HaloExchange, "enqueue", early)
 
 
 def exchanges_do_not_wait(monkeypatch):
@@ -277,4 +275,4 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
         assert int(own.counters.values[1]) > 0
         with pytest.raises(AttemptEndedError):
             device.wait()
-        barrier.put()
+        barrier.enqueue()

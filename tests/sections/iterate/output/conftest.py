@@ -13,12 +13,12 @@ from tests.support import BOUND_S
 def late_writes(monkeypatch):
     """Frames whose writes wait for the event `may_write`; `threads` has the thread of each one."""
     late = SimpleNamespace(may_write=threading.Event(), threads=[])
-    write = Frames.write
+    write_part = Frames.write_part
 
-    def wait_and_write(self):
+    def wait_and_write(self, written=0):
         late.threads.append(threading.current_thread())
         assert late.may_write.wait(BOUND_S)
-        write(self)
+        write_part(self, written)
 
-    monkeypatch.setattr(Frames, "write", wait_and_write)
+    monkeypatch.setattr(Frames, "write_part", wait_and_write)
     return late

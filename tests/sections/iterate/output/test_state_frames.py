@@ -14,7 +14,7 @@ from dask_p2p import Checkpoint, Save, spmd
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.iterate.output.files import StateFiles
+from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
 from dask_p2p.sections.iterate.output.frames import Frames
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
@@ -151,11 +151,15 @@ def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
     """Also before one in memory: a run that resumes there must find them."""
     recorded, orders, record = [], [], Frames.record
     monkeypatch.setattr(
-        Frames, "record", lambda self, step: (record(self, step), recorded.append(step))
+        Frames,
+        "record",
+        lambda self, step: (record(self, step), recorded.extend([step] if step else [])),
     )
 
     monkeypatch.setattr(
-        StateFiles, "_complete", lambda self, step, fingerprint: orders.append((step, [*recorded]))
+        CheckpointFiles,
+        "_complete",
+        lambda self, step, fingerprint: orders.append((step, [*recorded])),
     )
 
     class Kept:
@@ -164,7 +168,7 @@ def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
         def __init__(self, *args):
             pass
 
-        def found(self):
+        def read_state(self):
             return 0, None
 
         def save(self, step, arrays):

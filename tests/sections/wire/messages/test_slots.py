@@ -11,7 +11,7 @@ import pytest
 
 from dask_p2p import PerRank, Same, spmd
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.frames import HEADER, sent_message, small_value
+from dask_p2p.sections.wire.frames import HEADER, small_value, value_message
 from dask_p2p.sections.wire.mailbox import HAS_ORDERED_STORES, MOST_BYTES, Receive, Slots
 from tests.sections.support import nothing_is_left
 from tests.sections.wire.support import inline_header
@@ -28,7 +28,7 @@ def header(tag):
 def large(tag, size_bytes):
     """A message with its tag in each byte of its value."""
     data = bytes([tag]) * size_bytes
-    return b"".join(sent_message(tag, 5, b"of it", [data], has_address=False).buffers)
+    return b"".join(value_message(tag, 5, b"of it", [data], has_address=False).buffers)
 
 
 def call(number, text=b"barrier()", data=b""):
@@ -38,8 +38,8 @@ def call(number, text=b"barrier()", data=b""):
 @pytest.fixture
 def ends():
     """Both ends of slots."""
-    maker, name = Slots.made()
-    return maker, Slots.opened(name)
+    maker, name = Slots.make()
+    return maker, Slots.open(name)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
     connection, peer, slots = connected
     for number in range(1, 5):
         frame = header(number) if size_bytes == 8 else large(number, size_bytes)
-        if number not in in_slots or not slots.put(slots.sent_messages, number, frame):
+        if number not in in_slots or not slots.write(slots.sent_messages, number, frame):
             peer.send(frame)
     found = []
     for _ in range(4):
@@ -87,7 +87,7 @@ def test_a_slot_that_is_filled_after_the_look_at_it(connected, later):
 
     class Socket:
         def recv_into(self, memory):
-            assert slots.put(slots.sent_messages, 1, header(1))
+            assert slots.write(slots.sent_messages, 1, header(1))
             peer.send(later)
             return own.recv_into(memory)
 
@@ -105,7 +105,7 @@ def test_calls_keep_their_order(connected, in_slots, gives_memory):
     connection, peer, slots = connected
     for number in range(1, 4):
         frame = call(number, data=bytes([number] * 40))
-        if number not in in_slots or not slots.put(slots.sent_calls, number, frame):
+        if number not in in_slots or not slots.write(slots.sent_calls, number, frame):
             peer.send(frame)
     for number in range(1, 4):
         connection.number = number
@@ -121,7 +121,7 @@ def test_a_later_call_in_the_socket_waits_for_the_one_in_the_slot(connected):
     class Socket:
         def recv_into(self, memory):
             if slots.sent_calls.last == 0:
-                assert slots.put(slots.sent_calls, 1, call(1, data=b"1"))
+                assert slots.write(slots.sent_calls, 1, call(1, data=b"1"))
                 peer.send(call(2, data=b"2"))
             return own.recv_into(memory)
 
@@ -136,14 +136,14 @@ def test_a_later_call_in_the_socket_waits_for_the_one_in_the_slot(connected):
 def test_nothing_overtakes_bytes_that_have_yet_to_be_sent(connected):
     """A rank that sees a call in the slot has all earlier messages in its socket."""
     connection, _, slots = connected
-    connection.number, message = 1, sent_message(1, 5, b"of it", [b"1"], has_address=False)
+    connection.number, message = 1, value_message(1, 5, b"of it", [b"1"], has_address=False)
     connection.sending.append(memoryview(b"bytes"))
     assert not connection.begin_to_send(b"barrier()", b"", may_use_slot=True)
-    assert not connection.puts(1, message)
+    assert not connection.write_to_slot(1, message)
     assert not slots.calls.has(1)
     connection.sending.clear()
     assert connection.begin_to_send(b"barrier()", b"", may_use_slot=True)
-    assert connection.puts(1, message)
+    assert connection.write_to_slot(1, message)
     assert slots.calls.has(1)
     assert slots.messages.has(1)
 

@@ -1,0 +1,243 @@
+"""The loop of a rank: it counts steps, and runs callbacks after some of them.
+
+Records, frames, checkpoints and ends by a condition or a time are callbacks, each with a schedule.
+A step after which none is due costs one comparison.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import inf
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from distributed import warn
+
+from dask_p2p.errors import P2PWarning
+from dask_p2p.sections.context.state import State, carried_names
+from dask_p2p.types import Array
+
+logger = logging.getLogger(__name__)
+
+_CHECKED_STEPS = 3  # at the start, that end with a check of the state's values
+_CONSTANT = (
+    "ctx.steps writes a state that had not changed after {} steps: {}. Change the state itself, "
+    "s.u = ..., so that frames and checkpoints have its values."
+)
+_CARRIED = (
+    "The loop of ctx.steps carries %s from step to step, outside of its state. After the loss of a "
+    "worker its ranks begin at the start. A run that resumes from files has the first values. Give "
+    "them to ctx.state: s.%s."
+)
+_UNCHANGED = (
+    "No state was saved after step %d: %s had not changed since the start. After the loss of a "
+    "worker ranks begin at the start. Change the state itself, s.u = ..., and give it no constants."
+)
+
+
+class Schedule(Protocol):
+    """When a callback is due: `dask_p2p.sections.gang.checkpoints.Period`, or another one."""
+
+    def is_due(self, step: int, greatest: Callable[[Array], Array]) -> bool:
+        """Return whether the callback is due after a step: the same on all ranks."""
+
+    def next_step(self, step: int) -> float:
+        """Return the first step after another one at which `is_due` is to be called."""
+
+    def next_known_step(self, step: int) -> float:
+        """Return the next step that is known to be due; a time is not known."""
+
+
+class Multiples:
+    """A schedule: after all multiples of some numbers of steps."""
+
+    def __init__(self, *counts: int) -> None:
+        self._counts = counts
+
+    def is_due(self, step: int, greatest: Callable[[Array], Array] | None = None) -> bool:
+        """Return whether a step is a multiple."""
+        return any(step % count == 0 for count in self._counts)
+
+    def next_step(self, step: int) -> float:
+        """Return the next multiple."""
+        return min(((step // count + 1) * count for count in self._counts), default=inf)
+
+    next_known_step = next_step
+
+
+class FirstSteps:
+    """A schedule: after each of some first steps."""
+
+    def __init__(self, last: int) -> None:
+        self._last = last
+
+    def is_due(self, step: int, greatest: Callable[[Array], Array]) -> bool:
+        """Return whether a step is one of the first."""
+        return step <= self._last
+
+    def next_step(self, step: int) -> float:
+        """Return the next step, or infinity."""
+        return step + 1 if step < self._last else inf
+
+    next_known_step = next_step
+
+
+class Callback(NamedTuple):
+    """Work after some steps."""
+
+    run: Callable[[int], object]  # called with the number of steps done
+    schedule: Schedule
+    reads_halos: bool = False  # whether it may exchange halos of the fields
+
+
+class Loop:
+    """The steps of one rank.
+
+    Parameters
+    ----------
+    ctx : Context
+        The rank.
+    steps : int or None
+        Number of steps; None if the caller ends the loop.
+    first : int
+        Number of steps that were done before, such as those of a checkpoint.
+    callbacks : sequence of Callback
+        Run after a step in their order, if they are due.
+
+    Attributes
+    ----------
+    is_over : bool
+        Whether there are no more steps. A callback may set it: those behind it still run.
+    """
+
+    def __init__(
+        self, ctx: Any, steps: int | None, first: int, callbacks: Sequence[Callback] = ()
+    ) -> None:
+        self._ctx, self._steps, self._callbacks = ctx, steps, callbacks
+        progress = ctx.progress
+        progress.steps = steps or 0
+        progress.step = progress.first = first
+        self.is_over = steps is not None and first >= steps
+        self._next_step = self._next_step_after(first)
+
+    def advance(self, step: int) -> None:
+        """Count a step, and run the callbacks that are due after it."""
+        ctx = self._ctx
+        ctx.progress.advance(step)
+        ctx.device.keep_up(step)
+        self.is_over = step == self._steps
+        if step >= self._next_step:
+            for callback in self._callbacks:
+                if callback.schedule.is_due(step, self._greatest):
+                    callback.run(step)
+            self._next_step = self._next_step_after(step)
+
+    def is_free(self, step: int, count: int) -> bool:
+        """Return whether some next steps can be made at once, with no callback among them."""
+        last = step + count
+        if self._steps is not None and last >= self._steps:
+            return False
+        return all(
+            callback.schedule.next_known_step(step) >= last + callback.reads_halos
+            for callback in self._callbacks
+        )
+
+    def _next_step_after(self, step: int) -> float:
+        return min((callback.schedule.next_step(step) for callback in self._callbacks), default=inf)
+
+    def _greatest(self, values: Array) -> Array:
+        greatest: Array = self._ctx.allreduce(values, "max")
+        return greatest
+
+
+# The state of a loop of `Context.steps`.
+
+
+class StateStore(Protocol):
+    """Checkpoints in files of a state, or frames with its values."""
+
+    schedule: Schedule
+
+    def resume(self, first: int, steps: int | None) -> int:
+        """Load a checkpoint that is newer than a step, or open frames; return the first step."""
+
+    def write(self, step: int, flush: Callable[[], None]) -> None:
+        """Write the values after a step, or begin to; `flush` completes all earlier frames."""
+
+    def flush(self) -> None:
+        """Complete all that was begun. A collective call of all ranks."""
+
+    def close(self) -> None:
+        """End the thread that writes."""
+
+
+class SavedLoop:
+    """The state of a loop of steps, which is saved after some of them.
+
+    A checkpoint with a value that has not changed might be wrong: ``u = u + 1`` binds the name `u`
+    to another array than the state has. Without one, ranks resume at the start, which always is
+    right.
+    """
+
+    def __init__(self, ctx: Any, state: State, stores: Sequence[StateStore]) -> None:
+        self._ctx, self._state, self._stores = ctx, state, stores
+        # Before a checkpoint replaces the values; a pass over memory, in vain if none is saved.
+        self._sums = state.checksums() if stores or ctx.has_checkpoints else {}
+        self._names: list[str] = []  # of the values
+        self._checked_step = -1  # the step whose values `_unchanged` has compared
+        self._carried: list[str] = []  # variables of the loop that the state does not have
+        self._has_warned = False
+        self.loop: Loop
+
+    def callbacks(self, first: int, period: Schedule) -> list[Callback]:
+        """Return what is done after some steps, in its order: frames before checkpoints."""
+        callbacks = [Callback(self._check, FirstSteps(first + _CHECKED_STEPS))]
+        callbacks += (
+            Callback(partial(self._write, store), store.schedule)
+            for store in reversed(self._stores)
+        )
+        if self._ctx.has_checkpoints:
+            callbacks.append(Callback(self._save, period))
+        return callbacks
+
+    def find_carried(self, frame: FrameType, before: Mapping[str, int]) -> None:
+        """Find the variables that the loop carries from step to step, outside of its state."""
+        self._carried = carried_names(self._state, frame, before)
+        if self._carried and self._ctx.rank == 0:
+            logger.warning(_CARRIED, ", ".join(self._carried), self._carried[0])
+
+    def _check(self, step: int) -> None:
+        self._names = [*self._state.check()]
+
+    def _unchanged(self, step: int) -> list[str]:
+        """Return the names of values that have not changed on any rank. A collective call."""
+        if step > self._checked_step:
+            self._checked_step = step
+            self._check(step)
+            if self._sums:
+                sums = self._state.checksums()
+                changed = np.array([sums[name] != first for name, first in self._sums.items()])
+                changed = self._ctx.allreduce(changed.astype(np.int64), "max")
+                pairs = zip(self._sums.items(), changed, strict=True)
+                self._sums = {name: first for (name, first), is_changed in pairs if not is_changed}
+        return [*self._sums]
+
+    def _write(self, store: StateStore, step: int) -> None:
+        unchanged = self._unchanged(step)
+        if len(unchanged) == len(self._names) and self._ctx.rank == 0 and not self._has_warned:
+            warn(_CONSTANT.format(step, ", ".join(unchanged)), P2PWarning)
+            self._has_warned = True
+        store.write(step, self._ctx.flush_stores)
+
+    def _save(self, step: int) -> None:
+        if self.loop.is_over:
+            return
+        unchanged = self._unchanged(step)
+        if unchanged and self._ctx.rank == 0:
+            logger.warning(_UNCHANGED, step, ", ".join(unchanged))
+        if not unchanged and not self._ctx.allreduce(bool(self._carried), "any"):
+            self._ctx.flush_stores()  # a run that resumes here must find all frames
+            self._ctx.save_state(step, self._state.arrays())
