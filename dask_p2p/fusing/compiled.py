@@ -120,23 +120,27 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
     check_arrays(arrays or examples)
     for x in arrays:
         check_chunks_are_known(x)
-    most = most_ranks(ranks)
+    size_limit = most_ranks(ranks)
     register_if_possible()
     dtypes = [x.dtype for x in arrays]
-    declared = [DeclaredValue.of(x, dtypes) if is_value(x) else Declared.of(x) for x in examples]
-    given = [
-        argument(each, number, arrays[0], parameter)
-        for number, (each, parameter) in enumerate(zip(declared, _parameters(func), strict=False))
+    declared = [
+        DeclaredValue.from_example(x, dtypes) if is_value(x) else Declared.from_array(x)
+        for x in examples
     ]
-    returned = func(*given)
+    placeholders = [
+        argument(declaration, number, arrays[0], parameter)
+        for number, declaration, parameter in zip(count(), declared, _parameters(func))
+    ]
+    returned = func(*placeholders)
     outputs = _outputs_of(returned)
     if not outputs or not all(map(is_dask_array, outputs)):
         raise InputError(
             f"expected a function that returns a Dask array or a tuple of them, got "
             f"{returned!r:.200}. Return lazy arrays, without compute()."
         )
-    check_arrays((*given, *outputs))
-    return _compiled(func, declared, given, outputs, isinstance(returned, (tuple, list)), most)
+    check_arrays((*placeholders, *outputs))
+    returns_several = isinstance(returned, (tuple, list))
+    return _compiled(func, declared, placeholders, outputs, returns_several, size_limit)
 
 
 def _parameters(func: Callable[..., Any]) -> Iterator[str]:
@@ -188,8 +192,8 @@ class CompiledFunction:
         arrays, values = self._checked(arguments)
         register_if_possible()
         gang = self._gang.with_values(values)
-        made = gang_arrays(gang, [*arrays.values()], len(self._signature.results))
-        return tuple(made) if self._signature.returns_several else made[0]
+        results = gang_arrays(gang, [*arrays.values()], len(self._signature.results))
+        return tuple(results) if self._signature.returns_several else results[0]
 
     def resident(self, *arguments: Any) -> ResidentGang:
         """Return a resident gang: its ranks stay on their workers between calls of the function.
@@ -238,8 +242,8 @@ class CompiledFunction:
                 "expected a synchronous client for a resident gang, got none. Make a "
                 "distributed.Client, outside of tasks."
             )
-        options, known = checked_options(), self._signature
-        memory = HandleMemory(known.results, [each.outputs for each in self._gang.ranks])
+        options, signature = checked_options(), self._signature
+        memory = HandleMemory(signature.results, [rank.outputs for rank in self._gang.ranks])
         submit = partial(
             self._submit,
             client,
@@ -249,7 +253,7 @@ class CompiledFunction:
         )
         streams = ClientStreams(client, self.ranks, memory)
         names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
-        return ResidentGang(streams, submit, known, names)
+        return ResidentGang(streams, submit, signature, names)
 
     def _submit(
         self,
@@ -260,31 +264,31 @@ class CompiledFunction:
         token: str,
     ) -> Any:
         """Submit a resident gang; return the future of its commit task."""
-        own, name = self._gang, name_of_gang(PREFIX, token)
+        gang, name = self._gang, name_of_gang(PREFIX, token)
         ranks = []
-        for each in own.ranks:
-            body = each.body
+        for rank in gang.ranks:
+            body = rank.body
             of_first = body.dtype, body.shape, body.kind
             resident = RunResident(name, body.program, self._names, *of_first, idle_s)
-            ranks.append(each._replace(body=resident))
+            ranks.append(rank._replace(body=resident))
         names, before = graph_as_optimised(arrays)
-        tasks = MaterializedLayer(replace(own, ranks=ranks).tasks(name, names), annotations)
+        tasks = MaterializedLayer(replace(gang, ranks=ranks).tasks(name, names), annotations)
         layers = {**before.layers, name: tasks}
         graph = HighLevelGraph(layers, {**before.dependencies, name: {*before.layers}})
         return client.compute(Delayed(commit_of(name), graph, layer=name))
 
     def _checked(self, arguments: Sequence[Any]) -> tuple[dict[int, DaskArray], dict[int, Any]]:
         """Return the arrays and the values among some arguments, by number of the argument."""
-        known, like = self._signature.arguments, self._signature.like
-        if len(arguments) != len(known):
-            is_mixed = any(isinstance(declared, DeclaredValue) for declared in known)
+        declarations, like = self._signature.arguments, self._signature.like
+        if len(arguments) != len(declarations):
+            is_mixed = any(isinstance(declared, DeclaredValue) for declared in declarations)
             kinds = "arguments" if is_mixed else "arrays"
             raise InputError(
-                f"expected {len(known)} {kinds}, as in compile, got {len(arguments)}. Give one for "
-                f"each example."
+                f"expected {len(declarations)} {kinds}, as in compile, got {len(arguments)}. Give "
+                f"one for each example."
             )
         arrays, values = dict[int, DaskArray](), dict[int, Any]()
-        for number, (x, declared) in enumerate(zip(arguments, known, strict=True)):
+        for number, (x, declared) in enumerate(zip(arguments, declarations, strict=True)):
             if isinstance(declared, DeclaredValue):
                 if not is_value(x):
                     raise InputError(
@@ -305,40 +309,40 @@ class CompiledFunction:
 def _compiled(
     func: Callable[..., Any],
     declared: Sequence[Declared | DeclaredValue],
-    given: Sequence[DaskArray],  # they stand for the arguments
+    placeholders: Sequence[DaskArray],  # they stand for the arguments
     outputs: Sequence[DaskArray],
     returns_several: bool,
-    most: int,
+    size_limit: int,
 ) -> CompiledFunction:
     options = checked_options()
-    names = tuple(x.name for x in given)
-    are_values = [isinstance(each, DeclaredValue) for each in declared]
-    of_call = [*compress(given, are_values)]
+    names = tuple(x.name for x in placeholders)
+    are_values = [isinstance(declaration, DeclaredValue) for declaration in declared]
+    of_call = [*compress(placeholders, are_values)]
     graph = graph_of(outputs, options, of_call)
     if layers := graph.random_layers():
-        again = graph_of(_outputs_of(func(*given)), options, of_call).random_layers()
+        again = graph_of(_outputs_of(func(*placeholders)), options, of_call).random_layers()
         # Arrays that the function only reads have the same layers in each call.
-        made = [name for name, layer in layers.items() if again.get(name, ()) is not layer]
-        if made:
-            warnings.warn(_RANDOM.format(", ".join(map(str, made))), P2PWarning, stacklevel=3)
+        drawn = [str(name) for name, layer in layers.items() if again.get(name, ()) is not layer]
+        if drawn:
+            warnings.warn(_RANDOM.format(", ".join(drawn)), P2PWarning, stacklevel=3)
     check_reads(graph.read, names)
-    kind = kind_of(kinds_of((*given, *outputs)), graph.read)
+    kind = kind_of(kinds_of((*placeholders, *outputs)), graph.read)
     values = {
         x.name: CallValue(number, backend_for(x._meta).name)
-        for number, x in enumerate(given)
+        for number, x in enumerate(placeholders)
         if are_values[number]
     }
-    arrays = [x for x in given if x.name not in values]
+    arrays = [x for x in placeholders if x.name not in values]
     read = with_call_values(graph.read, values)
-    size = min(most, read.tasks.widest)
+    size = min(size_limit, read.tasks.widest)
     # Without locations: arguments differ, and results, which lie in order, become arguments.
     programs = programs_of(read.tasks, size, pinned=pinned(arrays, outputs, graph.keys, size))
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
-    kept = {key: task for key, task in read.kept.items() if name_of(key) not in names}
+    kept_tasks = {key: task for key, task in read.dask_tasks.items() if name_of(key) not in names}
     first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)
     ranks = rank_programs(programs, first, kind, runs_again=True)
-    results = [Declared.of(x) for x in outputs]
+    results = [Declared.from_array(x) for x in outputs]
     signature = Signature(declared, results, returns_several, arrays[0])
     of_arrays = tuple(x.name for x in arrays)
-    gang = FusedGang(token, ranks, options, results, of_arrays, kept)
+    gang = FusedGang(token, ranks, options, results, of_arrays, kept_tasks)
     return CompiledFunction(func, signature, gang, names)

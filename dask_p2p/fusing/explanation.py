@@ -53,47 +53,36 @@ def explain(*collections: Any) -> str:
     >>> explain(da.ones(3)).split(":")[0]
     "by Dask's tasks"
     """
-    found, _ = unpack_collections(*collections)
-    if not found:
+    explained, _ = unpack_collections(*collections)
+    if not explained:
         raise InputError("expected at least one Dask collection, got none. Call explain(x).")
-    expr = collections_to_expr(found)
+    expr = collections_to_expr(explained)
     parts = arrays_of(expr)
-    if not parts and any(map(_is_expression, found)):
+    # Delayed values have any attribute.
+    if not parts and any(is_dask_array(x) and is_expression(x) for x in explained):
         raise InputError(
             "expected collections of one library, got expressions and others. Explain them one by "
             "one."
         )
     if not parts:
-        found = [each for each in found if _has_option(each)]
-        parts = [each if hasattr(each, "_meta") else None for each in found]
+        with dask.config.set({"p2p.fuse": "off"}):  # those that Dask optimises as arrays
+            explained = [x for x in explained if x.__dask_optimize__ is optimize]
+        parts = [x if hasattr(x, "_meta") else None for x in explained]
     if not parts:
         return "by Dask's tasks: expected Dask arrays, or collections of them, got none"
     try:
-        of = [optimizer_for("auto", each) for each in parts]
-        for obstacle in of[0].obstacles:
+        optimizers = [optimizer_for("auto", part) for part in parts]
+        for obstacle in optimizers[0].obstacles:
             raise UnsupportedArrayError(obstacle)
-        graph, keys, declared = _graph_of(found, expr)
         cluster = cluster_of(workers_of(current_client()).values())
-        return str(
-            choice_of(graph, keys, cluster, checked_options(), of[0].kinds, declared=declared)
-        )
+        options, kinds = checked_options(), optimizers[0].kinds
+        graph, keys, declared = _graph_of(explained, expr)
+        return str(choice_of(graph, keys, cluster, options, kinds, declared=declared))
     except UnsupportedArrayError as exc:
         return f"by Dask's tasks: {exc}"
 
 
-def _is_expression(collection: Any) -> bool:
-    """Return whether a collection is an array that is an expression."""
-    # Delayed values have any attribute.
-    return is_dask_array(collection) and is_expression(collection)
-
-
-def _has_option(collection: Any) -> bool:
-    """Return whether Dask optimises the graph of a collection as that of an array."""
-    with dask.config.set({"p2p.fuse": "off"}):
-        return collection.__dask_optimize__ is optimize
-
-
-def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
+def _graph_of(collections: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
     """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
 
     The third value has the declared blocks of expressions, by name.
@@ -102,5 +91,5 @@ def _graph_of(found: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, Decl
         planned = expr.optimize()
         keys = list(flatten(planned.__dask_keys__()))
         return planned.__dask_graph__(), keys, blocks_of_expression(planned)
-    graph = HighLevelGraph.merge(*(each.__dask_graph__() for each in found))
-    return graph, [each.__dask_keys__() for each in found], {}
+    graph = HighLevelGraph.merge(*(collection.__dask_graph__() for collection in collections))
+    return graph, [collection.__dask_keys__() for collection in collections], {}

@@ -94,8 +94,7 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
         If there is no array, or `ranks` is invalid here.
     UnsupportedArrayError
         If an argument is not a Dask array of NumPy or CuPy blocks, or an array has Python objects.
-        Also if the graph has layers with annotations such as ``workers`` or ``retries``, or a
-        peer-to-peer rechunk of Dask before a task that stays with Dask.
+        Also if the graph has layers with annotations such as ``workers`` or ``retries``.
     SectionError
         At run time, if `p2p.attempts` attempts have failed, or if the workers can never run all
         ranks at the same time.
@@ -115,28 +114,28 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
     array([8., 8., 8., 8., 8., 8.])
     """
     check_arrays(arrays)
-    most = most_ranks(ranks)
+    size_limit = most_ranks(ranks)
     register_if_possible()
-    found = _fused(arrays, most)
-    return found[0] if len(found) == 1 else tuple(found)
+    fused_arrays = _fused(arrays, size_limit)
+    return fused_arrays[0] if len(fused_arrays) == 1 else tuple(fused_arrays)
 
 
-def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
+def _fused(arrays: Sequence[DaskArray], size_limit: int) -> list[DaskArray]:
     """Return the arrays that a gang of at most this number of ranks computes."""
     options = checked_options()
     graph = graph_of(arrays, options)
     read = graph.read
-    size = min(most, read.tasks.widest)
+    size = min(size_limit, read.tasks.widest)
     sizes_bytes = sizes_of(read.tasks, declared=blocks_of_layers(graph.layers.layers))
     locations = _locations(read) if size > 1 else UNKNOWN
     programs = programs_of(read.tasks, size, sizes_bytes, locations=locations)
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
     first = DeclaredBlocks(arrays[0].chunks, arrays[0].dtype)
-    given = read.tasks, programs, names, first, kind, options, arrays
+    gang_arguments = read.tasks, programs, names, first, kind, options, arrays
     if is_expression(arrays[0]):
-        work = fused_gang(*given, kept=read.kept)
+        work = fused_gang(*gang_arguments, dask_tasks=read.dask_tasks)
         return [array_of_layer(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
-    gang = GangTasks.for_inputs(fused_gang(*given))
+    gang = GangTasks.for_inputs(fused_gang(*gang_arguments))
     inputs, dependencies = _input_layers(graph, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)
@@ -147,12 +146,12 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
 def _locations(read: ReadGraph) -> Locations:
     """Return the workers that have inputs now. The scheduler is asked if any are computed."""
     client = current_client()
-    kept = {key: read.kept[key] for key in read.tasks.inputs if key in read.kept}
-    futures = {key: f for key, f in kept.items() if getattr(f, "status", "") == "finished"}
+    input_tasks = {key: read.dask_tasks[key] for key in read.tasks.inputs if key in read.dask_tasks}
+    futures = {key: f for key, f in input_tasks.items() if getattr(f, "status", "") == "finished"}
     if not futures or client is None or client.asynchronous:
         return UNKNOWN
-    found = client.who_has([*futures.values()])
-    holders = {key: found[future.key] for key, future in futures.items()}
+    addresses = client.who_has([*futures.values()])
+    holders = {key: addresses[future.key] for key, future in futures.items()}
     return Locations(holders, len(client.nthreads()))
 
 
@@ -161,16 +160,16 @@ def _input_layers(graph: ArraysGraph, token: str) -> tuple[dict[str, Any], dict[
 
     Their names are new, since a layer of another array may have more tasks under the old name.
     """
-    layers, names, kept = {}, {}, graph.read.kept
+    layers, names, kept_tasks = {}, {}, graph.read.dask_tasks
     for name, layer in graph.layers.layers.items():
-        tasks = {key: kept[key] for key in graph.tasks_of[name] if key in kept}
+        tasks = {key: kept_tasks[key] for key in graph.tasks_of[name] if key in kept_tasks}
         if tasks:
             names[name] = f"{name}-{token}"
-            layers[names[name]] = made = MaterializedLayer(tasks)
-            made.annotations = layer.annotations
+            layers[names[name]] = new_layer = MaterializedLayer(tasks)
+            new_layer.annotations = layer.annotations
     dependencies = {
-        names[name]: {names[each] for each in graph.layers.dependencies[name] if each in names}
-        for name in names
+        new_name: {names[before] for before in graph.layers.dependencies[name] if before in names}
+        for name, new_name in names.items()
     }
     return layers, dependencies
 
@@ -203,33 +202,34 @@ def reading_values(tasks: Mapping[Key, Any], values: Sequence[DaskArray]) -> dic
 
     Dask copies the tasks of such keywords into others, or leaves them out of the graph.
     """
-    own = {key: task for x in values for key, task in x.__dask_graph__().items()}
-    return own | {key: _without_copies(task, own) for key, task in tasks.items()}
+    argument_tasks = {key: task for x in values for key, task in x.__dask_graph__().items()}
+    without_copies = {key: _without_copies(task, argument_tasks) for key, task in tasks.items()}
+    return argument_tasks | without_copies
 
 
-def _without_copies(task: Any, own: Container[Any]) -> Any:
-    if not own or not isinstance(task, Task) or not _has_copy(task):
+def _without_copies(task: Any, argument_tasks: Container[Any]) -> Any:
+    if not argument_tasks or not isinstance(task, Task) or not _has_copy(task):
         return task
     if not is_fused(task):
-        arguments = [_without_copies(each, own) for each in task.args]
+        arguments = [_without_copies(value, argument_tasks) for value in task.args]
         return Task(task.key, task.func, *arguments, **task.kwargs)
     inner, last, names, *inputs = task.args
-    copies = [key for key in inner if key in own]
-    inner = {key: each for key, each in inner.items() if key not in own}
+    copies = [key for key in inner if key in argument_tasks]
+    inner = {key: part for key, part in inner.items() if key not in argument_tasks}
     names = (*names, *copies)
     return Task(task.key, task.func, inner, last, names, *inputs, *map(TaskRef, copies))
 
 
 def with_call_values(read: ReadGraph, values: Mapping[str, CallValue]) -> ReadGraph:
     """Return a graph whose arguments of these names are literals that come with each call."""
-    of_values = {key: values[name_of(key)] for key in read.kept if name_of(key) in values}
+    of_values = {key: values[name_of(key)] for key in read.dask_tasks if name_of(key) in values}
     tasks = read.tasks
     literals = {key: DataNode(key, of_call) for key, of_call in of_values.items()}
     nodes = {**literals, **tasks.nodes}
     reads = {**dict.fromkeys(literals, ()), **tasks.reads}
     inputs = tuple(key for key in tasks.inputs if key not in literals)
-    kept = {key: task for key, task in read.kept.items() if key not in literals}
-    return ReadGraph(replace(tasks, nodes=nodes, reads=reads, inputs=inputs), kept)
+    kept_tasks = {key: task for key, task in read.dask_tasks.items() if key not in literals}
+    return ReadGraph(replace(tasks, nodes=nodes, reads=reads, inputs=inputs), kept_tasks)
 
 
 def array_of_value(like: DaskArray, declared: Declared, value: Any) -> DaskArray:
@@ -248,7 +248,7 @@ def _no_value(parameter: str) -> Any:
 
 
 def pinned(
-    given: Sequence[DaskArray],
+    arguments: Sequence[DaskArray],
     outputs: Sequence[DaskArray],
     output_keys: Sequence[Sequence[Key]],  # of the blocks of each output
     size: int,
@@ -257,11 +257,11 @@ def pinned(
 
     So such a result can be an argument of the next call on the same ranks.
     """
-    chunks = [x.chunks for x in given]
+    chunks = [x.chunks for x in arguments]
     alike = [keys for x, keys in zip(outputs, output_keys, strict=True) if x.chunks in chunks]
     return {
         key: number * size // len(keys)
-        for keys in (*map(keys_of, given), *alike)
+        for keys in (*map(keys_of, arguments), *alike)
         for number, key in enumerate(keys)
     }
 
@@ -272,7 +272,7 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
     These are tasks that stay with Dask, and those with a copy of an argument's task, as Dask makes
     them where it optimises a graph before the end.
     """
-    for key, task in {**read.tasks.nodes, **read.kept}.items():
+    for key, task in {**read.tasks.nodes, **read.dask_tasks}.items():
         if name_of(key) not in arguments and _has_copy(task):
             raise UnsupportedArrayError(
                 f"expected only lazy arrays between arguments and results, got the task {key!r} of "
@@ -280,9 +280,9 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
                 f"arrays by position, map_blocks(f, x, y). Call delayed functions outside of the "
                 f"compiled function."
             )
-    for key, task in read.kept.items():
+    for key, task in read.dask_tasks.items():
         reads = getattr(task, "dependencies", ())
-        if name_of(key) not in arguments and any(name_of(each) in arguments for each in reads):
+        if name_of(key) not in arguments and any(name_of(source) in arguments for source in reads):
             raise UnsupportedArrayError(
                 f"expected only tasks of ranks between arguments and results, got the task "
                 f"{key!r}, which stays with Dask: that of a section, of a shuffle or of a future. "
@@ -310,7 +310,7 @@ class ArraysGraph:
 
     def random_layers(self) -> dict[Any, Any]:
         """Return the layers of `dask.array.random`, by name; None for those of expressions."""
-        nodes = {**self.read.tasks.nodes, **self.read.kept}
+        nodes = {**self.read.tasks.nodes, **self.read.dask_tasks}
         names = {name_of(key) for key, node in nodes.items() if is_random(node)}
         return {name: self.layers.layers.get(name) for name in names}
 
@@ -324,14 +324,14 @@ def graph_of(
     """
     tasks_of: dict[str, Mapping[Key, Any]]
     if is_expression(arrays[0]):
-        found, keys = zip(*map(optimize_tasks, arrays), strict=True)
+        graphs, keys = zip(*map(optimize_tasks, arrays), strict=True)
         layers = HighLevelGraph({}, {})
-        tasks_of = {"": {key: task for each in found for key, task in each.items()}}
+        tasks_of = {"": {key: task for graph in graphs for key, task in graph.items()}}
     else:
         keys = tuple(map(keys_of, arrays))
         layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-        tasks_of = {name: tasks_of_layer(each, options) for name, each in layers.layers.items()}
-    tasks = {key: task for each in tasks_of.values() for key, task in each.items()}
+        tasks_of = {name: tasks_of_layer(layer, options) for name, layer in layers.layers.items()}
+    tasks = {key: task for layer_tasks in tasks_of.values() for key, task in layer_tasks.items()}
     read = read_graph(reading_values(tasks, values), keys)
     check_tasks(read)
     check_annotations(layers.layers, read.tasks)
@@ -344,9 +344,9 @@ def graph_as_optimised(arrays: Sequence[DaskArray]) -> tuple[list[str], HighLeve
     It has the tasks that Dask computes, since the scheduler may have some of them under their keys.
     """
     if is_expression(arrays[0]):
-        found, keys = zip(*map(optimize_tasks, arrays), strict=True)
+        graphs, keys = zip(*map(optimize_tasks, arrays), strict=True)
         names = [str(name_of(of_array[0])) for of_array in keys]
-        optimised = dict(zip(names, map(MaterializedLayer, found), strict=True))
+        optimised = dict(zip(names, map(MaterializedLayer, graphs), strict=True))
         return names, HighLevelGraph(optimised, {name: set() for name in optimised})
     with dask.config.set({"p2p.fuse": "off"}):
         optimise = arrays[0].__dask_optimize__
@@ -363,8 +363,8 @@ def graph_as_optimised(arrays: Sequence[DaskArray]) -> tuple[list[str], HighLeve
         before_task = {layer_of.get(read, read) for read in reads if read in tasks}
         dependencies.setdefault(name, set()).update(before_task - {name})
     annotations = {name: before.layers[name].annotations for name in before.layers}
-    made = {
+    new_layers = {
         name: MaterializedLayer(of_layer, annotations.get(name))
         for name, of_layer in layers.items()
     }
-    return [x.name for x in arrays], HighLevelGraph(made, dependencies)
+    return [x.name for x in arrays], HighLevelGraph(new_layers, dependencies)

@@ -53,8 +53,8 @@ _NO_PLUGIN = (
     "dask_p2p.register(client)."
 )
 _LEFT_TO_DASK = (
-    "expected arrays whose gangs have not ended for lack of memory or with their worker, got one. "
-    "Declare the sizes of blocks, map_blocks(chunks=...)."
+    "expected arrays whose gangs have not ended for lack of memory, with their worker, or for "
+    "blocks unlike their declaration, got one. Declare blocks, map_blocks(dtype=..., chunks=...)."
 )
 _NO_ANNOTATIONS = "expected expressions without annotations"
 _ANNOTATE = "Build the array outside of dask.annotate. Annotate only the call of fused."
@@ -104,22 +104,22 @@ class AtScheduler:
 
         Runs in another thread than the scheduler.
         """
-        made = self._made(graph, keys)
-        return optimize(graph, keys) if made is None else made
+        fused_graph = self._fuse_or_fail(graph, keys)
+        return optimize(graph, keys) if fused_graph is None else fused_graph
 
     def of_expression(self, expr: Any, keys: Sequence[Key]) -> Any:
         """Return the graph of an expression, which Dask has optimised, in the same way."""
         annotations = expr.__dask_annotations__()
-        found = [each for each in annotations if each in ANNOTATIONS and annotations[each]]
+        names = [name for name in annotations if name in ANNOTATIONS and annotations[name]]
         graph = expr.__dask_graph__()
-        made = self._made(graph, keys, found, blocks_of_expression(expr))
-        if made is not None:
-            return ensure_dict(made)
+        fused_graph = self._fuse_or_fail(graph, keys, names, blocks_of_expression(expr))
+        if fused_graph is not None:
+            return ensure_dict(fused_graph)
         # A gang may have made some of the tasks under the same keys.
         scheduler = _scheduler(self.scheduler)
-        return graph if scheduler is None else graph | _known(graph, {*keys}, scheduler).tasks
+        return graph if scheduler is None else graph | _read_known(graph, {*keys}, scheduler).tasks
 
-    def _made(
+    def _fuse_or_fail(
         self,
         graph: Any,
         keys: Any,
@@ -151,27 +151,27 @@ class AtScheduler:
         scheduler = _scheduler(self.scheduler)
         if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
             raise UnsupportedArrayError(_NO_PLUGIN)
-        cluster = cluster_of(each.identity() for each in list(scheduler.workers.values()))
+        cluster = cluster_of(worker.identity() for worker in list(scheduler.workers.values()))
         outputs = {*flatten([keys])}
         if self.is_auto and isinstance(graph, HighLevelGraph):
             check_layers(graph.layers, len(outputs), cluster)
         gangs = scheduler.plugins[PLUGIN_NAME].gangs
-        if self.is_auto and (left := gangs.left_to_dask.keys()):
+        if self.is_auto and (left_names := gangs.left_to_dask.keys()):
             layers = graph.layers if isinstance(graph, HighLevelGraph) else map(name_of, graph)
-            if not left.isdisjoint(layers):
+            if not left_names.isdisjoint(layers):
                 raise UnsupportedArrayError(_LEFT_TO_DASK)
-        known = _known(graph, outputs, scheduler)
+        known_tasks = _read_known(graph, outputs, scheduler)
         choice = choice_of(
-            graph, keys, cluster, self.options, self.kinds, known, self.is_auto, declared
+            graph, keys, cluster, self.options, self.kinds, known_tasks, self.is_auto, declared
         )
         try:
-            made, gang = optimized(graph, keys, choice, self.options)
+            fused_graph, gang = optimized(graph, keys, choice, self.options)
         except (AttributeError, PicklingError, TypeError) as exc:
             raise UnsupportedArrayError(f"{_NO_PICKLE}: {exc}") from exc
         if gang is not None and self.is_auto:
             gangs.substitutes[gang] = partial(substitute_tasks, graph)
         logger.debug("computes %s", choice)
-        return made
+        return fused_graph
 
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
@@ -179,16 +179,16 @@ def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
 
     Paused workers run no tasks now. They count if all are paused.
     """
-    known = list(workers)
-    running = [each for each in known if each["status"] == "running"] or known
-    limits = [each["memory_limit"] for each in known if each["memory_limit"]]
-    devices = [each["metrics"].get(DEVICE_METRIC) or 0 for each in running]
+    worker_infos = list(workers)
+    running = [info for info in worker_infos if info["status"] == "running"] or worker_infos
+    limits = [info["memory_limit"] for info in worker_infos if info["memory_limit"]]
+    devices = [info["metrics"].get(DEVICE_METRIC) or 0 for info in running]
     return Cluster(
         workers=len(running),
-        threads=sum(each["nthreads"] for each in running),
+        threads=sum(info["nthreads"] for info in running),
         memory_bytes=min(limits, default=0),
         device_bytes=min(filter(None, devices), default=0),
-        has_resources=any(each["resources"] for each in running),
+        has_resources=any(info["resources"] for info in running),
     )
 
 
@@ -200,8 +200,8 @@ def optimizer_unless_dask(mode: str, arrays: Sequence[Any]) -> Optimizer | None:
     if current_worker()[0] is not None:  # in a task, whose worker a gang would wait for
         return None
     try:
-        made = [optimizer_for(mode, each) for each in arrays]
-        return made[0]  # the same for all
+        optimizers = [optimizer_for(mode, x) for x in arrays]
+        return optimizers[0]  # the same for all
     except P2PError as exc:
         if mode == "on":
             raise
@@ -224,7 +224,7 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
     obstacle = "" if instance is None else _obstacle(mode, instance)
     if obstacle and mode == "on":
         raise UnsupportedArrayError(obstacle)
-    annotations = [each for each in dask.get_annotations() if each in ANNOTATIONS]
+    annotations = [name for name in dask.get_annotations() if name in ANNOTATIONS]
     if mode == "auto" and annotations:
         raise UnsupportedArrayError(
             f"expected no annotations of {', '.join(annotations)} around the call: they would "
@@ -236,9 +236,9 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
         _lacking.add(connection_of(client))
         raise
     # Private: the public method asks the scheduler.
-    made = Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
-    call = threading.get_ident(), made.is_auto, made.options, made.scheduler
-    present = _present.setdefault(call, made)
+    optimizer = Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
+    call = threading.get_ident(), optimizer.is_auto, optimizer.options, optimizer.scheduler
+    present = _present.setdefault(call, optimizer)
     if obstacle:
         present.obstacles.append(obstacle)
     if instance is not None:
@@ -261,10 +261,11 @@ def _scheduler(identity: str) -> Any:
         return None
     from distributed import Scheduler
 
-    return next((each for each in Scheduler._instances if str(each.id) == identity), None)
+    schedulers = {str(scheduler.id): scheduler for scheduler in Scheduler._instances}
+    return schedulers.get(identity)
 
 
-def _known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
+def _read_known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
     """Return the tasks of a graph that the scheduler has, with all that these read.
 
     A task that is about to be forgotten counts if it has the key of an output: the scheduler would
@@ -280,13 +281,13 @@ def _known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
         key = stack.pop()
         if key not in tasks and (state := scheduler.tasks.get(key)) and state.run_spec is not None:
             tasks[key] = state.run_spec
-            stack += [each.key for each in list(state.dependencies)]
+            stack += [dependency.key for dependency in list(state.dependencies)]
     states = {key: scheduler.tasks.get(key) for key, _ in graph.items()}
-    sizes = {key: each.nbytes for key, each in states.items() if each and each.nbytes > 0}
+    sizes = {key: state.nbytes for key, state in states.items() if state and state.nbytes > 0}
     holders = {
-        key: [ws.address for ws in list(each.who_has)]
-        for key, each in states.items()
-        if each and each.who_has
+        key: [ws.address for ws in list(state.who_has)]
+        for key, state in states.items()
+        if state and state.who_has
     }
     return Known(tasks, sizes, Locations(holders, len(scheduler.workers)))
 

@@ -112,13 +112,13 @@ def fused_expression(client: Any, expr: Any, keys: Sequence[Key], of_call: Any) 
 
 def arrays_of(expr: Any) -> list[Any]:
     """Return the array expressions that an expression consists of; none if it has other parts."""
-    found, stack = [], [expr]
+    arrays, stack = [], [expr]
     while stack:
-        each = stack.pop()
-        if type(each).__name__ in _SEVERAL:
-            stack += each.dependencies()
-        elif hasattr(each, "chunks") and type(each).__module__.startswith(_OF_ARRAYS):
-            found.append(each)
+        part = stack.pop()
+        if type(part).__name__ in _SEVERAL:
+            stack += part.dependencies()
+        elif hasattr(part, "chunks") and type(part).__module__.startswith(_OF_ARRAYS):
+            arrays.append(part)
         else:
             return []
-    return found
+    return arrays

@@ -96,9 +96,9 @@ def ranks_for(
 
 def check_count(tasks: FusedTasks) -> None:
     """Refuse a graph of very many tasks: `UnsupportedArrayError`."""
-    if len(tasks.nodes) > (most := tuning.current.fused_tasks):
+    if len(tasks.nodes) > (task_limit := tuning.current.fused_tasks):
         raise UnsupportedArrayError(
-            f"expected at most {most:,} tasks, got {len(tasks.nodes):,}: their programs "
+            f"expected at most {task_limit:,} tasks, got {len(tasks.nodes):,}: their programs "
             f"take as long to make as they save. Use larger chunks."
         )
 
@@ -136,7 +136,7 @@ def _counted(layer: Any) -> tuple[float, int] | None:
     """
     if isinstance(layer, Blockwise):
         read = [set(indices) for _, indices in layer.indices if indices is not None]
-        if layer.concatenate or any(each - {*layer.output_indices} for each in read):
+        if layer.concatenate or any(indices - {*layer.output_indices} for indices in read):
             return None  # a task may have any number of inputs
         return len(layer) * (1 + _COST_OF_INPUT * max(0, len(read) - 1)), 1
     tasks = layer.values()
@@ -156,8 +156,8 @@ def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> No
 
 def _check_gain(count: float, exchanges: int, size: int, outputs: int) -> None:
     if exchanges < _LEAST_EXCHANGES and count - outputs < _LEAST_TASKS * size:
-        more = max(0, round(count) - outputs)
-        tasks = f"about {_counted_as(more, 'task')}" if more else "no tasks"
+        further = max(0, round(count) - outputs)
+        tasks = f"about {_counted_as(further, 'task')}" if further else "no tasks"
         raise UnsupportedArrayError(
             f"too small to gain: at most {_counted_as(exchanges, 'exchange')} "
             f"({_LEAST_EXCHANGES} needed), and {tasks} besides "
@@ -212,7 +212,7 @@ def _check_memory(
             f"memory than Dask, which spills. Give chunk sizes, or call dask_p2p.fused(x)."
         )
     elements = SourceElements() if kind == "numpy" else None
-    peak = max((peak_bytes(each, sizes_bytes, elements) for each in programs), default=0)
+    peak = max((peak_bytes(program, sizes_bytes, elements) for program in programs), default=0)
     # Each thread may run a rank, of this gang or of another one at the same time.
     ranks = -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
     of_worker = peak * ranks
@@ -234,7 +234,7 @@ def most_bytes_of(cluster: Cluster) -> int:
 
 
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
-    made = [
+    made_bytes = [
         sum(
             sizes_bytes.get(step.key, 1)
             for superstep in program.supersteps
@@ -242,25 +242,25 @@ def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) 
         )
         for program in programs
     ]
-    mean = sum(made) / max(1, len(made))
-    if max(made, default=0) > _MOST_UNEVEN * mean:
+    mean = sum(made_bytes) / max(1, len(made_bytes))
+    if max(made_bytes, default=0) > _MOST_UNEVEN * mean:
         raise UnsupportedArrayError(
-            f"expected about the same work for all ranks, got {format_bytes(max(made))} of values "
-            f"for one rank and {format_bytes(int(mean))} on average. Reduce the array later, or "
-            f"use smaller chunks."
+            f"expected about the same work for all ranks, got {format_bytes(max(made_bytes))} of "
+            f"values for one rank and {format_bytes(int(mean))} on average. Reduce the array "
+            f"later, or use smaller chunks."
         )
 
 
 def exchanges_of(programs: Sequence[Program]) -> int:
     """Return the number of exchanges; one in parts counts once, since no part needs another."""
-    found, made = 0, set[Key]()  # values since the last exchange began
-    for supersteps in zip(*(each.supersteps for each in programs), strict=True):
-        sends = [items for each in supersteps for items in each.sends.values()]
+    count, made_keys = 0, set[Key]()  # values since the last exchange began
+    for supersteps in zip(*(program.supersteps for program in programs), strict=True):
+        sends = [items for superstep in supersteps for items in superstep.sends.values()]
         sent = {item.key for items in sends for item in items}
-        if sent and (not found or not sent.isdisjoint(made)):
-            found, made = found + 1, set()
-        made.update(step.key for each in supersteps for step in each.steps)
-    return found
+        if sent and (not count or not sent.isdisjoint(made_keys)):
+            count, made_keys = count + 1, set()
+        made_keys.update(step.key for superstep in supersteps for step in superstep.steps)
+    return count
 
 
 def tasks_of_dask(tasks: FusedTasks) -> float:
@@ -269,13 +269,13 @@ def tasks_of_dask(tasks: FusedTasks) -> float:
     Dask fuses elementwise operations with those that no other task reads. A task of many inputs
     costs as much as several of one.
     """
-    readers = Counter(each for read in tasks.reads.values() for each in read)
+    readers = Counter(read_key for read in tasks.reads.values() for read_key in read)
     fused = set[Key]()
     for key, node in tasks.nodes.items():
         read = tasks.reads[key]
-        is_elementwise = all(_index(each) in (_index(key), ()) for each in read)
+        is_elementwise = all(_index(read_key) in (_index(key), ()) for read_key in read)
         if is_elementwise and not isinstance(node, AssembleTask):
-            fused.update(each for each in read if readers[each] == 1)
+            fused.update(read_key for read_key in read if readers[read_key] == 1)
     return sum(
         1 + _COST_OF_INPUT * max(0, len(tasks.reads[key]) - 1)
         for key, node in tasks.nodes.items()
@@ -324,7 +324,7 @@ def choice_of(
     cluster: Cluster,
     options: Options,
     kinds: Iterable[Kind],  # of the blocks of the arrays
-    known: Known = Known(),
+    known_tasks: Known = Known(),
     is_auto: bool = True,
     declared: Mapping[str, DeclaredBlocks] = {},
 ) -> Choice:
@@ -335,24 +335,24 @@ def choice_of(
     Raises `UnsupportedArrayError` if Dask runs the graph.
     """
     tasks, layers = _tasks(graph, options)
-    tasks |= known.tasks
-    wanted, after = before_stores(tasks, list(flatten([keys])))
-    read = read_graph(tasks, [wanted], known.tasks)
+    tasks |= known_tasks.tasks
+    fused_keys, after = before_stores(tasks, list(flatten([keys])))
+    read = read_graph(tasks, [fused_keys], known_tasks.tasks)
     # Outputs that stay with Dask have their tasks already.
     outputs = tuple(key for key in read.tasks.outputs[0] if key in read.tasks.nodes)
     read = replace(read, tasks=replace(read.tasks, outputs=(outputs,)))
     if not outputs:
-        return Choice(read, is_known=bool(known.tasks) and not after)
+        return Choice(read, is_known=bool(known_tasks.tasks) and not after)
     check_tasks(read)
     check_annotations(layers, read.tasks)
     declared = declared or blocks_of_layers(layers)
-    sizes_bytes = sizes_of(read.tasks, known.sizes_bytes, declared)
+    sizes_bytes = sizes_of(read.tasks, known_tasks.sizes_bytes, declared)
     kind = kind_of(kinds, read)
     size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
     if is_auto:
         check_count(read.tasks)
         check_gain(read.tasks, size)  # before programs are made
-    programs = programs_of(read.tasks, size, sizes_bytes, locations=known.locations)
+    programs = programs_of(read.tasks, size, sizes_bytes, locations=known_tasks.locations)
     most_bytes = None
     if is_auto:
         most_bytes = check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
@@ -367,19 +367,19 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
     """
     read = choice.read
     if not choice.programs:
-        return optimize(dict(read.kept) if choice.is_known else graph, keys), None
-    names = [read.tasks.outputs, sorted(map(str, read.kept))]
+        return optimize(dict(read.dask_tasks) if choice.is_known else graph, keys), None
+    names = [read.tasks.outputs, sorted(map(str, read.dask_tasks))]
     described = read.tasks, choice.programs, names, choice.first, choice.kind, options
     gang = GangTasks.for_inputs(work := fused_gang(*described, (), {}, choice.most_bytes))
-    found = output_tasks(gang.name, 0, [each.outputs[0] for each in work.ranks])
+    output_layer = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
     layers = {
-        f"{gang.name}-inputs": MaterializedLayer(dict(read.kept)),
+        f"{gang.name}-inputs": MaterializedLayer(dict(read.dask_tasks)),
         gang.name: MaterializedLayer(gang.tasks),
-        f"{gang.name}-outputs": MaterializedLayer(found),
+        f"{gang.name}-outputs": MaterializedLayer(output_layer),
         f"{gang.name}-after": MaterializedLayer(dict(choice.after)),
     }
-    inputs, own, outputs, after = layers
-    dependencies = {inputs: set(), own: {inputs}, outputs: {own}, after: {inputs, outputs}}
+    inputs, ranks, outputs, after = layers
+    dependencies = {inputs: set(), ranks: {inputs}, outputs: {ranks}, after: {inputs, outputs}}
     return optimize(HighLevelGraph(layers, dependencies), keys), gang.name
 
 
@@ -407,5 +407,5 @@ def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, A
     if not isinstance(graph, HighLevelGraph):
         return unfused(graph), {}
     layers = {name: tasks_of_layer(layer, options) for name, layer in graph.layers.items()}
-    tasks = {key: task for each in layers.values() for key, task in each.items()}
+    tasks = {key: task for layer_tasks in layers.values() for key, task in layer_tasks.items()}
     return tasks, graph.layers

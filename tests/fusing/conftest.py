@@ -10,11 +10,11 @@ from tests.sections.conftest import gpu as gpu
 @pytest.fixture
 def gangs(monkeypatch):
     """The gangs that the scheduler, in this process, has made."""
-    made = []
+    gang_names = []
 
-    def counted(*given):
-        made.append(fused_gang(*given))
-        return made[-1]
+    def counted(*arguments):
+        gang_names.append(fused_gang(*arguments))
+        return gang_names[-1]
 
     monkeypatch.setattr(suitability, "fused_gang", counted)
-    return made
+    return gang_names

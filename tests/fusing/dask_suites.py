@@ -42,12 +42,12 @@ def pytest_sessionstart(session):
     session.config.add_cleanup(cluster.close)
     session.config.add_cleanup(Client(cluster).close)
     dask.config.set({"p2p.fuse": "on"})
-    session.config.stash[GANGS] = made = []
+    session.config.stash[GANGS] = gangs = []
     fused_gang = graph.fused_gang
 
-    def counted(*given):
-        made.append(1)
-        return fused_gang(*given)
+    def counted(*arguments):
+        gangs.append(1)
+        return fused_gang(*arguments)
 
     graph.fused_gang = counted
 

@@ -74,8 +74,8 @@ def labelled(x):
 
 def of_functions(x):
     """Return an array whose blocks are also made by functions that stay with Dask."""
-    made = da.map_blocks(generated, x.shape, 3, chunks=x.chunks, dtype=float)
-    return integers(made + x).T @ integers(made)
+    noise = da.map_blocks(generated, x.shape, 3, chunks=x.chunks, dtype=float)
+    return integers(noise + x).T @ integers(noise)
 
 
 PROGRAMS = (
@@ -84,9 +84,9 @@ PROGRAMS = (
 )  # fmt: skip
 
 
-def same_bits(got, expected):
-    got, expected = np.asarray(got), np.asarray(expected)
-    return (got.dtype, got.shape, got.tobytes()) == (
+def same_bits(computed, expected):
+    computed, expected = np.asarray(computed), np.asarray(expected)
+    return (computed.dtype, computed.shape, computed.tobytes()) == (
         expected.dtype,
         expected.shape,
         expected.tobytes(),
@@ -99,8 +99,8 @@ def check_values(client, program, mode):
     expected = program(x).compute()
     inputs = client.persist(x)
     with dask.config.set({"p2p.fuse": mode}):
-        got = program(x).compute()
+        computed = program(x).compute()
         on_workers = program(inputs).persist()
         wait(on_workers)
-    assert same_bits(got, expected)
+    assert same_bits(computed, expected)
     assert same_bits(on_workers.compute(), expected)

@@ -102,8 +102,8 @@ def graphs(draw):
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PerformanceWarning)  # of few rows, and few columns
-        for operation, one, other, number in draw(st.lists(numbers, min_size=1, max_size=8)):
-            have.append(operation(have[one % len(have)], have[other % len(have)], number))
+        for operation, one, two, number in draw(st.lists(numbers, min_size=1, max_size=8)):
+            have.append(operation(have[one % len(have)], have[two % len(have)], number))
         return have[-1], have[-2].sum(), have[-1][1:, ::2]
 
 
@@ -116,10 +116,10 @@ def read_arrays(*arrays):
 def run_programs(arrays, size, locations=UNKNOWN, **options):
     """Return all blocks of some arrays by key, computed by ranks in threads."""
     graph, read = read_arrays(*arrays)
-    made = programs_of(read.tasks, size, locations=locations)
-    programs = [pickle.loads(dumps(each)) for each in made]
-    wanted = list(read.tasks.inputs)
-    inputs = dict(zip(wanted, dask.get(graph, wanted), strict=True))
+    rank_programs = programs_of(read.tasks, size, locations=locations)
+    programs = [pickle.loads(dumps(program)) for program in rank_programs]
+    input_keys = list(read.tasks.inputs)
+    inputs = dict(zip(input_keys, dask.get(graph, input_keys), strict=True))
 
     def run(ctx):
         program = programs[ctx.rank]
@@ -129,8 +129,8 @@ def run_programs(arrays, size, locations=UNKNOWN, **options):
     results = run_gang(ranks, run, context=ProgramContext, **options)
     blocks = {}
     for program, result in zip(programs, results, strict=True):
-        for keys, made in zip(program.outputs, result, strict=True):
-            blocks |= dict(zip(keys, made, strict=True))
+        for keys, rank_programs in zip(program.outputs, result, strict=True):
+            blocks |= dict(zip(keys, rank_programs, strict=True))
     return blocks
 
 
@@ -140,13 +140,13 @@ def check_blocks(arrays, blocks, atol=0.0):
         keys = keys_of(x)
         graph = x.__dask_graph__()
         for key, expected in zip(keys, dask.get(graph, keys), strict=True):
-            got = np.asarray(blocks[key])
+            computed = np.asarray(blocks[key])
             expected = np.asarray(expected)
-            assert (got.dtype, got.shape) == (expected.dtype, expected.shape), key
+            assert (computed.dtype, computed.shape) == (expected.dtype, expected.shape), key
             if atol:
-                np.testing.assert_allclose(got, expected, atol=atol, err_msg=str(key))
+                np.testing.assert_allclose(computed, expected, atol=atol, err_msg=str(key))
             else:
-                assert got.tobytes() == expected.tobytes(), key
+                assert computed.tobytes() == expected.tobytes(), key
 
 
 def waiting(block, path):

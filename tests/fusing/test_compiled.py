@@ -27,11 +27,11 @@ def step(u):
 def test_values_are_those_of_the_function(client, program):
     compiled = dask_p2p.compile(program, array())
     for x in (array() * 2, client.persist(array() - 1)):
-        got = compiled(x)
+        computed = compiled(x)
         expected = program(x)
-        assert (got.chunks, got.dtype) == (expected.chunks, expected.dtype)
-        assert same_bits(got.compute(), expected.compute())
-    del x, got, expected
+        assert (computed.chunks, computed.dtype) == (expected.chunks, expected.dtype)
+        assert same_bits(computed.compute(), expected.compute())
+    del x, computed, expected
     nothing_is_left(client)
 
 
@@ -51,18 +51,18 @@ def test_a_function_is_called_once(client):
     assert repr(compiled) == "<counted compiled for 2 ranks>"
 
 
-def products(u, other):
-    return integers(u).T @ integers(other) + u
+def products(u, v):
+    return integers(u).T @ integers(v) + u
 
 
 def test_other_arrays_that_the_function_reads(client):
-    made = da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
+    noise = da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
     on_workers = client.persist(array())
-    for other in (made, on_workers, array()):
-        compiled = dask_p2p.compile(lambda u: products(u, other), array())  # noqa: B023
+    for operand in (noise, on_workers, array()):
+        compiled = dask_p2p.compile(lambda u: products(u, operand), array())  # noqa: B023
         x = array() * 2
         for _ in range(2):
-            assert same_bits(compiled(x).compute(), products(x, other).compute())
+            assert same_bits(compiled(x).compute(), products(x, operand).compute())
 
 
 def test_other_arguments_than_the_examples():
@@ -161,17 +161,17 @@ def test_seeds_and_small_arrays_that_change(client):
     noisy = dask_p2p.compile(lambda u, k: da.map_blocks(with_noise, u, k, dtype=float), x, 0)
     expected = [da.map_blocks(with_noise, x, k, dtype=float).compute() for k in (1, 2, 2**62)]
     with noisy.resident(x, 0) as run:
-        got = [run.fetch(run(x, k)) for k in (1, 2, 2**62)]
-    for one, other in zip(got, expected, strict=True):
-        assert same_bits(one, other)
+        results = [run.fetch(run(x, k)) for k in (1, 2, 2**62)]
+    for one, second in zip(results, expected, strict=True):
+        assert same_bits(one, second)
 
     def scaled(u, factors, flag, phase):
         return da.where(flag, u * factors, u) * phase
 
     step = dask_p2p.compile(scaled, x, np.ones(48), True, 1j)
     for factors, flag, phase in (np.arange(48), False, 2), (np.arange(48) / 8, np.True_, 0.5j):
-        got = step(x, factors, flag, phase).compute()
-        assert same_bits(got, scaled(x, factors * 1.0, flag, complex(phase)).compute())
+        results = step(x, factors, flag, phase).compute()
+        assert same_bits(results, scaled(x, factors * 1.0, flag, complex(phase)).compute())
 
 
 @pytest.mark.parametrize("dtype", ["f4", "f8", "c8", "c16"])
@@ -192,11 +192,11 @@ def test_examples_of_one_block_take_values_and_results(client):
         v, dt = run(x, 0.5)
         v, dt = run(v, dt)
         v, dt = run(v, da.from_array(np.array(0.125)))
-        made = run.fetch(v), run.fetch(dt)
+        results = run.fetch(v), run.fetch(dt)
     first = u * (1 - 0.5)
     second = first * (1 - abs(u).max() / 8)
-    assert same_bits(made[0], second * (1 - 0.125))
-    assert same_bits(made[1], abs(second).max() / 8)
+    assert same_bits(results[0], second * (1 - 0.125))
+    assert same_bits(results[1], abs(second).max() / 8)
 
 
 def test_values_that_do_not_fit(client):

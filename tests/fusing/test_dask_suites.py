@@ -33,7 +33,7 @@ LONG = [
 
 @pytest.mark.parametrize(
     ("suite", "passed", "gangs"),
-    [*QUICK, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG)],
+    [*QUICK, *(pytest.param(*suite, marks=pytest.mark.long) for suite in LONG)],
 )
 def test_suites_of_dask(tmp_path, suite, passed, gangs):
     modules = ["--pyargs", f"dask.array.tests.{suite}"]

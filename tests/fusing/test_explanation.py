@@ -73,26 +73,26 @@ def of_small_workers(small_workers):
         yield client
 
 
-@pytest.mark.parametrize("made", [of_delayed, outer, counted])
+@pytest.mark.parametrize("make_array", [of_delayed, outer, counted])
 @pytest.mark.filterwarnings("ignore:Increasing number of chunks")
-def test_arrays_that_dask_would_spill(of_small_workers, made):
+def test_arrays_that_dask_would_spill(of_small_workers, make_array):
     """All of these have 256 MiB, and each program needs them twice."""
-    y = made()
+    y = make_array()
     for _ in range(3):
         y = y / (1 + y.mean(axis=0))
-    for each in (y, y.sum(axis=0), *dask.optimize(y)):
-        found = dask_p2p.explain(each)
-        assert "in the memory of a worker" in found or "of unknown size" in found, found
+    for collection in (y, y.sum(axis=0), *dask.optimize(y)):
+        reason = dask_p2p.explain(collection)
+        assert "in the memory of a worker" in reason or "of unknown size" in reason, reason
 
 
-@pytest.mark.parametrize("made", [of_delayed, counted])
-def test_large_arrays_that_are_reduced_first(of_small_workers, made):
+@pytest.mark.parametrize("make_array", [of_delayed, counted])
+def test_large_arrays_that_are_reduced_first(of_small_workers, make_array):
     """Ranks read their inputs as a whole, but drop values that they make."""
-    y = made()
+    y = make_array()
     for number in range(3):
         y = abs(y - number)
     y = y.sum(axis=0) * 2 - 1
-    is_made = made is counted
+    is_made = make_array is counted
     assert dask_p2p.explain(y).startswith("by one gang: " if is_made else "by Dask's tasks")
 
 
@@ -103,10 +103,3 @@ def test_without_a_client():
 def test_no_collection():
     with pytest.raises(InputError, match="at least one Dask collection"):
         dask_p2p.explain(np.ones(3))
-
-
-def test_layers_that_cannot_be_read(client):
-    x = da.from_array(np.ones((32, 32)), chunks=(4, 32))
-    unknown = x[x[:, 0] > 0].rechunk({1: 8}, method="p2p")
-    text = dask_p2p.explain(stencils_of_dask_p2p(x).sum() + unknown.sum())
-    assert text.startswith("by Dask's tasks: expected known chunk sizes")

@@ -56,11 +56,11 @@ def test_values_are_those_without_the_option(client, da, program, mode, gangs):
 def test_compiled_programs(client, da, program):
     compiled = dask_p2p.compile(program, array())
     for x in (array() * 2, client.persist(array() - 1)):
-        got, expected = compiled(x), program(x)
-        assert type(got) is da.Array
-        assert (got.chunks, got.dtype) == (expected.chunks, expected.dtype)
-        assert same_bits(got.compute(), expected.compute())
-    del x, got, expected
+        computed, expected = compiled(x), program(x)
+        assert type(computed) is da.Array
+        assert (computed.chunks, computed.dtype) == (expected.chunks, expected.dtype)
+        assert same_bits(computed.compute(), expected.compute())
+    del x, computed, expected
     nothing_is_left(client)
 
 
@@ -79,28 +79,31 @@ def test_resident_gangs(client, da):
 
 
 def test_arrays_of_two_libraries_are_refused(client, da):
-    x, other = array(), graphs.from_array(np.ones((48, 48)), chunks=(6, 48))
+    x, of_other_library = array(), graphs.from_array(np.ones((48, 48)), chunks=(6, 48))
     compiled = dask_p2p.compile(stencils, x)
     for call in (
-        lambda: compiled(other),
-        lambda: compiled.resident(other),
-        lambda: dask_p2p.compile(lambda u: other + 1, x),
-        lambda: dask_p2p.fused(x, other),
+        lambda: compiled(of_other_library),
+        lambda: compiled.resident(of_other_library),
+        lambda: dask_p2p.compile(lambda u: of_other_library + 1, x),
+        lambda: dask_p2p.fused(x, of_other_library),
     ):
         with pytest.raises(UnsupportedArrayError, match="one library in a call"):
             call()
     with pytest.raises(InputError, match="collections of one library"):
-        dask_p2p.explain(x, other)
+        dask_p2p.explain(x, of_other_library)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Computing mixed collections")
 def test_collections_of_two_libraries_in_one_call(client, da):
-    x, other = stencils(array()), graphs.from_array(np.ones((48, 48)), chunks=(6, 48)) + 1
-    expected = dask.compute(x, other)
+    x, of_other_library = (
+        stencils(array()),
+        graphs.from_array(np.ones((48, 48)), chunks=(6, 48)) + 1,
+    )
+    expected = dask.compute(x, of_other_library)
     with dask.config.set({"p2p.fuse": "on"}):
-        got = dask.compute(x, other)
-    assert all(map(same_bits, got, expected))
+        computed = dask.compute(x, of_other_library)
+    assert all(map(same_bits, computed, expected))
 
 
 def test_auto_leaves_small_programs_to_dask(client, da, gangs):

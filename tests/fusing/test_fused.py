@@ -47,16 +47,16 @@ def test_random_graphs_are_equal_bit_for_bit(client, arrays):
     assert all(ranks_in(y) == ranks_in(fused[0]) <= 2 for y in fused)
     for x, y in zip(arrays, fused, strict=True):
         assert (y.shape, y.chunks, y.dtype) == (x.shape, x.chunks, x.dtype)
-    for expected, got in zip(dask.compute(*arrays), dask.compute(*fused), strict=True):
-        assert np.asarray(got).tobytes() == np.asarray(expected).tobytes()
+    for expected, computed in zip(dask.compute(*arrays), dask.compute(*fused), strict=True):
+        assert np.asarray(computed).tobytes() == np.asarray(expected).tobytes()
 
 
 def test_other_arrays_of_the_same_inputs(client):
     """The inputs of the gang are a part of those of the other array."""
     x = da.map_blocks(generated, (12, 8), 0, chunks=((3, 3, 3, 3), (8,)), dtype=float)
-    part, whole = dask_p2p.fused(x[:2] + 1), x.compute()
+    part, values = dask_p2p.fused(x[:2] + 1), x.compute()
     for arrays in ([part, x], [x, part]):
-        expected = [whole[:2] + 1 if each is part else whole for each in arrays]
+        expected = [values[:2] + 1 if array is part else values for array in arrays]
         np.testing.assert_array_equal(da.concatenate(arrays).compute(), np.concatenate(expected))
 
 
@@ -79,9 +79,9 @@ def test_operators_that_overwrite_blocks_in_use(client):
     y = x.T.rechunk((8, 64))
     added = [y.map_blocks(operator.iadd, 1), y * 2, x.map_blocks(operator.iadd, 1), x * 2]
     expected = [values.T + 1, values.T * 2, values + 1, values * 2]
-    found = dask.compute(*dask_p2p.fused(*added))
-    for each, wanted in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(each, wanted)
+    results = dask.compute(*dask_p2p.fused(*added))
+    for result, expected_value in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(result, expected_value)
     np.testing.assert_array_equal(x.compute(), values)
 
 
@@ -137,7 +137,7 @@ def rows_of(block):
 
 
 def first_rows(rows, block):
-    return block + sum(next(each)[0] for each in rows)
+    return block + sum(next(row)[0] for row in rows)
 
 
 def test_an_exit_ends_no_worker(client):
@@ -154,11 +154,11 @@ def test_an_exit_ends_no_worker(client):
 
 def test_two_gangs_and_other_tasks(client):
     values, x = array()
-    others = client.map(lambda i: i + 1, range(20))
-    both = [dask_p2p.fused(dask_p2p.transpose(x + number), ranks=4) for number in (1, 2)]
-    for number, got in zip((1, 2), dask.compute(*both), strict=True):
-        np.testing.assert_array_equal(got, values.T + number)
-    assert client.gather(others) == [*range(1, 21)]
+    later_futures = client.map(lambda i: i + 1, range(20))
+    fused_arrays = [dask_p2p.fused(dask_p2p.transpose(x + number), ranks=4) for number in (1, 2)]
+    for number, computed in zip((1, 2), dask.compute(*fused_arrays), strict=True):
+        np.testing.assert_array_equal(computed, values.T + number)
+    assert client.gather(later_futures) == [*range(1, 21)]
 
 
 def test_a_cancelled_gang_leaves_nothing(client, tmp_path):

@@ -45,7 +45,7 @@ def on_workers(client, holders, n=64):
 
 def fetched(keys, dask_worker):
     """The blocks among some keys that this worker has received from others."""
-    received = [key for each in dask_worker.transfer_incoming_log for key in each["keys"]]
+    received = [key for entry in dask_worker.transfer_incoming_log for key in entry["keys"]]
     return [key for key in received if key in keys]
 
 
@@ -75,14 +75,14 @@ def test_no_worker_fetches_inputs(client, layout, option):
     of_inputs = program(x, y)
     with dask.config.set({"p2p.fuse": "on" if option == "on" else "off"}):
         ranks = 4 if option == "two ranks a worker" else None
-        made = of_inputs if option == "on" else dask_p2p.fused(of_inputs, ranks=ranks)
-        got = made.compute()
+        fused_array = of_inputs if option == "on" else dask_p2p.fused(of_inputs, ranks=ranks)
+        computed = fused_array.compute()
     keys = {*keys_of(x), *keys_of(y)}
     assert not any(client.run(fetched, keys).values())
     assert all(len(holders) == 1 for holders in client.who_has([*futures_of(x)]).values())
-    whole = np.concatenate([values((8, 64), i) for i in range(8)])
-    expected = program(da.from_array(whole, chunks=(8, 64)), da.from_array(whole, chunks=(8, 64)))
-    assert got.tobytes() == expected.compute(scheduler="sync").tobytes()
+    rows = np.concatenate([values((8, 64), i) for i in range(8)])
+    expected = program(da.from_array(rows, chunks=(8, 64)), da.from_array(rows, chunks=(8, 64)))
+    assert computed.tobytes() == expected.compute(scheduler="sync").tobytes()
 
 
 def test_inputs_that_are_lost_are_made_again(client):
@@ -104,5 +104,5 @@ def test_blocks_that_have_moved_since(client):
     client.replicate(futures_of(x), workers=[min(client.nthreads())])
     after = dask_p2p.fused(program(x, x))
     assert before.name != after.name
-    for got in dask.compute(before, after):
-        assert got.tobytes() == expected.tobytes()
+    for computed in dask.compute(before, after):
+        assert computed.tobytes() == expected.tobytes()

@@ -63,12 +63,12 @@ def larger_than_declared(x):
 
 def larger_inputs(x):
     """Return an array of blocks that functions without arrays make: they are inputs of a gang."""
-    made = da.map_blocks(
+    blocks = da.map_blocks(
         lambda block_info=None: np.ones((2**12, 64)) * block_info[None]["chunk-location"][0],
         chunks=x.chunks,
         dtype=float,
     )
-    ends = made.map_blocks(lambda b: b[:64, :64] * 1.0, dtype=float, chunks=x.chunks)
+    ends = blocks.map_blocks(lambda b: b[:64, :64] * 1.0, dtype=float, chunks=x.chunks)
     return exchanged(ends + x)
 
 

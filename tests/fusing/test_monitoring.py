@@ -44,7 +44,7 @@ def test_a_fused_graph_that_runs_and_has_run(client, mode):
     y = dask_p2p.compile(program, x)(x) if mode == "compiled" else program(x)
     y = dask_p2p.fused(y) if mode == "fused" else y
     with dask.config.set({"p2p.fuse": "on" if mode == "option" else "off"}):
-        made = client.persist(y)
+        persisted = client.persist(y)
     try:
         wait_until(ranks_have_begun)
         run = newest()
@@ -55,11 +55,11 @@ def test_a_fused_graph_that_runs_and_has_run(client, mode):
         assert len(waiting_chart(run).columns["rank"]) == 2
     finally:
         gate.set()
-    wait(made)
+    wait(persisted)
     wait_until(lambda: not newest().under_way)
     run = newest()
     assert run.steps == run.all_steps >= 12
     assert (run.state, run.shape, run.dtype) == ("done", x.shape, str(x.dtype))
     assert cells(run)["steps"].startswith(f"{run.steps} of {run.steps}")
     assert 0 <= run.waited_share <= 1
-    del made
+    del persisted

@@ -22,15 +22,15 @@ def position(block, block_info=None, block_id=None):
 
 def stars(x):
     """Overlaps without corners, of dtypes whose unread value is no float."""
-    made = []
+    neighbours = []
     for dtype in ("i4", "?", "M8[s]"):
-        own = x.astype("i4").astype(dtype)
-        made.append(
+        whole_numbers = x.astype("i4").astype(dtype)
+        neighbours.append(
             dask_p2p.map_overlap(
-                np.copy, own, depth=1, boundary="periodic", corners=False, dtype=dtype
+                np.copy, whole_numbers, depth=1, boundary="periodic", corners=False, dtype=dtype
             ).astype(float)
         )
-    return da.stack(made)
+    return da.stack(neighbours)
 
 
 def assigned(x):
@@ -112,6 +112,6 @@ BY_BLAS = ("qr", "svd", "cholesky", "covariance")  # the order of additions depe
 def test_operations_of_dask(name, size):
     values = np.random.default_rng(0).normal(size=(N, N))
     x = da.from_array(values, chunks=(5, 9)) * 1.0
-    made = OPERATIONS[name](x)
-    arrays = [made, made + 1] if made.dtype.kind in "if" else [made]
+    result = OPERATIONS[name](x)
+    arrays = [result, result + 1] if result.dtype.kind in "if" else [result]
     check_blocks(arrays, run_programs(arrays, size), atol=1e-9 if name in BY_BLAS else 0.0)

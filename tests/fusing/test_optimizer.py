@@ -19,29 +19,29 @@ from tests.support import BOUND_S
 CLUSTER = {"n_workers": 2}
 
 
-def made():
+def random_array():
     return da.map_blocks(generated, (48, 48), 3, chunks=((6,) * 8, (48,)), dtype=float)
 
 
 @pytest.fixture
 def warnings():
     """The warnings of the scheduler, which is in this process."""
-    seen = []
+    records = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: seen.append(record.getMessage())
+    handler.emit = lambda record: records.append(record.getMessage())
     logger = logging.getLogger("distributed.scheduler")
     logger.addHandler(handler)
-    yield seen
+    yield records
     logger.removeHandler(handler)
 
 
 @pytest.mark.parametrize("before", ["off", "on"])
 def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, warnings):
-    y = stencils_of_dask_p2p(made())
-    expected = stencils_of_dask_p2p(made()).compute(scheduler="sync")
+    y = stencils_of_dask_p2p(random_array())
+    expected = stencils_of_dask_p2p(random_array()).compute(scheduler="sync")
     with dask.config.set({"p2p.fuse": before}):
-        known = client.persist(y)
-        wait(known)
+        persisted = client.persist(y)
+        wait(persisted)
     with dask.config.set({"p2p.fuse": "on"}):
         again = client.persist([y, stencils_of_dask_p2p(y)])
         wait(again, timeout=BOUND_S)
@@ -52,21 +52,21 @@ def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, wa
 
 
 def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
-    y = stencils_of_dask_p2p(made())
+    y = stencils_of_dask_p2p(random_array())
     expected = y.compute(scheduler="sync")
     for _ in range(5):
         np.testing.assert_array_equal(y.compute(), expected)
         with dask.config.set({"p2p.fuse": "on"}):
-            got = client.persist(y)
-        wait(got, timeout=BOUND_S)
-        np.testing.assert_array_equal(got.compute(), expected)
-        del got
+            persisted = client.persist(y)
+        wait(persisted, timeout=BOUND_S)
+        np.testing.assert_array_equal(persisted.compute(), expected)
+        del persisted
         nothing_is_left(client)
     assert not [text for text in warnings if "run_spec" in text]
 
 
 def test_a_scheduler_without_the_plugin(client):
-    y = stencils_of_dask_p2p(made())
+    y = stencils_of_dask_p2p(random_array())
     optimizer_for("auto", None)  # registers
     client.unregister_scheduler_plugin(PLUGIN_NAME)
     with dask.config.set({"p2p.fuse": "auto"}):
@@ -81,7 +81,7 @@ def test_workers_with_resources():
         Client(cluster) as client,
         dask.config.set({"p2p.fuse": "auto"}),
     ):
-        y = stencils_of_dask_p2p(made())
+        y = stencils_of_dask_p2p(random_array())
         assert "workers without resources" in dask_p2p.explain(y)
-        got = client.compute(y, resources={"GPU": 1}).result(BOUND_S)
-    np.testing.assert_array_equal(got, y.compute(scheduler="sync"))
+        computed = client.compute(y, resources={"GPU": 1}).result(BOUND_S)
+    np.testing.assert_array_equal(computed, y.compute(scheduler="sync"))

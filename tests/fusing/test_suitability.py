@@ -126,9 +126,9 @@ def layers_of(*arrays):
     return graph.layers, sum(x.npartitions for x in arrays)
 
 
-def refuses(check, *given):
+def refuses(check, *arguments):
     try:
-        check(*given)
+        check(*arguments)
     except UnsupportedArrayError:
         return True
     return False

@@ -46,11 +46,11 @@ def located_owners(locations: Locations, preferred: Mapping[Key, int], size: int
     `preferred` has the rank that reads most of each input. It owns the input if it runs on one of
     its workers. Inputs on other workers are left out.
     """
-    held = {key: sorted(locations.holders.get(key, ())) for key in preferred}
-    ranks_of = _ranks_of(held, preferred, size, max(1, size // locations.workers))
+    addresses_of = {key: sorted(locations.holders.get(key, ())) for key in preferred}
+    ranks_of = _ranks_of(addresses_of, preferred, size, max(1, size // locations.workers))
     owned = Counter[int]()
     owners = {}
-    for key, workers in held.items():
+    for key, workers in addresses_of.items():
         ranks = [rank for worker in workers for rank in ranks_of.get(worker, ())]
         if ranks:
             owner = min(ranks, key=lambda rank: (rank != preferred[key], owned[rank]))
@@ -60,17 +60,21 @@ def located_owners(locations: Locations, preferred: Mapping[Key, int], size: int
 
 
 def _ranks_of(
-    held: Mapping[Key, Collection[str]], preferred: Mapping[Key, int], size: int, most: int
+    addresses_of: Mapping[Key, Collection[str]],
+    preferred: Mapping[Key, int],
+    size: int,
+    ranks_per_worker: int,
 ) -> Mapping[str, list[int]]:
-    """Return the ranks that will run on each worker, at most `most`.
+    """Return the ranks that will run on each worker, at most `ranks_per_worker`.
 
     Dask's scheduler places a rank where most bytes of its inputs are. So the pairs of a worker and
     a rank with the most inputs come first. A worker that is left gets a rank that is left.
     """
-    pairs = Counter((worker, preferred[key]) for key in held for worker in held[key])
+    items = addresses_of.items()
+    pairs = Counter((worker, preferred[key]) for key, workers in items for worker in workers)
     ranks_of, free = defaultdict[str, list[int]](list), dict.fromkeys(range(size))
     for worker, rank in sorted(pairs, key=lambda pair: (-pairs[pair], pair[1], pair[0])):
-        if rank in free and len(ranks_of[worker]) < most:
+        if rank in free and len(ranks_of[worker]) < ranks_per_worker:
             ranks_of[worker].append(rank)
             del free[rank]
     for worker in sorted({worker for worker, _ in pairs} - {w for w in ranks_of if ranks_of[w]}):
@@ -116,16 +120,16 @@ def owners_of(
     elements = source_elements or SourceElements()
     # Blocks that are neighbours stay together, wherever the inputs lie.
     inputs = {key: by_position[key] for key in tasks.inputs}
-    given = tasks, size, sizes_bytes, pinned, elements, by_position
-    owners = _with_tasks(*given, inputs)
+    choice_arguments = tasks, size, sizes_bytes, pinned, elements, by_position
+    owners = _with_tasks(*choice_arguments, inputs)
     free = {key: rank for key, rank in inputs.items() if key not in pinned}
     located = located_owners(locations, free, size)
     owners |= located
     is_moved = any(inputs[key] != rank for key, rank in located.items())
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
-        following = _with_tasks(*given, inputs | located)
-        moved, kept = (_Work.of(tasks, each, sizes_bytes, elements) for each in (owners, following))
-        if kept.is_better(moved):
+        following = _with_tasks(*choice_arguments, inputs | located)
+        work = _Work.measure(tasks, owners, sizes_bytes, elements)
+        if _Work.measure(tasks, following, sizes_bytes, elements).is_better(work):
             return following
     return owners
 
@@ -144,9 +148,9 @@ def _with_tasks(
     for key, node in tasks.nodes.items():
         at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
         read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
-        for each, count in zip(tasks.reads[key], read_bytes, strict=True):
-            if each in owners:
-                at[owners[each]] += count
+        for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
+            if read_key in owners:
+                at[owners[read_key]] += count
         if key in pinned:
             owners[key] = pinned[key]
         elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
@@ -165,16 +169,16 @@ def _move_to_readers(
     """Move each task that reads few bytes of several ranks to the rank of its only reader."""
     readers: dict[Key, Key | None] = {key: None for keys in tasks.outputs for key in keys}
     for key in reversed([*tasks.nodes]):
-        for each in tasks.reads[key]:
-            readers[each] = None if each in readers else key
+        for read_key in tasks.reads[key]:
+            readers[read_key] = None if read_key in readers else key
         reader, node = readers.get(key), tasks.nodes[key]
         if reader is None or key not in owners or owners[reader] == owners[key] or key in pinned:
             continue
         if isinstance(node, AssembleTask) or isinstance(tasks.nodes[reader], AssembleTask):
             continue
-        read = [each for each in tasks.reads[key] if each in owners]
-        is_small = sum(sizes_bytes.get(each, 1) for each in read) <= _SMALL_BYTES
-        if is_small and len({owners[each] for each in read}) > 1:
+        read = [source for source in tasks.reads[key] if source in owners]
+        is_small = sum(sizes_bytes.get(source, 1) for source in read) <= _SMALL_BYTES
+        if is_small and len({owners[source] for source in read}) > 1:
             owners[key] = owners[reader]
 
 
@@ -187,17 +191,17 @@ def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
     alike: defaultdict[Any, list[Key]] = defaultdict(list)
     for key in keys:
         if isinstance(key, tuple):
-            alike[len(key), *(each for each in key if isinstance(each, str))].append(key)
+            alike[len(key), *(word for word in key if isinstance(word, str))].append(key)
         else:
             alike[key_split(key)].append(key)
-    found = {}
+    rank_of = {}
     for kind, same in alike.items():
         ordered = same
         with suppress(TypeError):  # keys that have no order stay in that of the graph
             ordered = sorted(same) if isinstance(kind, tuple) else same
         for number, key in enumerate(ordered):
-            found[key] = number * size // len(same)
-    return found
+            rank_of[key] = number * size // len(same)
+    return rank_of
 
 
 class _Work(NamedTuple):
@@ -207,7 +211,7 @@ class _Work(NamedTuple):
     most_bytes: int
 
     @classmethod
-    def of(
+    def measure(
         cls,
         tasks: FusedTasks,
         owners: Mapping[Key, int],
@@ -216,22 +220,22 @@ class _Work(NamedTuple):
     ) -> _Work:
         """Return the work of ranks that own the tasks."""
         moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
-        made = Counter[int]()
+        made_bytes = Counter[int]()
         for key, node in tasks.nodes.items():
             if key not in owners:
                 continue
             owner = owners[key]
-            made[owner] += sizes_bytes.get(key, 1)
+            made_bytes[owner] += sizes_bytes.get(key, 1)
             read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
-            for each, count in zip(tasks.reads[key], read_bytes, strict=True):
-                if owners.get(each, owner) != owner:
-                    moved[each, key if isinstance(node, AssembleTask) else owner] = count
-        return cls(sum(moved.values()), max(made.values(), default=0))
+            for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
+                if owners.get(read_key, owner) != owner:
+                    moved[read_key, key if isinstance(node, AssembleTask) else owner] = count
+        return cls(sum(moved.values()), max(made_bytes.values(), default=0))
 
-    def is_better(self, other: _Work) -> bool:
+    def is_better(self, alternative: _Work) -> bool:
         """Return whether ranks move clearly less, and share the tasks about as evenly."""
-        is_even = self.most_bytes <= _EVEN * other.most_bytes
-        return is_even and self.moved_bytes < _CLEARLY * other.moved_bytes
+        is_even = self.most_bytes <= _EVEN * alternative.most_bytes
+        return is_even and self.moved_bytes < _CLEARLY * alternative.moved_bytes
 
 
 class _Shares:
@@ -239,7 +243,7 @@ class _Shares:
 
     def __init__(self, nodes: Mapping[Key, GraphNode], size: int) -> None:
         counts = Counter(name_of(key) for key, n in nodes.items() if isinstance(n, AssembleTask))
-        self._most = {name: -(-count // size) for name, count in counts.items()}
+        self._block_limits = {name: -(-count // size) for name, count in counts.items()}
         self._owned = {name: [0] * size for name in counts}
 
     def chosen(self, key: Key, node: GraphNode, at: Mapping[int, int], preferred: int) -> int:
@@ -247,10 +251,10 @@ class _Shares:
         if not isinstance(node, AssembleTask):
             return _with_most(at, preferred)
         name = name_of(key)
-        owned, most = self._owned[name], self._most[name]
-        free = {rank: count for rank, count in at.items() if owned[rank] < most}
+        owned, block_limit = self._owned[name], self._block_limits[name]
+        free = {rank: count for rank, count in at.items() if owned[rank] < block_limit}
         owner = _with_most(free, preferred)
-        if owned[owner] >= most:  # none of its sources' owners is free
+        if owned[owner] >= block_limit:  # none of its sources' owners is free
             owner = owned.index(min(owned))
         owned[owner] += 1
         return owner

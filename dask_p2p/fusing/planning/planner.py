@@ -22,7 +22,6 @@ from dask_p2p.fusing.planning.sizes import (
     SourceElements,
     Superstep,
     WholeValue,
-    item_bytes_of,
     peak_bytes,
     read_bytes_of,
     sizes_of,
@@ -32,9 +31,9 @@ from dask_p2p.geometry import block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.types import Key
 
-#: Smallest memory of a rank that is worth a second plan: with later tasks, and smaller exchanges.
-_LARGE_BYTES, _LARGE_EXCHANGES_BYTES = 2**25, 2**23
-#: With more exchanges, tasks in their latest supersteps keep too many blocks of others.
+#: Smallest memory of a rank that is worth a second plan, with smaller exchanges.
+_LARGE_EXCHANGES_BYTES = 2**23
+#: Programs of more exchanges are not planned again.
 _FEW_EXCHANGES = 16
 #: A smaller exchange brings a rank about so many bytes for each rank. Their senders pack as many,
 #: in addition to the blocks.
@@ -46,9 +45,8 @@ _WORTHWHILE = 0.9  # least ratio of memory that counts
 
 
 class _Planned(NamedTuple):
-    """Programs of all ranks, and the supersteps of their tasks."""
+    """Programs of all ranks."""
 
-    supersteps: Mapping[Key, int]
     programs: list[Program]
     most_bytes: int  # peak memory of a rank
 
@@ -63,8 +61,10 @@ def programs_of(
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
     if sizes_bytes is None:
         sizes_bytes = sizes_of(tasks)
-    programs = _programs_of(tasks, size, sizes_bytes, pinned, locations)
-    return [replace(each, declared_bytes=peak_bytes(each, sizes_bytes)) for each in programs]
+    return [
+        replace(program, declared_bytes=peak_bytes(program, sizes_bytes))
+        for program in _programs_of(tasks, size, sizes_bytes, pinned, locations)
+    ]
 
 
 def _programs_of(
@@ -76,41 +76,37 @@ def _programs_of(
 ) -> list[Program]:
     elements = SourceElements()
     owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
-    # Ranks on GPUs read regions in place, so they need no smaller exchanges.
-    copied = None if any(map(_is_on_gpu, tasks.nodes.values())) else elements
 
     def written(supersteps: Mapping[Key, int]) -> list[Program]:
         return _written(tasks, size, owners, supersteps, sizes_bytes)
 
-    def planned(supersteps: Mapping[Key, int], programs: list[Program]) -> _Planned:
-        return _Planned(supersteps, programs, _most_bytes(programs, sizes_bytes, copied))
+    def planned(programs: list[Program]) -> _Planned:
+        return _Planned(programs, _most_bytes(programs, sizes_bytes, elements))
 
     supersteps = supersteps_of(tasks, owners)
     programs = written(supersteps)
     if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
         return programs
-    best = planned(supersteps, programs)
-    if best.most_bytes >= _LARGE_BYTES:
-        late = late_supersteps_of(tasks, owners)
-        if late != best.supersteps:
-            best = _smaller(best, planned(late, written(late)))
-    if copied is None or best.most_bytes < _LARGE_EXCHANGES_BYTES:
-        return best.programs
+    # Ranks on GPUs read regions in place, so they need no smaller exchanges.
+    if any(map(_is_on_gpu, tasks.nodes.values())):
+        return programs
+    large = planned(programs)
+    if large.most_bytes < _LARGE_EXCHANGES_BYTES:
+        return programs
 
     def in_parts(most_bytes: int) -> _Planned:
-        given = tasks, owners, best.supersteps, sizes_bytes, elements, most_bytes
-        found = divided(*given)
-        return best if found == best.supersteps else planned(found, written(found))
+        parts = divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
+        return large if parts == supersteps else planned(written(parts))
 
     least_bytes = _EXCHANGED_BYTES * size
-    parts = _smaller(best, in_parts(least_bytes))
-    larger_bytes = int(parts.most_bytes * _EXCHANGED_PART)
-    if parts is best or larger_bytes < _FEWER * least_bytes:
-        return parts.programs
-    return _smaller(in_parts(larger_bytes), parts).programs
+    small = _choose_smaller(large, in_parts(least_bytes))
+    larger_bytes = int(small.most_bytes * _EXCHANGED_PART)
+    if small is large or larger_bytes < _FEWER * least_bytes:
+        return small.programs
+    return _choose_smaller(in_parts(larger_bytes), small).programs
 
 
-def _smaller(first: _Planned, second: _Planned) -> _Planned:
+def _choose_smaller(first: _Planned, second: _Planned) -> _Planned:
     """Return the second plan if its ranks need clearly less memory, else the first one."""
     return second if second.most_bytes < _WORTHWHILE * first.most_bytes else first
 
@@ -137,16 +133,16 @@ def _written(
 
 
 def _most_bytes(
-    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements | None
+    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements
 ) -> int:
     """Return the most bytes of a rank, if each had as many inputs, which Dask keeps in any case."""
-    inputs_bytes, most_bytes, known = 0, 0, {**sizes_bytes}
+    inputs_bytes, most_bytes, present_sizes = 0, 0, {**sizes_bytes}
     for program in programs:
-        own = {key: sizes_bytes.get(key, 1) for key in program.inputs}
-        known |= dict.fromkeys(own, 0)
-        most_bytes = max(most_bytes, peak_bytes(program, known, elements))
-        known |= own  # other ranks may receive them
-        inputs_bytes += sum(own.values())
+        input_sizes = {key: sizes_bytes.get(key, 1) for key in program.inputs}
+        present_sizes |= dict.fromkeys(input_sizes, 0)
+        most_bytes = max(most_bytes, peak_bytes(program, present_sizes, elements))
+        present_sizes |= input_sizes  # other ranks may receive them
+        inputs_bytes += sum(input_sizes.values())
     return most_bytes + inputs_bytes // len(programs)
 
 
@@ -171,8 +167,8 @@ class _Writer:
     def add(self, key: Key, node: Any) -> None:
         """Add a task that reads whole values."""
         rank, superstep = self._owners[key], self._supersteps[key]
-        for each in self._tasks.reads[key]:
-            self._read(each, rank, superstep)
+        for read_key in self._tasks.reads[key]:
+            self._read(read_key, rank, superstep)
         self._steps[rank][superstep].steps.append(node)
 
     def add_assembly(self, key: Key, node: AssembleTask) -> None:
@@ -182,15 +178,15 @@ class _Writer:
         output = node.output
         block = AssembledBlock(key, plan, node.index, output.dtype, output.epilogue)
         local = []
-        for number, each in enumerate(node.blocks.items):
-            if self._is_local(each, rank):
-                self._uses[rank][each] += 1
-                local.append((number, each))
+        for number, source_key in enumerate(node.blocks.items):
+            if self._is_local(source_key, rank):
+                self._uses[rank][source_key] += 1
+                local.append((number, source_key))
             else:
-                self._send(Regions(each, number, block), rank, superstep)
+                self._send(Regions(source_key, number, block), rank, superstep)
         self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
         shape = block_shape(plan.chunks, node.index)
-        size_bytes = prod(shape) * item_bytes_of(block.dtype)
+        size_bytes = prod(shape) * int(block.dtype.itemsize)
         self._largest_bytes = max(self._largest_bytes, size_bytes)
 
     def add_wholes(self, sizes_bytes: Mapping[Key, int]) -> None:
@@ -256,45 +252,23 @@ def supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int
     """Return the superstep of each task, by key."""
     supersteps: dict[Key, int] = {}
     least = 0  # of the tasks of the present layer
-    done = 0  # largest superstep of the layers before
+    finished = 0  # largest superstep of the layers before
     present = 0  # largest superstep of the present layer so far
     layer: Any = None
     for key in _by_layer(tasks):
         if key not in owners:
             continue  # a literal of all ranks
         if layer != (layer := name_of(key)):
-            least, done, present = done, max(done, present), 0
+            least, finished, present = finished, max(finished, present), 0
         owner = owners[key]
         superstep = least
-        for each in tasks.reads[key]:
-            if each in owners:
-                superstep = max(superstep, supersteps.get(each, _INPUT) + (owners[each] != owner))
+        for source in tasks.reads[key]:
+            if source in owners:
+                is_sent = owners[source] != owner
+                superstep = max(superstep, supersteps.get(source, _INPUT) + is_sent)
         supersteps[key] = superstep
         present = max(present, superstep)
     return supersteps
-
-
-def late_supersteps_of(tasks: FusedTasks, owners: Mapping[Key, int]) -> dict[Key, int]:
-    """Return the superstep of each task, as late as its readers allow.
-
-    The last readers have the earliest superstep that they can have. So stencils that are reduced
-    first compute the blocks that other ranks need. The others follow one by one after the last
-    exchange, up to the reduction. They take little memory if exchanges are few.
-    """
-    supersteps: dict[Key, int] = {}
-    for key in tasks.nodes:
-        if key in owners:
-            read = [each for each in tasks.reads[key] if each in owners]
-            after = [supersteps.get(each, _INPUT) + (owners[each] != owners[key]) for each in read]
-            supersteps[key] = max([0, *after])
-    latest: dict[Key, int] = {}
-    for key in reversed(supersteps):
-        latest[key] = superstep = latest.get(key, supersteps[key])
-        for each in tasks.reads[key]:
-            if each in supersteps:
-                late = superstep - (owners[each] != owners[key])
-                latest[each] = min(late, latest.get(each, late))
-    return latest
 
 
 def divided(
@@ -313,28 +287,28 @@ def divided(
     parts: dict[Key, tuple[int, int]] = {}  # superstep, and number of its part, by key
     present = defaultdict[tuple[int, int], int](int)  # part that is filled, by rank and superstep
     filled = defaultdict[tuple[int, int], int](int)  # its bytes
-    here = set[tuple[Key, int]]()  # values of other ranks, with their readers
+    received = set[tuple[Key, int]]()  # values of other ranks, with their readers
     for key, node in tasks.nodes.items():
         if key not in supersteps:
             continue
         owner, superstep = owners[key], supersteps[key]
         at, come_bytes, part = (owner, superstep), 0, 0
         read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
-        for each, size_bytes in zip(tasks.reads[key], read_bytes, strict=True):
-            if owners.get(each, owner) == owner:
-                of, number = parts.get(each, (0, 0))
-                part = max(part, number if of == superstep else 0)
-            elif isinstance(node, AssembleTask) or (each, owner) not in here:
+        for read_key, size_bytes in zip(tasks.reads[key], read_bytes, strict=True):
+            if owners.get(read_key, owner) == owner:
+                read_superstep, number = parts.get(read_key, (0, 0))
+                part = max(part, number if read_superstep == superstep else 0)
+            elif isinstance(node, AssembleTask) or (read_key, owner) not in received:
                 come_bytes += size_bytes
-                here.add((each, owner))
+                received.add((read_key, owner))
         if come_bytes:
             if filled[at] and filled[at] + come_bytes > most_bytes:
                 present[at], filled[at] = present[at] + 1, 0
             filled[at] += come_bytes
             part = max(part, present[at])
         parts[key] = superstep, part
-    numbers = {each: number for number, each in enumerate(sorted({*parts.values()}))}
-    return {key: numbers[each] for key, each in parts.items()}
+    numbers = {pair: number for number, pair in enumerate(sorted({*parts.values()}))}
+    return {key: numbers[pair] for key, pair in parts.items()}
 
 
 def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
@@ -359,8 +333,8 @@ def _by_layer(tasks: FusedTasks) -> Iterable[Key]:
             order[name] = None
         else:
             begun.add(name)
-            others = [each for each in read[name] if each not in order and each != name]
-            if any(each in begun for each in others):
+            unfinished = [x for x in read[name] if x != name and x not in order]
+            if not begun.isdisjoint(unfinished):
                 return tasks.nodes
-            stack += reversed(others)
+            stack += reversed(unfinished)
     return [key for name in order for key in layers[name]]

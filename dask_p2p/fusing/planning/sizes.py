@@ -48,18 +48,18 @@ def _input_bytes(
     tasks: FusedTasks, inputs_bytes: Mapping[Key, int], declared: Mapping[str, DeclaredBlocks]
 ) -> dict[Key, int]:
     """Return the sizes of inputs; that of the largest reader where an input declares none."""
-    sizes_bytes, others = dict[Key, int](), set[Key]()
+    sizes_bytes, undeclared = dict[Key, int](), set[Key]()
     for key in tasks.inputs:
         size_bytes = inputs_bytes.get(key) or _declared_bytes(key, None, declared)
         if size_bytes is None:
-            others.add(key)
+            undeclared.add(key)
         else:
             sizes_bytes[key] = size_bytes
-    for key, node in tasks.nodes.items() if others else ():
-        for each in others.intersection(tasks.reads[key]):
+    for key, node in tasks.nodes.items() if undeclared else ():
+        for input_key in undeclared.intersection(tasks.reads[key]):
             size_bytes = _declared_bytes(key, node, declared)
             if size_bytes is not None:
-                sizes_bytes[each] = max(sizes_bytes.get(each, 1), size_bytes)
+                sizes_bytes[input_key] = max(sizes_bytes.get(input_key, 1), size_bytes)
     return sizes_bytes
 
 
@@ -77,7 +77,7 @@ def _declared_bytes(
         for axis in keywords["axis"]:
             shape[axis] = 1
     count = prod(shape)
-    return None if isnan(count) else max(1, int(count) * item_bytes_of(blocks.dtype))
+    return None if isnan(count) else max(1, int(count) * int(blocks.dtype.itemsize))
 
 
 def _size_of(
@@ -85,22 +85,17 @@ def _size_of(
 ) -> int | None:
     """Return an upper bound of the size of a task's result, or a guess; None: unknown."""
     if isinstance(node, AssembleTask):
-        return prod(block_shape(node.plan.chunks, node.index)) * item_bytes_of(node.output.dtype)
+        return prod(block_shape(node.plan.chunks, node.index)) * int(node.output.dtype.itemsize)
     if isinstance(node, DataNode):
         return int(getattr(node.value, "nbytes", 1))
     if is_fused(node):
         return None  # its result may be larger than its inputs
     if not tasks.reads[key]:
         return _created_bytes(node)
-    read = [sizes_bytes[each] for each in tasks.reads[key] if each in sizes_bytes]
+    read = [sizes_bytes[read_key] for read_key in tasks.reads[key] if read_key in sizes_bytes]
     if not read:
         return None
     return max(1, max(read) // _REDUCED) if "keepdims" in _keywords(node) else max(read)
-
-
-def item_bytes_of(dtype: DType | None) -> int:
-    """Return the size of an element of an assembled block; a guess if the dtype is unknown."""
-    return _ITEM_BYTES if dtype is None else int(dtype.itemsize)
 
 
 class SourceElements:
@@ -108,19 +103,19 @@ class SourceElements:
 
     def __init__(self) -> None:
         #: By plan and index of a block. Equal plans share one dictionary.
-        self._found: dict[Plan, dict[Index, Sequence[int]]] = {}
+        self._by_plan: dict[Plan, dict[Index, Sequence[int]]] = {}
         #: By identity: each plan with its dictionary. The hash of a plan takes long.
         self._by_id: dict[int, tuple[Plan, dict[Index, Sequence[int]]]] = {}
 
-    def of(self, plan: Plan, index: Index) -> Sequence[int]:
+    def count(self, plan: Plan, index: Index) -> Sequence[int]:
         """Return the elements of each source of a block."""
-        known = self._by_id.get(id(plan))
-        if known is None:
-            known = self._by_id[id(plan)] = plan, self._found.setdefault(plan, {})
-        found = known[1].get(index)
-        if found is None:
-            found = known[1][index] = plan.source_elements(index)
-        return found
+        plan_counts = self._by_id.get(id(plan))
+        if plan_counts is None:
+            plan_counts = self._by_id[id(plan)] = plan, self._by_plan.setdefault(plan, {})
+        counts = plan_counts[1].get(index)
+        if counts is None:
+            counts = plan_counts[1][index] = plan.source_elements(index)
+        return counts
 
 
 def read_bytes_of(
@@ -132,9 +127,9 @@ def read_bytes_of(
 ) -> Iterable[int]:
     """Return the number of bytes that a task reads of each key."""
     if not isinstance(node, AssembleTask):
-        return (sizes_bytes.get(each, 1) for each in tasks.reads[key])
-    item_bytes = item_bytes_of(node.output.dtype)
-    return (count * item_bytes for count in elements.of(node.plan, node.index))
+        return (sizes_bytes.get(read_key, 1) for read_key in tasks.reads[key])
+    item_bytes = int(node.output.dtype.itemsize)
+    return (count * item_bytes for count in elements.count(node.plan, node.index))
 
 
 def peak_bytes(
@@ -167,7 +162,7 @@ def peak_bytes(
             is_block = isinstance(step, AssembleStep)
             live += 0 if step.key in begun else sizes_bytes.get(step.key, 1)
             peak = max(peak, live)
-            reads = [each for _, each in step.local] if is_block else step.dependencies
+            reads = [source_key for _, source_key in step.local] if is_block else step.dependencies
             live -= sum(map(used, reads))
     return peak
 
@@ -185,8 +180,8 @@ def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElemen
         for item in items:
             if isinstance(item, Regions):
                 block = item.block
-                item_bytes = item_bytes_of(block.dtype)
-                size_bytes = elements.of(block.plan, block.position)[item.number] * item_bytes
+                item_bytes = int(block.dtype.itemsize)
+                size_bytes = elements.count(block.plan, block.position)[item.number] * item_bytes
                 total += size_bytes if size_bytes < read_bytes else 0
     return total
 
@@ -195,7 +190,8 @@ def _created_bytes(node: GraphNode) -> int | None:
     """Return the size of an array that a function creates from its shape; None if none is found."""
     if not isinstance(node, Task):
         return 1
-    shapes = [each for each in _values(node) if _is_shape(each)]
+    tuples = [value for value in _values(node) if isinstance(value, tuple) and value]
+    shapes = [value for value in tuples if all(type(length) is int for length in value)]
     return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=None)
 
 
@@ -209,7 +205,7 @@ def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
 
 def _values(node: Task) -> list[Any]:
     """Return the arguments of a task, and those inside of them."""
-    found: list[Any] = []
+    values: list[Any] = []
     stack = [*node.args, *node.kwargs.values()]
     while stack:
         value = stack.pop()
@@ -221,12 +217,8 @@ def _values(node: Task) -> list[Any]:
             stack += value.values()
         elif isinstance(value, list):
             stack += value
-        found.append(value)
-    return found
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and bool(value) and all(type(each) is int for each in value)
+        values.append(value)
+    return values
 
 
 #: Largest size of a value that comes with a call: each rank gets a copy.
@@ -250,27 +242,27 @@ def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, DeclaredBlocks]:
 
     Dask keeps the properties of an array with its layer. Other layers are left out.
     """
-    found = {}
+    blocks = {}
     for name, layer in layers.items():
-        known = getattr(layer, "collection_annotations", None) or {}
-        if known.get("chunks") is not None and "dtype" in known:
-            found[name] = DeclaredBlocks(known["chunks"], known["dtype"])
-    return found
+        annotations = getattr(layer, "collection_annotations", None) or {}
+        if annotations.get("chunks") is not None and "dtype" in annotations:
+            blocks[name] = DeclaredBlocks(annotations["chunks"], annotations["dtype"])
+    return blocks
 
 
 def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
     """Return the blocks of the arrays that an expression consists of, by name."""
-    found, stack, seen = dict[str, DeclaredBlocks](), [expr], set[str]()
+    blocks, stack, visited = dict[str, DeclaredBlocks](), [expr], set[str]()
     while stack:
-        each = stack.pop()
-        if each._name in seen:
+        part = stack.pop()
+        if part._name in visited:
             continue
-        seen.add(each._name)
+        visited.add(part._name)
         # Merged operations of `dask_array` have their parts as `exprs`.
-        stack += [*each.dependencies(), *getattr(each, "exprs", ())]
+        stack += [*part.dependencies(), *getattr(part, "exprs", ())]
         with suppress(AttributeError, NotImplementedError):  # no array
-            found[each._name] = DeclaredBlocks(each.chunks, each.dtype)
-    return found
+            blocks[part._name] = DeclaredBlocks(part.chunks, part.dtype)
+    return blocks
 
 
 @dataclass(frozen=True)
@@ -283,7 +275,7 @@ class Declared:
     meta: Any
 
     @classmethod
-    def of(cls, x: DaskArray) -> Declared:
+    def from_array(cls, x: DaskArray) -> Declared:
         return cls(x.name, x.chunks, x.dtype, x._meta)
 
     @property
@@ -320,14 +312,14 @@ class DeclaredValue:
     dtype: DType
 
     @classmethod
-    def of(cls, x: Any, dtypes: Iterable[DType]) -> DeclaredValue:
+    def from_example(cls, x: Any, dtypes: Iterable[DType]) -> DeclaredValue:
         """Return the properties of an example.
 
         A number of Python has the precision of the arrays, whose dtypes are given: as in NumPy, a
         product with it keeps their dtype.
         """
         dtype = np.asarray(x).dtype
-        inexact = [each for each in dtypes if each.kind in "fc"]
+        inexact = [array_dtype for array_dtype in dtypes if array_dtype.kind in "fc"]
         if type(x) in (float, complex) and inexact:
             dtype = np.result_type(*inexact, x)
             if type(x) is float and dtype.kind == "c":
@@ -348,9 +340,9 @@ class DeclaredValue:
             )
         if np.can_cast(value.dtype, self.dtype, "same_kind"):
             with np.errstate(over="ignore", invalid="ignore"):
-                made = value.astype(self.dtype, order="C")
-            if self.dtype.kind not in "iu" or (made == value).all():
-                return made
+                converted = value.astype(self.dtype, order="C")
+            if self.dtype.kind not in "iu" or (converted == value).all():
+                return converted
         raise InputError(
             f"argument {number}: expected a value for the dtype of the example, {self.dtype}, got "
             f"{x!r:.80}. Compile the function with an example of this type, such as 0.0."
@@ -370,7 +362,7 @@ class AssembledBlock(NamedTuple):
     key: Key
     plan: Plan  # assembly of the whole array
     position: Index  # index of the block
-    dtype: DType | None  # of the sources, and of the assembled block; None: any
+    dtype: DType  # of the sources, and of the assembled block
     epilogue: Callable[[Any, Index], Any] | None  # see `OutputSpec.epilogue`
 
 

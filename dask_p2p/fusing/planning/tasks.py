@@ -71,27 +71,27 @@ class ReadGraph:
     """The graph of some arrays: the tasks for ranks, and all that stays with Dask."""
 
     tasks: FusedTasks
-    kept: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
+    dask_tasks: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
 
 
 def read_graph(
     graph: Mapping[Key, Any],
     outputs: Sequence[Iterable[Key]],
-    known: Container[Key] = (),  # keys of tasks that the scheduler has already
+    known_keys: Container[Key] = (),  # keys of tasks that the scheduler has already
 ) -> ReadGraph:
     """Return the tasks of a graph that some outputs need, with those that ranks run set apart."""
     nodes = nodes_of(graph)
-    wanted = tuple(tuple(keys) for keys in outputs)
+    output_keys = tuple(tuple(keys) for keys in outputs)
     position = {key: number for number, key in enumerate(graph)}
     reads: dict[Key, Sequence[Key]] = {}
-    order = _depth_first(wanted, nodes, reads, position)
-    kept = _kept(order, graph, nodes, reads, known)
-    of_ranks = {key: nodes[key] for key in order if key not in kept}
+    order = _depth_first(output_keys, nodes, reads, position)
+    staying = _find_staying(order, graph, nodes, reads, known_keys)
+    of_ranks = {key: nodes[key] for key in order if key not in staying}
     read = {key: reads[key] for key in of_ranks}
-    used = [*(key for keys in read.values() for key in keys), *(k for keys in wanted for k in keys)]
+    used = [key for keys in (*read.values(), *output_keys) for key in keys]
     inputs = tuple(dict.fromkeys(key for key in used if key not in of_ranks))
-    stays = {key: graph[key] for key in (*kept, *inputs) if key in graph}
-    return ReadGraph(FusedTasks(of_ranks, read, inputs, wanted), stays)
+    stays = {key: graph[key] for key in (*staying, *inputs) if key in graph}
+    return ReadGraph(FusedTasks(of_ranks, read, inputs, output_keys), stays)
 
 
 def before_stores(
@@ -109,9 +109,9 @@ def before_stores(
     order = _depth_first([outputs], nodes, reads, {})
     after = dict[Key, Any]()
     for key in order:
-        if _stores(nodes[key]) or any(each in after for each in reads[key]):
+        if _stores(nodes[key]) or any(read_key in after for read_key in reads[key]):
             after[key] = graph[key]
-    read = dict.fromkeys(each for key in after for each in reads[key] if each not in after)
+    read = dict.fromkeys(source for key in after for source in reads[key] if source not in after)
     targets = {key: graph[key] for key in read if isinstance(nodes.get(key), DataNode)}
     written = [key for key in (*read, *outputs) if key in nodes and key not in after | targets]
     return [*dict.fromkeys(written)], targets | after
@@ -133,16 +133,16 @@ def nodes_of(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
     nodes = dict(graph)
     if older:
         all_nodes = graph | convert_legacy_graph(older, graph)
-        nodes = {key: each for key, each in all_nodes.items() if isinstance(each, GraphNode)}
+        nodes = {key: node for key, node in all_nodes.items() if isinstance(node, GraphNode)}
     # `dask.graph_manipulation` copies some tasks under other keys than their own.
-    others = {key: node for key, node in nodes.items() if node.key != key}
-    return nodes | {key: _with_key(node, key) for key, node in others.items()}
+    misnamed = {key: node for key, node in nodes.items() if node.key != key}
+    return nodes | {key: _with_key(node, key) for key, node in misnamed.items()}
 
 
 def _with_key(node: GraphNode, key: Key) -> GraphNode:
     """Return a task under another key; aliases would keep their own in `substitute`."""
-    made: GraphNode = node.substitute({}, key=key)
-    return Alias(key, node.target) if isinstance(node, Alias) else made
+    renamed: GraphNode = node.substitute({}, key=key)
+    return Alias(key, node.target) if isinstance(node, Alias) else renamed
 
 
 def _depth_first(
@@ -167,44 +167,44 @@ def _depth_first(
                 reads[key] = node.blocks.items
             else:
                 reads[key] = sorted(node.dependencies, key=lambda k: position.get(k, -1))
-            stack += [each for each in reversed(reads[key]) if each not in order]
+            stack += [read_key for read_key in reversed(reads[key]) if read_key not in order]
     return list(order)
 
 
-def _kept(
+def _find_staying(
     order: Sequence[Key],
     graph: Mapping[Key, Any],
     nodes: Mapping[Key, GraphNode],
     reads: Mapping[Key, Sequence[Key]],
-    known: Container[Key],
+    known_keys: Container[Key],
 ) -> set[Key]:
     """Return the keys of the tasks that stay with Dask, and of all that these read."""
-    kept = set[Key]()
+    staying = set[Key]()
     for key in reversed(order):
         read = reads[key]
         # A key outside of the graph is that of a future among the task's arguments.
-        has_future = any(each not in graph for each in read)
-        if key in kept or has_future or key in known or _stays(nodes[key], nodes, read):
-            kept.add(key)
-            kept.update(read)
-    return kept | _slices_of_reads(order, nodes, reads, kept)
+        has_future = any(read_key not in graph for read_key in read)
+        if key in staying or has_future or key in known_keys or _stays(nodes[key], nodes, read):
+            staying.add(key)
+            staying.update(read)
+    return staying | _slices_of_reads(order, nodes, reads, staying)
 
 
 def _slices_of_reads(
     order: Sequence[Key],
     nodes: Mapping[Key, GraphNode],
     reads: Mapping[Key, Sequence[Key]],
-    kept: Container[Key],
+    staying: Container[Key],
 ) -> set[Key]:
     """Return the keys of slices that alone read a block that stays: Dask may read only these."""
-    readers = Counter(each for read in reads.values() for each in read)
+    readers = Counter(read_key for read in reads.values() for read_key in read)
     sliced = set[Key]()
     for key in order:
         read, node = reads[key], nodes[key]
-        if len(read) != 1 or key in kept or not _is_of(getattr(node, "func", None), _SLICES):
+        if len(read) != 1 or key in staying or not _is_of(getattr(node, "func", None), _SLICES):
             continue
         source = nodes.get(read[0])
-        is_read = read[0] in kept and _is_of(getattr(source, "func", None), _GETTERS)
+        is_read = read[0] in staying and _is_of(getattr(source, "func", None), _GETTERS)
         if readers[read[0]] == 1 and (is_read or read[0] in sliced):
             sliced.add(key)
     return sliced
@@ -216,7 +216,7 @@ def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key])
         return not _is_in_memory(node.value)
     if isinstance(node, (RankTask, WaitTask)):  # of a section: its ranks wait for all workers
         return True
-    if any(type(each).__name__ == _BARRIER for each in (node, *map(nodes.get, read))):
+    if any(type(neighbour).__name__ == _BARRIER for neighbour in (node, *map(nodes.get, read))):
         return True
     if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return False
@@ -236,9 +236,9 @@ def _stores(node: GraphNode) -> bool:
     return _is_of(_function(node), _STORES)
 
 
-def _is_of(function: Any, known: tuple[set[str], set[str]]) -> bool:
+def _is_of(function: Any, names_and_modules: tuple[set[str], set[str]]) -> bool:
     """Return whether a function has one of some names, and is of one of some modules."""
-    names, modules = known
+    names, modules = names_and_modules
     is_named = getattr(function, "__name__", "") in names
     return is_named and getattr(function, "__module__", "") in modules
 
@@ -269,7 +269,7 @@ def _is_in_memory(value: Any) -> bool:
 def _creates(task: Task) -> bool:
     """Return whether a task without inputs computes an array from a few numbers."""
     function = _function(task)
-    if any(function is each for each in _CREATING_NUMPY):
+    if any(function is creator for creator in _CREATING_NUMPY):
         return True
     return getattr(function, "__module__", "") in _CREATING
 
@@ -287,12 +287,12 @@ def unfused(graph: Mapping[Key, Any]) -> dict[Key, Any]:
 
     The last part of a fused task gets its key.
     """
-    made = dict[Key, Any]()
+    tasks = dict[Key, Any]()
     for key, task in graph.items():
         parts = parts_of(task) if isinstance(task, Task) else {}
         # An alias with the key of a part may lead to a task that needs the part.
-        made |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
-    return made
+        tasks |= parts if parts and graph.keys().isdisjoint({*parts} - {key}) else {key: task}
+    return tasks
 
 
 def is_fused(task: Any) -> bool:
@@ -304,10 +304,10 @@ def parts_of(task: Task) -> dict[Key, Any]:
     """Return the tasks of a fused task by key; none for others."""
     if not is_fused(task):
         return {}
-    inner, last, names, *given = task.args
-    if [*names] != [getattr(each, "key", None) for each in given]:
+    inner, last, names, *inputs = task.args
+    if [*names] != [getattr(source, "key", None) for source in inputs]:
         return {}  # its inputs have other keys than those that its parts read
-    return {**{key: each for key, each in inner.items() if key != last}, task.key: inner[last]}
+    return {**{key: part for key, part in inner.items() if key != last}, task.key: inner[last]}
 
 
 # Peer-to-peer rechunks of Dask, as tasks that assemble blocks from regions.
@@ -317,25 +317,26 @@ def parts_of(task: Task) -> dict[Key, Any]:
 
 #: Name of the class of Dask's layers, which is imported only where Dask has made one.
 _LAYER = "P2PRechunkLayer"
-_ANY: Any = None  # the layer has no dtype: blocks get that of their sources
+_KINDS: Mapping[Any, Kind] = {"numpy.ndarray": "numpy", "cupy.ndarray": "cupy"}  # by class
 
 
 def tasks_of_layer(layer: Mapping[Key, Any], options: Options) -> Mapping[Key, Any]:
     """Return the tasks of a layer; for a peer-to-peer rechunk, `AssembleTask` under the same keys.
 
-    Raises `UnsupportedArrayError` if the rechunk has unknown chunk sizes or empty blocks.
+    The rechunk stays with Dask if its array declares blocks of another class, Python objects,
+    unknown chunk sizes or empty blocks.
     """
     if type(layer).__name__ != _LAYER:
         return layer
     rechunk: Any = layer
+    declared = rechunk.collection_annotations or {}
+    kind, dtype = _KINDS.get(declared.get("chunk_type")), declared.get("dtype")
     before, after = rechunk.chunks_input, rechunk.chunks
-    if any(size != size or not size for sizes in (*before, *after) for size in sizes):
-        raise UnsupportedArrayError(
-            f"expected known chunk sizes of at least 1 in a rechunk inside a fused graph, got "
-            f"{before} and {after} in {rechunk.name}. Call x.compute_chunk_sizes() before it."
-        )
+    are_known = all(size > 0 for sizes in (*before, *after) for size in sizes)
+    if kind is None or dtype is None or dtype.hasobject or not are_known:
+        return layer
     plan = redistribution(before, range(len(before)), after)
-    output = OutputSpec((rechunk.name_input,), _ANY, "numpy", options)
+    output = OutputSpec((rechunk.name_input,), dtype, kind, options)
     return assemble_tasks(rechunk.name, plan, output)
 
 
@@ -375,24 +376,17 @@ def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
 
 def check_tasks(read: ReadGraph) -> None:
     """Refuse tasks that ranks cannot run: `UnsupportedArrayError`."""
-    for key, task in read.kept.items():
-        if isinstance(task, AssembleTask) and task.output.dtype is None:
-            raise UnsupportedArrayError(
-                f"expected no peer-to-peer rechunk of Dask before a task that stays with Dask, got "
-                f"the task {key!r}. Call dask_p2p.rechunk, or x.rechunk(..., method='tasks')."
-            )
     for key, node in read.tasks.nodes.items():
-        # A dtype of None is known when the task runs.
-        if isinstance(node, AssembleTask) and node.output.dtype is not None:
+        if isinstance(node, AssembleTask):
             _check_dtype(node.output.dtype, f"task {key!r}")
 
 
 def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
     """Refuse layers that Dask has to run under conditions of their own: `UnsupportedArrayError`."""
     for name, layer in layers.items():
-        found = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
-        if found and any(key in tasks.nodes for key in layer):
-            values = ", ".join(f"{key}={value!r}" for key, value in found.items())
+        annotations = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
+        if annotations and any(key in tasks.nodes for key in layer):
+            values = ", ".join(f"{key}={value!r}" for key, value in annotations.items())
             raise UnsupportedArrayError(
                 f"layer {name!r} is annotated with {values}, which one gang for all tasks cannot "
                 f"honour. Build the array outside of dask.annotate. Annotate only the call of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -27,7 +27,6 @@ from dask_p2p.fusing.planning.sizes import (
 from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES
 from dask_p2p.fusing.resident.replayed_calls import message_of
-from dask_p2p.fusing.running.assembling import nested
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import DaskArray, Key
@@ -165,16 +164,16 @@ class ResidentGang:
             If the gang has ended.
         """
         self._check_begun()
-        known, results = self._signature.arguments, self._signature.results
-        if len(arguments) != len(known):
+        declarations, results = self._signature.arguments, self._signature.results
+        if len(arguments) != len(declarations):
             raise InputError(
-                f"expected {len(known)} arguments, as in compile, got {len(arguments)}."
+                f"expected {len(declarations)} arguments, as in compile, got {len(arguments)}."
             )
         read = [self._argument(number, x) for number, x in enumerate(arguments)]
         first = next(self._calls) * len(results)
         self._streams.call(read, first)
-        made = [Handle(self._streams, number, each) for number, each in enumerate(results, first)]
-        return tuple(made) if self._signature.returns_several else made[0]
+        handles = [Handle(self._streams, number, x) for number, x in enumerate(results, first)]
+        return tuple(handles) if self._signature.returns_several else handles[0]
 
     def fetch(self, handle: Handle) -> Any:
         """Return the values of a handle as a NumPy array.
@@ -200,16 +199,16 @@ class ResidentGang:
             earlier one. Notes name the task and the call.
         """
         self._check_handle(handle)
-        answers = self._request(FETCH, handle)
-        blocks = {tuple(index): block for answer in answers for index, block in answer}
+        replies = self._request(FETCH, handle)
+        blocks = {tuple(index): block for reply in replies for index, block in reply}
         for index, block in blocks.items():
             if isinstance(block, bytes):
                 blocks[index] = loads(block)
             elif isinstance(block, Serialized):  # of this process: it is the block itself
                 blocks[index] = deserialize(block.header, block.frames).copy(order="K")
-        found = nested(blocks)
+        nested_blocks = nested(blocks)
         # Outside of a list Dask takes a number of zero for a list without blocks.
-        return joined(found if isinstance(found, list) else [found])
+        return joined(nested_blocks if isinstance(nested_blocks, list) else [nested_blocks])
 
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.
@@ -239,33 +238,33 @@ class ResidentGang:
                 futures = self._streams.register(name, sizes)
                 self._request(PUBLISH, handle, name)
             if futures and self._streams.attempt == attempt:  # the ranks had the same workers
-                known = handle._declared
-                return array_of_tasks(self._signature.like, name, known.chunks, known.meta, futures)
+                like, declared = self._signature.like, handle._declared
+                return array_of_tasks(like, name, declared.chunks, declared.meta, futures)
         raise SectionError(
             f"workers were lost in {_ATTEMPTS} attempts to make an array of a handle. Call "
             f"run.array again."
         )
 
-    def _request(self, kind: str, handle: Handle, *others: Any) -> list[Any]:
+    def _request(self, kind: str, handle: Handle, *arguments: Any) -> list[Any]:
         """Return the blocks of each rank, as the answers of a request have them.
 
         Raises the exception of a block that has failed.
         """
-        answers = self._streams.request(kind, handle._number, *others)
-        for answer in answers:
-            if isinstance(answer, bytes):
-                raise loads(answer)
-        return answers
+        replies = self._streams.request(kind, handle._number, *arguments)
+        for reply in replies:
+            if isinstance(reply, bytes):
+                raise loads(reply)
+        return replies
 
     def _argument(self, number: int, x: Any) -> Any:
         """Return the number of the handle that is an argument of a call, or the value that is."""
-        known = self._signature.arguments[number]
-        if isinstance(known, DeclaredValue) or known.takes_values:
+        declared = self._signature.arguments[number]
+        if isinstance(declared, DeclaredValue) or declared.takes_values:
             if is_dask_array(x) and x.name != self._names[number]:
                 x = _computed(x)
             if is_value(x):
-                return message_of(known.value_of(number, x))
-        if isinstance(known, DeclaredValue):
+                return message_of(declared.value_of(number, x))
+        if isinstance(declared, DeclaredValue):
             raise InputError(
                 f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
             )
@@ -275,12 +274,12 @@ class ResidentGang:
                     f"argument {number}: expected a handle, or the array that the gang has begun "
                     f"with, got another Dask array. Begin a gang with it: step.resident(x)."
                 )
-            found = -1 - number
+            handle_number = -1 - number
         else:
             self._check_handle(x)
-            found = x._number
-        known.check(number, x)
-        return found
+            handle_number = x._number
+        declared.check(number, x)
+        return handle_number
 
     def _check_begun(self) -> None:
         if not self._has_begun:
@@ -302,6 +301,16 @@ class ResidentGang:
                 "expected a handle of this resident gang, got that of another one. Call other.array"
                 "(handle), and begin a gang from this array."
             )
+
+
+def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
+    """Return regions as nested lists, by the position of each region in its block."""
+    if () in regions:
+        return regions[()]
+    groups: dict[int, dict[tuple[int, ...], Any]] = {}
+    for start in sorted(regions):
+        groups.setdefault(start[0], {})[start[1:]] = regions[start]
+    return [nested(group) for group in groups.values()]
 
 
 def _computed(x: DaskArray) -> Any:

@@ -70,8 +70,8 @@ class ClientStreams:
         self._attempt: asyncio.Future[None] | None = None
         self._future: Any = None  # of the gang's commit task
         self._is_awake = self._drops_soon = False  # whether `_send` will run
-        self._wanted = set[int]()  # requests whose answers a thread awaits
-        self._answers: dict[int, Mapping[int, Any]] = {}  # by number of the request
+        self._awaited_requests = set[int]()  # requests whose answers a thread awaits
+        self._replies: dict[int, Mapping[int, Any]] = {}  # by number of the request
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
@@ -124,13 +124,13 @@ class ClientStreams:
         """Send a request; return the answers of all ranks, by rank."""
         with self._changed:
             number = self._add(kind, *arguments)
-            self._wanted.add(number)
+            self._awaited_requests.add(number)
             try:
-                self._wait_until(lambda: number in self._answers)
+                self._wait_until(lambda: number in self._replies)
             finally:
-                self._wanted.discard(number)
-                answers = self._answers.pop(number, {})
-        return [answers[rank] for rank in range(len(answers))]
+                self._awaited_requests.discard(number)
+                replies = self._replies.pop(number, {})
+        return [replies[rank] for rank in range(len(replies))]
 
     def register(self, name: str, sizes: Sequence[Sizes]) -> dict[Key, Any]:
         """Register the blocks of an array with the scheduler; return their futures, by key.
@@ -221,7 +221,8 @@ class ClientStreams:
                 self.attempt, self.ranks, self._streams = self.attempt + 1, ranks, streams
             self._send()
             reading += [
-                asyncio.ensure_future(self._read(rank, each)) for rank, each in enumerate(streams)
+                asyncio.ensure_future(self._read(rank, stream))
+                for rank, stream in enumerate(streams)
             ]
             await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
         except SectionError as exc:  # the handles are lost
@@ -256,19 +257,19 @@ class ClientStreams:
             while True:
                 batch = await stream.read()
                 with self._changed:
-                    for kind, number, *answer in batch:
-                        self._record(rank, kind, number, *answer)
+                    for kind, number, *reply in batch:
+                        self._record(rank, kind, number, *reply)
                     self._changed.notify_all()
 
-    def _record(self, rank: int, kind: str, number: int, answer: Any = None) -> None:
+    def _record(self, rank: int, kind: str, number: int, reply: Any = None) -> None:
         if kind == DONE:
             self.log.record_done(number)
             return
-        answers = self.log.record_answer(rank, number, answer)
-        if answers is None:
+        replies = self.log.record_answer(rank, number, reply)
+        if replies is None:
             return
-        if number in self._wanted:
-            self._answers[number] = answers
+        if number in self._awaited_requests:
+            self._replies[number] = replies
 
     def _send_dropped(self) -> None:
         self._drops_soon = False
@@ -301,9 +302,9 @@ class KeepingRule:
         if log.is_keeping:
             return False
         if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints
-            return log.since_kept >= log.most
-        most, most_s = tuning.current.kept_commands, tuning.current.kept_s
-        is_due = log.since_kept >= most or time.monotonic() - self._last_s >= most_s
+            return log.since_kept >= log.command_limit
+        command_limit, most_s = tuning.current.kept_commands, tuning.current.kept_s
+        is_due = log.since_kept >= command_limit or time.monotonic() - self._last_s >= most_s
         if is_due:
             self._last_s = time.monotonic()
         return is_due
@@ -321,7 +322,7 @@ class HandleMemory:
         outputs: Sequence[Sequence[Iterable[Key]]],  # by rank and result: keys of the blocks
     ) -> None:
         self._bytes = [  # by rank and result
-            [_bytes_of(of, keys) for of, keys in zip(results, of_rank, strict=True)]
+            [_bytes_of(declared, keys) for declared, keys in zip(results, of_rank, strict=True)]
             for of_rank in outputs
         ]
         self._results = len(results)
@@ -332,11 +333,12 @@ class HandleMemory:
 
         `ranks` are the addresses, tokens and memory limits by rank. A limit of 0 is none.
         """
-        wanted, limits = Counter[str](), dict[str, int]()
-        for (address, _, limit_bytes), each in zip(ranks, self._bytes, strict=False):
-            wanted[address] += sum((self._live[n] + 1) * size for n, size in enumerate(each))
+        needed_bytes, limits = Counter[str](), dict[str, int]()
+        for (address, _, limit_bytes), result_bytes in zip(ranks, self._bytes, strict=False):
+            for number, size_bytes in enumerate(result_bytes):
+                needed_bytes[address] += (self._live[number] + 1) * size_bytes
             limits[address] = limit_bytes
-        for address, size_bytes in wanted.items():
+        for address, size_bytes in needed_bytes.items():
             most_bytes = int(_MOST_MEMORY * limits[address])
             if most_bytes and size_bytes > most_bytes:
                 raise MemoryLimitError(

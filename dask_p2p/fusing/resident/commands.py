@@ -68,9 +68,9 @@ class CommandLog:
     def __init__(
         self,
         size: int,  # number of ranks
-        most: int,  # commands before those before a checkpoint are dropped
+        command_limit: int,  # commands before those before a checkpoint are dropped
     ) -> None:
-        self.most, self._size = most, size
+        self.command_limit, self._size = command_limit, size
         #: Number of the last command.
         self.last = 0
         # Number of the last command that the log has dropped.
@@ -79,9 +79,9 @@ class CommandLog:
         self._commands: dict[int, Command] = {}  # by number
         self._unsent: deque[Command] = deque()  # not sent in this attempt
         self._running: deque[int] = deque()  # calls that rank 0 has not completed
-        self._answers: dict[int, dict[int, Any]] = {}  # by request and rank
+        self._replies: dict[int, dict[int, Any]] = {}  # by request and rank
         #: Number of the last complete checkpoint.
-        self.kept = 0
+        self.last_checkpoint = 0
         #: True while a checkpoint is under way.
         self.is_keeping = False
 
@@ -93,7 +93,7 @@ class CommandLog:
     @property
     def since_kept(self) -> int:
         """Number of commands after the last complete checkpoint."""
-        return self.last - self.kept
+        return self.last - self.last_checkpoint
 
     def add(self, kind: str, *arguments: Any) -> int:
         """Add a command; return its number."""
@@ -116,18 +116,18 @@ class CommandLog:
         while self._running and self._running[0] <= number:
             self._running.popleft()
 
-    def record_answer(self, rank: int, number: int, answer: Any) -> Mapping[int, Any] | None:
+    def record_answer(self, rank: int, number: int, reply: Any) -> Mapping[int, Any] | None:
         """Record the answer of a rank; return those of all ranks when the last one is here."""
         if number not in self._commands:
             return None  # a checkpoint that was complete before its last answer
-        found = self._answers.setdefault(number, {})
-        found[rank] = answer
-        if len(found) < self._size:
+        replies = self._replies.setdefault(number, {})
+        replies[rank] = reply
+        if len(replies) < self._size:
             return None
-        del self._answers[number]
+        del self._replies[number]
         if self._commands.pop(number)[1] == KEEP:
             self._record_kept(number)
-        return found
+        return replies
 
     def restart(self, resume: int) -> None:
         """Begin another attempt, whose ranks have the handles of a checkpoint; 0: those at first.
@@ -140,7 +140,7 @@ class CommandLog:
                 "handles are lost, too. Begin again from arrays; run.array(handle) makes them."
             )
         self._record_kept(resume)
-        self._answers.clear()
+        self._replies.clear()
         self._unsent = deque(
             command
             for number, command in self._commands.items()
@@ -149,14 +149,14 @@ class CommandLog:
 
     def _record_kept(self, number: int) -> None:
         """Record the newest complete checkpoint; drop older commands if there are very many."""
-        self.kept = number
-        is_late = len(self._commands) > self.most
+        self.last_checkpoint = number
+        is_late = len(self._commands) > self.command_limit
         self._forgotten = number if is_late else self._forgotten
         self._commands = {
-            each: command
-            for each, command in self._commands.items()
-            if command[1] in REQUESTS or each > self._forgotten
-            if command[1] != KEEP or each > number
+            command_number: command
+            for command_number, command in self._commands.items()
+            if command[1] in REQUESTS or command_number > self._forgotten
+            if command[1] != KEEP or command_number > number
         }
         self.record_done(number)
         self.is_keeping = any(command[1] == KEEP for command in self._commands.values())
@@ -238,10 +238,10 @@ _streams: WeakKeyDictionary[Any, _Streams] = WeakKeyDictionary()  # by client
 
 def receive(client: Any, gang: str, streams: ClientStreams) -> None:
     """Record the ranks of a gang in its streams when all of them have begun."""
-    known = _streams.setdefault(client, WeakValueDictionary())
-    known[gang] = streams
+    client_streams = _streams.setdefault(client, WeakValueDictionary())
+    client_streams[gang] = streams
     # Once more for each gang: the client may have connected to another scheduler.
-    client.subscribe_topic(TOPIC, partial(_pass_on, known))
+    client.subscribe_topic(TOPIC, partial(_pass_on, client_streams))
 
 
 def workers_of(ranks: Ranks) -> set[str]:
@@ -249,10 +249,10 @@ def workers_of(ranks: Ranks) -> set[str]:
     return {address for address, *_ in ranks}
 
 
-def _pass_on(known: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
+def _pass_on(client_streams: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
     """Pass an event to the streams of its gang; other clients ignore it."""
     _, message = event
-    if (streams := known.get(message["gang"])) is not None:
+    if (streams := client_streams.get(message["gang"])) is not None:
         streams.record_ranks(message["ranks"], message["resume"])
 
 
@@ -323,7 +323,7 @@ class CommandQueue:
         self._stream = stream
         return True
 
-    def put(self, commands: list[Command]) -> None:
+    def extend(self, commands: list[Command]) -> None:
         """Add received commands."""
         with self._changed:
             self._commands += commands
@@ -352,12 +352,12 @@ class CommandQueues:
             self._end(token)
 
     @contextmanager
-    def queue(self, *given: Any) -> Iterator[CommandQueue]:
+    def queue(self, *arguments: Any) -> Iterator[CommandQueue]:
         """Receive the commands of a rank inside this context. In the rank's thread.
 
         The arguments are those of `CommandQueue`.
         """
-        queue = CommandQueue(*given)
+        queue = CommandQueue(*arguments)
         self._queues[queue.token] = queue
         try:
             yield queue
@@ -374,7 +374,7 @@ class CommandQueues:
         try:
             stream.send("ok")
             while True:
-                queue.put(await stream.read())
+                queue.extend(await stream.read())
         except OSError:
             return Status.dont_reply
         finally:

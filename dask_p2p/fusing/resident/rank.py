@@ -93,14 +93,14 @@ def announce(
     `resume` is the number of the checkpoint that they have begun with; 0 without one.
     """
     limit = getattr(worker.memory_manager, "memory_limit", None) or 0
-    own = pickle.dumps((worker.contact_address, queue.token, limit))
+    description = pickle.dumps((worker.contact_address, queue.token, limit))
     if ctx.rank:
-        ctx.connections.exchange(_BEGIN, {0: own}, {})
+        ctx.connections.exchange(_BEGIN, {0: description}, {})
         return
     _, size = ctx.connections.rank_and_size
     receives: dict[int, None] = dict.fromkeys(range(1, size))
-    found: dict[int, Any] = {0: own, **ctx.connections.exchange(_BEGIN, {}, receives)}
-    ranks = [pickle.loads(found[rank]) for rank in range(size)]
+    received: dict[int, Any] = {0: description, **ctx.connections.exchange(_BEGIN, {}, receives)}
+    ranks = [pickle.loads(received[rank]) for rank in range(size)]
     worker.log_event(TOPIC, {"gang": gang, "ranks": ranks, "resume": resume})
 
 
@@ -118,36 +118,29 @@ class ResidentRunner(Runner):
         """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._values = self._ready.values(self._assembling.is_lent)
-        self._used = None  # other calls have the same steps
         try:
             return self.run(blocks)
         finally:
             self._values.clear()
 
     def _run(self, step: ReadyStep) -> None:
-        failed = self._failed_read(step)
-        if failed is None:
+        # A failed value of another rank has come under the key of the block.
+        for value in (self._values.get(step.key), *[self._values[key] for key in step.reads]):
+            if type(value) is FailedValue:
+                self._use(step)
+                break
+        else:
             try:
                 super()._run(step)
                 return
             except BaseException as exc:  # also SystemExit, which would end the gang
-                failed = self._failed_value(as_user_error(exc, self._rank))
+                value = self._failed_value(as_user_error(exc, self._rank))
         self._assembling.drop(step.key)
-        self._values[step.key] = failed
-        if self._used is not step:
-            self._use(step)
-
-    def _failed_read(self, step: ReadyStep) -> FailedValue | None:
-        """Return a failed value that a step reads; None without one."""
-        # A failed value of another rank has come under the key of the block.
-        for value in (self._values.get(step.key), *[self._values[each] for each in step.reads]):
-            if type(value) is FailedValue:
-                return value
-        return None
+        self._values[step.key] = value
 
     def _failed_value(self, exc: Exception) -> FailedValue:
         exc.add_note(f"In call {self._number} of a resident gang.")
-        return FailedValue.of(exc, self._rank)
+        return FailedValue.from_exception(exc, self._rank)
 
 
 class ResidentRank:
@@ -184,16 +177,16 @@ class ResidentRank:
             elif kind == END:
                 return
             else:
-                self._queue.send((ANSWER, number, self._answer(kind, arguments)))
+                self._queue.send((ANSWER, number, self._reply(kind, arguments)))
 
-    def _answer(self, kind: str, arguments: Sequence[Any]) -> Any:
+    def _reply(self, kind: str, arguments: Sequence[Any]) -> Any:
         """Return the answer to a request; a pickled exception if it fails."""
         try:
             return self._requests[kind](*arguments)
         except AttemptEndedError:
             raise
         except Exception as exc:
-            return FailedValue.of(exc, self._ctx.rank).error
+            return FailedValue.from_exception(exc, self._ctx.rank).error
 
     def _call(self, number: int, arguments: Sequence[Any], first: int) -> None:
         call = first // self._table.results + 1
@@ -211,7 +204,7 @@ class ResidentRank:
     def _of_blocks(self, handle: int, function: Callable[[Any], Any]) -> Any:
         """Return the index of each block with a value; for a failed block its pickled exception."""
         blocks = self._table.handles[handle]
-        failed = [each.error for each in blocks.values() if type(each) is FailedValue]
+        failed = [block.error for block in blocks.values() if type(block) is FailedValue]
         if failed:
             return failed[0]
         return [(index, function(block)) for index, block in blocks.items()]
@@ -227,8 +220,8 @@ class ResidentRank:
 
 def _copied(device: Host, block: Any) -> Any:
     """Return a block in memory of its own: functions of later tasks may overwrite it."""
-    made = output_of(device, block)
-    return made.copy(order="K") if made is block and isinstance(block, np.ndarray) else made
+    output = output_of(device, block)
+    return output.copy(order="K") if output is block and isinstance(block, np.ndarray) else output
 
 
 def _sendable(block: Any) -> Any:

@@ -80,36 +80,36 @@ class ReplayedCalls:
         first, gpu = tuning.current.replay_after_calls, self._ctx.device
         if self._replay is not None and count >= first + _VERIFIED_CALLS:
             return self._replay(blocks)
-        made = self._run(blocks, number)
+        outputs = self._run(blocks, number)
         if not isinstance(gpu, Gpu):
-            return made
+            return outputs
         if count == first:
-            self._replay = self._captured(gpu, blocks, made)
-        if self._replay is not None and not self._all(self._replay.is_right(blocks, made)):
+            self._replay = self._captured(gpu, blocks, outputs)
+        if self._replay is not None and not self._all(self._replay.is_right(blocks, outputs)):
             _LOG.debug("A replayed call has other values: calls go on one by one.")
             self._replay = None
-        return made
+        return outputs
 
     def _captured(
-        self, gpu: Gpu, blocks: Sequence[Any], made: Sequence[Sequence[Any]]
+        self, gpu: Gpu, blocks: Sequence[Any], outputs: Sequence[Sequence[Any]]
     ) -> _CallGraph | None:
         """Return a graph of a call; None if a rank cannot capture it. A call of all ranks."""
-        supersteps = self._agreed(self._can_begin(gpu, blocks, made))
+        supersteps = self._agreed(self._can_begin(gpu, blocks, outputs))
         if supersteps is None:
             return None
         lending = GraphLending(gpu, self._ctx.connections)
         runner = GraphRunner(self._ctx, self._ready, lending, supersteps)
-        replay = _tried(lambda: _CallGraph(gpu, lending, blocks))
+        replay = _try(lambda: _CallGraph(gpu, lending, blocks))
         if not self._all(lending.is_complete and replay is not None) or replay is None:
             return None
-        has_captured = _tried(lambda: replay.capture(runner))
+        has_captured = _try(lambda: replay.capture(runner))
         runner.skip()
         return replay if self._all(has_captured is not None) else None
 
-    def _can_begin(self, gpu: Gpu, blocks: Sequence[Any], made: Sequence[Sequence[Any]]) -> bool:
+    def _can_begin(self, gpu: Gpu, blocks: Sequence[Any], outputs: Sequence[Sequence[Any]]) -> bool:
         """Return whether this rank can capture a call, and a call is short."""
-        blocks = [*blocks, *(block for each in made for block in each)]
-        handles = [block for each in self._table.handles.values() for block in each.values()]
+        blocks = [*blocks, *(block for array_blocks in outputs for block in array_blocks)]
+        handles = [b for of_handle in self._table.handles.values() for b in of_handle.values()]
         if not gpu.has_windows or not can_wait_for_peers():
             return False
         if not all(map(gpu.holds, (*blocks, *handles))):
@@ -118,8 +118,8 @@ class ReplayedCalls:
         return (
             size_bytes < tuning.current.gpu_overlap_bytes
             and self._table.has_one_dtype_by_shape()
-            and not any(isinstance(each, np.ndarray) for each in program.literals.values())
-            and all(is_replayable_step(step) for each in program.supersteps for step in each.steps)
+            and not any(isinstance(literal, np.ndarray) for literal in program.literals.values())
+            and all(is_replayable_step(step) for s in program.supersteps for step in s.steps)
         )
 
     def _agreed(self, can_begin: bool) -> frozenset[int] | None:
@@ -127,18 +127,18 @@ class ReplayedCalls:
 
         None if a rank cannot begin, or if ranks share a GPU.
         """
-        own, count = exchanging(self._ready.program), len(self._ready.steps)
-        supersteps = bytes(n in own for n in range(count))
+        exchanging_here, count = exchanging(self._ready.program), len(self._ready.steps)
+        supersteps = bytes(n in exchanging_here for n in range(count))
         data = b"".join((supersteps, _CAN if can_begin else _CANNOT, own_gpu()))
-        found = [bytes(each) for each in self._gathered("begin of captured calls", data)]
-        can_all = all(each[count:].startswith(_CAN) for each in found)
-        if not can_all or share_gpus([each[count:] for each in found]):
+        messages = [bytes(message) for message in self._gathered("begin of captured calls", data)]
+        can_all = all(message[count:].startswith(_CAN) for message in messages)
+        if not can_all or share_gpus([message[count:] for message in messages]):
             return None
-        return frozenset(n for n in range(count) if any(each[n] for each in found))
+        return frozenset(n for n in range(count) if any(message[n] for message in messages))
 
-    def _all(self, own: bool) -> bool:
-        answers = self._gathered("captured calls", _CAN if own else _CANNOT)
-        return all(bytes(each) == _CAN for each in answers)
+    def _all(self, is_ready: bool) -> bool:
+        votes = self._gathered("captured calls", _CAN if is_ready else _CANNOT)
+        return all(bytes(vote) == _CAN for vote in votes)
 
     def _gathered(self, call: str, data: bytes) -> Sequence[Any]:
         connections = self._ctx.connections
@@ -178,31 +178,31 @@ class _CallGraph:
                 self._last[number] = block
         self._lending.flush()
         self._launch()
-        made = [[self._empty_like(each) for each in array] for array in self._outputs]
-        for array, found in zip(made, self._outputs, strict=True):
-            for into, block in zip(array, found, strict=True):
+        copies = [[self._empty_like(block) for block in array] for array in self._outputs]
+        for array, source in zip(copies, self._outputs, strict=True):
+            for into, block in zip(array, source, strict=True):
                 self._copy(into, block)
         self._lending.flush()
-        return made
+        return copies
 
-    def is_right(self, blocks: Sequence[Any], made: Sequence[Sequence[Any]]) -> bool:
+    def is_right(self, blocks: Sequence[Any], expected_outputs: Sequence[Sequence[Any]]) -> bool:
         """Return whether a replay makes the same blocks, bit for bit.
 
         All ranks call it, also with blocks that are no arrays. Then the answer is False.
         """
-        expected = [block for array in made for block in array]
+        expected = [block for array in expected_outputs for block in array]
         are_arrays = all(map(self._gpu.holds, (*blocks, *expected)))
         if not are_arrays or not all(map(_are_alike, blocks, self._inputs)):
             self._launch()  # for the other ranks
             return False
-        found = [block for array in self(blocks) for block in array]
-        return all(map(self._are_equal, found, expected))
+        replayed = [block for array in self(blocks) for block in array]
+        return all(map(self._are_equal, replayed, expected))
 
-    def _are_equal(self, one: Array, other: Array) -> bool:
-        if not _are_alike(one, other):
+    def _are_equal(self, one: Array, second: Array) -> bool:
+        if not _are_alike(one, second):
             return False
-        one, other = (each.copy().reshape(-1).view(np.uint8) for each in (one, other))
-        same = int(self._gpu.module.count_nonzero(one == other))
+        one, second = (array.copy().reshape(-1).view(np.uint8) for array in (one, second))
+        same = int(self._gpu.module.count_nonzero(one == second))
         return same == int(one.nbytes)
 
     def _launch(self) -> None:
@@ -228,21 +228,21 @@ class _CallGraph:
                 f"expected a block of shape {into.shape} and dtype {into.dtype}, as in earlier "
                 f"calls, got {block.shape} and {block.dtype}."
             )
-        self._lending.copy_pieces(into, block, _whole(block.shape), range(into.ndim))
+        self._lending.copy_pieces(into, block, _whole_block(block.shape), range(into.ndim))
 
 
 def _in_order_of(block: Array, make: Callable[[tuple[int, ...]], Array]) -> Array:
     """Return an array whose axes have the same order in memory: rounding may depend on it."""
     order = memory_order(block.strides)
-    made = make(tuple(block.shape[axis] for axis in order))
-    return made.transpose(tuple(map(order.index, range(block.ndim))))
+    ordered = make(tuple(block.shape[axis] for axis in order))
+    return ordered.transpose(tuple(map(order.index, range(block.ndim))))
 
 
-def _are_alike(one: Array, other: Array) -> bool:
-    return bool(one.shape == other.shape and one.dtype == other.dtype)
+def _are_alike(one: Array, second: Array) -> bool:
+    return bool(one.shape == second.shape and one.dtype == second.dtype)
 
 
-def _tried(function: Callable[[], _T]) -> _T | None:
+def _try(function: Callable[[], _T]) -> _T | None:
     """Return the result of a function; None if it raises an error, unless the attempt has ended."""
     try:
         return function()
@@ -254,7 +254,7 @@ def _tried(function: Callable[[], _T]) -> _T | None:
 
 
 @lru_cache(maxsize=256)  # one object for equal arrays, as of `whole_piece`
-def _whole(shape: tuple[int, ...]) -> SourcePieces:
+def _whole_block(shape: tuple[int, ...]) -> SourcePieces:
     return SourcePieces(whole_piece(shape, shape))
 
 
@@ -278,16 +278,16 @@ def is_replayable_step(step: Any) -> bool:
     return _is_replayable(step, set())
 
 
-def _is_replayable(value: Any, seen: set[int]) -> bool:
+def _is_replayable(value: Any, visited: set[int]) -> bool:
     if isinstance(value, np.ndarray):
         return False
-    if id(value) in seen or is_constant(value) or any(value is each for each in _CLASSES):
+    if id(value) in visited or is_constant(value) or any(value is kind for kind in _CLASSES):
         return True
-    seen.add(id(value))
+    visited.add(id(value))
     is_named = isinstance(value, (FunctionType, BuiltinFunctionType, type))
-    package, *others = str((value if is_named else type(value)).__module__).split(".")
+    package, *modules = str((value if is_named else type(value)).__module__).split(".")
     if package in _PACKAGES or isinstance(value, _CONTAINERS):
-        return _STATEFUL not in others and all(_is_replayable(p, seen) for p in parts_of(value))
+        return _STATEFUL not in modules and all(_is_replayable(p, visited) for p in parts_of(value))
     return is_replayable(value)
 
 
@@ -322,16 +322,16 @@ class GraphRunner(Runner):
         self._progress = Progress()  # that of the rank counts calls
         self._device = HOST  # nothing is waited for
         self._lending, self._exchanging = lending, exchanging
-        self._messages = self._own = _GraphMessages(ctx.connections, self._assembling)
+        self._messages = self._graph_messages = _GraphMessages(ctx.connections, self._assembling)
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
-        found = super().run(blocks)
+        outputs = super().run(blocks)
         self._lending.put_barrier()
-        return found
+        return outputs
 
     def skip(self) -> None:
         """Send and receive an empty message in place of each one that is left."""
-        self._own.skip(self._program.supersteps)
+        self._graph_messages.skip(self._program.supersteps)
 
 
 class _GraphMessages(Messages):
@@ -394,9 +394,10 @@ class HandleTable:
         """Return the handles as arrays of bytes, without those of the arguments."""
         handles = {number: blocks for number, blocks in self.handles.items() if number >= 0}
         buffers: list[PickleBuffer] = []
-        parts = [dumps(handles, buffer_callback=buffers.append), *(each.raw() for each in buffers)]
-        sizes = np.array([len(parts), *(len(each) for each in parts)], np.int64)
-        return [sizes.view(np.uint8), *(np.asarray(memoryview(each)) for each in parts)]
+        pickled = dumps(handles, buffer_callback=buffers.append)
+        parts = [pickled, *(buffer.raw() for buffer in buffers)]
+        sizes = np.array([len(parts), *(len(part) for part in parts)], np.int64)
+        return [sizes.view(np.uint8), *(np.asarray(memoryview(part)) for part in parts)]
 
     def restore(self, state: memoryview) -> None:
         """Take the handles of a state."""
@@ -418,8 +419,8 @@ class HandleTable:
         dtypes: dict[Any, Any] = {}
         for blocks in self.handles.values():
             shapes = tuple((index, block.shape) for index, block in blocks.items())
-            found = [block.dtype for block in blocks.values()]
-            if dtypes.setdefault(shapes, found) != found:
+            dtypes_of_handle = [block.dtype for block in blocks.values()]
+            if dtypes.setdefault(shapes, dtypes_of_handle) != dtypes_of_handle:
                 return False
         return True
 
@@ -428,15 +429,15 @@ class HandleTable:
 
         Arguments are numbers of handles, or values as `message_of` has them.
         """
-        made = []
-        for which, block in zip(self._inputs, self._blocks, strict=True):
-            if which is None:
-                made.append(block)
-            elif type(argument := arguments[which[0]]) is int:
-                made.append(self.handles[argument][which[1]])
+        inputs = []
+        for position, block in zip(self._inputs, self._blocks, strict=True):
+            if position is None:
+                inputs.append(block)
+            elif type(argument := arguments[position[0]]) is int:
+                inputs.append(self.handles[argument][position[1]])
             else:
-                made.append(self._value(CallValue(which[0], "numpy"), argument))
-        return [*made, *(self._value(each, arguments[each.number]) for each in self._call_values)]
+                inputs.append(self._value(CallValue(position[0], "numpy"), argument))
+        return [*inputs, *(self._value(x, arguments[x.number]) for x in self._call_values)]
 
     def _value(self, of_call: CallValue, message: Any) -> Any:
         last, array = self._values.get(of_call.number, (None, None))
@@ -446,9 +447,9 @@ class HandleTable:
             self._values[of_call.number] = message, array
         return array
 
-    def add(self, first: int, made: Sequence[Sequence[Any]]) -> None:
+    def add(self, first: int, outputs: Sequence[Sequence[Any]]) -> None:
         """Add the results of a call under successive numbers."""
-        for number, (indices, blocks) in enumerate(zip(self._outputs, made, strict=True), first):
+        for number, (indices, blocks) in enumerate(zip(self._outputs, outputs, strict=True), first):
             self.handles[number] = dict(zip(indices, blocks, strict=True))
 
     def drop(self, numbers: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from distributed.protocol.pickle import dumps
 
 from dask_p2p.config import Options
 from dask_p2p.engine.task import current_worker
-from dask_p2p.errors import MemoryLimitError
+from dask_p2p.errors import InputError, MemoryLimitError
 from dask_p2p.fusing.planning.sizes import CallValue, Declared, DeclaredBlocks, Program, Superstep
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.assembling import Assembling, name_task
@@ -90,7 +90,6 @@ class Runner:
         self._messages = Messages(ctx.connections, self._assembling)
         self._exchanging = exchanging(self._program)
         self._enqueued = 0  # supersteps so far
-        self._used: ReadyStep | None = None  # the last step whose values are counted
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
         """Return the output blocks of this rank by array, from the blocks of its inputs."""
@@ -99,8 +98,8 @@ class Runner:
         self._add_literals()
         self._record(blocks)
         self._progress.steps = len(program.supersteps)
-        each = zip(program.supersteps, self._ready.steps, strict=True)
-        for number, (superstep, steps) in enumerate(each):
+        supersteps = zip(program.supersteps, self._ready.steps, strict=True)
+        for number, (superstep, steps) in enumerate(supersteps):
             if number in self._exchanging:
                 self._exchange(number, superstep)
             for step in steps:
@@ -136,37 +135,42 @@ class Runner:
 
     def _run(self, step: ReadyStep) -> None:
         try:
-            self._values[step.key] = value = self._value(step)
+            self._values[step.key] = value = self._call(step)
             if self._memory is not None:
                 self._memory.record(value, self._values)
         except BaseException as exc:  # also SystemExit
             name_task(exc, step.key)
             raise
-        if step.assembly is None:
-            self._use(step)
 
     def _use(self, step: ReadyStep) -> None:
         """Count the uses of the values that a step has read."""
-        self._used = step
         for key in step.reads:
             self._values.use(key)
 
-    def _value(self, step: ReadyStep) -> Any:
+    def _call(self, step: ReadyStep) -> Any:
+        """Return the value of a step, and count the uses of those that it reads, once."""
         values, call = self._values, step.call
         if call is None:
-            return self._assembled(step)
-        if step.overwrites:
+            return self._assemble(step)
+        try:
+            if not step.overwrites:
+                return call(values)
             assert isinstance(values, LiveValues), "the program has functions of users"
             return call({key: values.to_overwrite(key) for key in step.reads})
-        return call(values)
+        finally:
+            self._use(step)
 
-    def _assembled(self, step: ReadyStep) -> Any:
+    def _assemble(self, step: ReadyStep) -> Any:
         """Return an assembled block. Its sources are dropped before its function takes memory."""
-        assembly = self._ready.assembly(step)
-        made = self._assembling.finish(assembly, self._values)
-        self._use(step)
+        try:
+            assembly = self._ready.assembly(step)
+            assembled = self._assembling.finish(assembly, self._values)
+        finally:
+            self._use(step)
         block = assembly.block
-        return made if block.epilogue is None else block.epilogue(made[...], block.position)
+        if block.epilogue is None:
+            return assembled
+        return block.epilogue(assembled[...], block.position)
 
 
 class RankMemory:
@@ -191,7 +195,9 @@ class RankMemory:
         self._new_bytes = 0.0  # since the last look
 
     @classmethod
-    def of(cls, program: Program, most_bytes: float | None, kind: Kind) -> RankMemory | None:
+    def for_program(
+        cls, program: Program, most_bytes: float | None, kind: Kind
+    ) -> RankMemory | None:
         """Return the memory of a rank; None if nothing limits it."""
         worker, _ = current_worker()
         # Only a nanny ends a worker whose memory is full.
@@ -250,7 +256,7 @@ def _memories(ctx: ProgramContext, program: Program) -> Sequence[Lending]:
 PREFIX = "p2p-fused"  # of the names of gangs and their arrays
 _LEVEL = 1  # of compression: the fastest
 
-_kept = KeptPrograms()  # of this process
+_program_cache = KeptPrograms()  # of this process
 
 
 @dataclass(frozen=True)
@@ -267,24 +273,24 @@ class _RunProgram:
     context: ClassVar[Any] = ProgramContext
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
-        own = [block for block in blocks if ctx.device.holds(block)]
-        with self._ready() as ready, ctx.device.running(own):
+        device_blocks = [block for block in blocks if ctx.device.holds(block)]
+        with self._ready() as ready, ctx.device.running(device_blocks):
             values = [
-                on_device(ctx.device, each, self.values[each.number])
-                for each in ready.program.call_values.values()
+                on_device(ctx.device, call_value, self.values[call_value.number])
+                for call_value in ready.program.call_values.values()
             ]
             try:
-                memory = RankMemory.of(ready.program, self.most_bytes, self.kind)
-                made = Runner(ctx, ready, memory=memory).run([*blocks, *values])
-            except MemoryError:
+                memory = RankMemory.for_program(ready.program, self.most_bytes, self.kind)
+                outputs = Runner(ctx, ready, memory=memory).run([*blocks, *values])
+            except (InputError, MemoryError):  # blocks unlike their declaration, or too many
                 if self.most_bytes is not None:
                     _give_back()
                 raise
-            return [[output_of(ctx.device, value, blocks) for value in each] for each in made]
+            return [[output_of(ctx.device, x, blocks) for x in array] for array in outputs]
 
     def _ready(self) -> AbstractContextManager[ReadyProgram]:
         if self.runs_again:
-            return _kept.running(self.program, unpacked)
+            return _program_cache.running(self.program, unpacked)
         return nullcontext(ReadyProgram(unpacked(self.program)))
 
 
@@ -330,7 +336,7 @@ class FusedGang:
     options: Options  # sent with the tasks
     arrays: Sequence[Declared] = ()  # that it computes; empty: blocks under their own keys
     arguments: tuple[str, ...] = ()  # names of arrays that stand for those of a call
-    kept: Mapping[Key, Any] = field(default_factory=dict)  # tasks that stay with Dask
+    dask_tasks: Mapping[Key, Any] = field(default_factory=dict)  # tasks that stay with Dask
     prefix: ClassVar[str] = PREFIX
 
     def with_values(self, values: Mapping[int, Any]) -> FusedGang:
@@ -338,20 +344,20 @@ class FusedGang:
         if not values:
             return self
         token = tokenize(self.own_token, sorted(values.items()))
-        bodies = (replace(each.body, values=values) for each in self.ranks)
-        ranks = [each._replace(body=body) for each, body in zip(self.ranks, bodies, strict=True)]
+        bodies = (replace(rank.body, values=values) for rank in self.ranks)
+        ranks = [rank._replace(body=body) for rank, body in zip(self.ranks, bodies, strict=True)]
         return replace(self, own_token=token, ranks=ranks)
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Any]:
         """Return the tasks of its ranks and of the commit, and those that stay with Dask."""
-        of = dict(zip(self.arguments, names, strict=True))
+        new_names = dict(zip(self.arguments, names, strict=True))
 
         def renamed(key: Any) -> Key:
-            return (of[key[0]], *key[1:]) if name_of(key) in of else key
+            return (new_names[key[0]], *key[1:]) if name_of(key) in new_names else key
 
-        ranks, bodies = RankGrid.in_line(len(self.ranks)), [each.body for each in self.ranks]
-        blocks = ([List(*(TaskRef(renamed(key)) for key in each.inputs))] for each in self.ranks)
-        return {**self.kept, **gang_tasks(gang, ranks, bodies, blocks, self.options)}
+        ranks, bodies = RankGrid.in_line(len(self.ranks)), [rank.body for rank in self.ranks]
+        blocks = ([List(*(TaskRef(renamed(key)) for key in rank.inputs))] for rank in self.ranks)
+        return {**self.dask_tasks, **gang_tasks(gang, ranks, bodies, blocks, self.options)}
 
     def chunks(self, number: int) -> Chunks:
         """Return the chunks of one of the arrays."""
@@ -359,12 +365,12 @@ class FusedGang:
 
     def meta(self, number: int) -> Array:
         """Return an empty array like the blocks of one of the arrays."""
-        made: Array = self.arrays[number].meta
-        return made
+        meta: Array = self.arrays[number].meta
+        return meta
 
     def keys(self, name: str, number: int) -> list[list[Key]]:
         """Return the keys of one of the arrays, which has this name, by rank."""
-        return [[(name, *own[1:]) for own in each.outputs[number]] for each in self.ranks]
+        return [[(name, *key[1:]) for key in rank.outputs[number]] for rank in self.ranks]
 
 
 @dataclass(frozen=True)
@@ -397,16 +403,16 @@ def array_of_tasks(
 ) -> DaskArray:
     """Return the array of some tasks, by key, or futures. Its library is that of `like`."""
     if is_expression(like):
-        made: DaskArray = array_of_layer(like, _TasksLayer(chunks, meta, name, tasks), [])
+        array: DaskArray = array_of_layer(like, _TasksLayer(chunks, meta, name, tasks), [])
     else:
-        made = layered_array(name, tasks, chunks, meta, HighLevelGraph({}, {}))
-    return made
+        array = layered_array(name, tasks, chunks, meta, HighLevelGraph({}, {}))
+    return array
 
 
 def packed(program: Program) -> bytes:
     """Return a program as bytes. Keys and plans repeat, so that they take a quarter compressed."""
     text: bytes = dumps(program)
-    literals_bytes = sum(getattr(each, "nbytes", 0) for each in program.literals.values())
+    literals_bytes = sum(getattr(literal, "nbytes", 0) for literal in program.literals.values())
     # Arrays would take long, and hardly be smaller.
     return text if 2 * literals_bytes > len(text) else zlib.compress(text, _LEVEL)
 
@@ -443,13 +449,13 @@ def fused_gang(
     kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
-    kept: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
+    dask_tasks: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
     most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
-    keys = str([list(tasks.nodes), [each.inputs for each in programs]])
+    keys = str([list(tasks.nodes), [program.inputs for program in programs]])
     token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
-    declared = [Declared.of(x) for x in arrays]
+    declared = [Declared.from_array(x) for x in arrays]
     ranks = rank_programs(programs, first, kind, most_bytes=most_bytes)
-    return FusedGang(token, ranks, options, declared, kept=dict(kept))
+    return FusedGang(token, ranks, options, declared, dask_tasks=dict(dask_tasks))

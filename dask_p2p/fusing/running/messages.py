@@ -28,8 +28,7 @@ from dask_p2p.backends import memory_order
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
-from dask_p2p.geometry import box_shape, round_up, whole_box
-from dask_p2p.plans import Piece
+from dask_p2p.geometry import box_shape, round_up
 from dask_p2p.sections.exchange.device import Lending, SourcePieces
 from dask_p2p.sections.gang.rank import pickled_error
 from dask_p2p.sections.wire.connections import Connections
@@ -78,24 +77,25 @@ class Messages:
         sends = self._sends(packed, superstep, values)
         received = self._connections.begin(text, sends, dict.fromkeys(superstep.receives))
         self.assembling.begin_local(superstep, values)
-        found = received()
+        incoming = received()
         for memory in memories:
             memory.received(superstep.receives)
         read = defaultdict[Lending, list[int]](list)  # ranks by memory
         for rank, items in superstep.receives.items():
-            message = _Unpacking(self, rank, found.pop(rank))
+            message = _Unpacking(self, rank, incoming.pop(rank))
             message.take(items, values)
             for memory in message.read:
                 read[memory].append(rank)
         for memory in memories:
-            readers = [rank for rank, each in packed.items() if memory in each.lent]
+            readers = [rank for rank, packing in packed.items() if memory in packing.lent]
             memory.end(text, readers, read[memory])
 
     def _sends(
         self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
     ) -> dict[int, bytearray]:
         """Return the messages of a superstep by rank."""
-        return {rank: each.message(superstep.sends[rank], values) for rank, each in packed.items()}
+        items = superstep.sends
+        return {rank: packing.message(items[rank], values) for rank, packing in packed.items()}
 
 
 class Packing:
@@ -133,11 +133,7 @@ class Packing:
                 continue
             pieces = of_sources[item.number]
             memory = assembling.memory_of(source)
-            if memory is None:
-                self._heads.append(dumps([source[of] for of, _ in pieces.indices]))
-                continue
-            if item.block.dtype is None:
-                self._heads.append(source.dtype)
+            assert memory is not None, "sources are plain arrays"
             self._add_regions(memory, source, pieces)
         return self._bytes()
 
@@ -147,7 +143,7 @@ class Packing:
             self._heads.append(lent)
             return
         add = self._sent if memory.lends_whole else self._head
-        self._heads += [add(memory, source[of]) for of, _ in pieces.indices]
+        self._heads += [add(memory, source[source_slices]) for source_slices, _ in pieces.indices]
 
     def _add_whole(self, value: Any) -> None:
         small = quick_form(value)
@@ -231,51 +227,36 @@ class _Unpacking:
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
         """Take the items of the message: values, and regions of the blocks that are assembled."""
-        assembling = self._messages.assembling
         for number, item in enumerate(items):
             if number in self._failed:
                 key = item.received_key
                 values[key] = pickle.loads(self._failed[number])
                 continue
             if isinstance(item, WholeValue):
-                values[item.key] = self._whole(next(self._heads))
+                values[item.key] = self._take_whole(next(self._heads))
                 continue
-            dtype = next(self._heads) if item.block.dtype is None else item.block.dtype
-            if isinstance(dtype, bytes):
-                assembling.add_others(item.block, item.number, pickle.loads(dtype))
-            else:
-                self._take_regions(item, dtype)
+            self._take_regions(item)
 
-    def _take_regions(self, item: Regions, dtype: DType) -> None:
+    def _take_regions(self, item: Regions) -> None:
         assembling, block = self._messages.assembling, item.block
         plan, of_sources = planned(block)
         pieces, axes = of_sources[item.number], plan.axes
         memory, descriptor = self._where(head := next(self._heads))
-        out = assembling.begun(block, dtype, memory)
-        targets: list[tuple[Array, SourcePieces]] = [(out, pieces)]
-        if out.dtype != dtype or not memory.holds(out):  # of an undeclared array
-            into = [memory.backend.empty(box_shape(dst), dtype) for _, _, dst in pieces]
-            assembling.add_others(block, item.number, into)
-            targets = [
-                (each, SourcePieces([Piece(0, src, whole_box(each.shape))]))
-                for each, (_, src, _) in zip(into, pieces, strict=True)
-            ]
+        out = assembling.begun(block, memory)
         if descriptor is not None and memory.lends_whole:
-            for target, parts in targets:
-                memory.read_pieces(self._rank, descriptor, target, parts, axes)
+            memory.read_pieces(self._rank, descriptor, out, pieces, axes)
             self.read.add(memory)
             return
         heads = [head, *(next(self._heads) for _ in pieces[1:])]
-        regions = [into[at] for into, parts in targets for _, at in parts.indices]
-        for each, (_, src, _), region in zip(heads, pieces, regions, strict=True):
-            self._take(each, box_shape(src), region, axes)
+        for region_head, (_, src, _), (_, dst) in zip(heads, pieces, pieces.indices, strict=True):
+            self._take(region_head, box_shape(src), out[dst], axes)
 
     def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
         """Return the memory of an array, and its descriptor."""
         number, descriptor = head if isinstance(head, _InMemory) else (0, head)
         return self._messages.assembling.memories[number], descriptor
 
-    def _whole(self, sent: Any) -> Any:
+    def _take_whole(self, sent: Any) -> Any:
         if isinstance(sent, bytes):
             return pickle.loads(sent)
         if not isinstance(sent, _Sent):
@@ -364,7 +345,7 @@ def array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Arr
 _MOST_BYTES = 2**8
 _NUMBERS = {bool, int, float, complex}
 # Dtypes of native byte order without metadata: a process has one object of each.
-_DTYPES: dict[str, Any] = {each: np.dtype(each) for each in "?bBhHiIlLqQefdFD"}
+_DTYPES: dict[str, Any] = {char: np.dtype(char) for char in "?bBhHiIlLqQefdFD"}
 
 
 def quick_form(value: Any) -> Any:
@@ -407,7 +388,7 @@ class FailedValue:
     error: bytes  # pickled exception
 
     @classmethod
-    def of(cls, exc: Exception, rank: int) -> FailedValue:
+    def from_exception(cls, exc: Exception, rank: int) -> FailedValue:
         """Return the value for an exception on a rank."""
         if exc.__cause__ is None:  # else its notes name the rank
             exc.add_note(f"Raised on rank {rank}.")
@@ -417,5 +398,5 @@ class FailedValue:
 
     def exception(self) -> Exception:
         """Return the exception."""
-        found: Exception = loads(self.error)
-        return found
+        error: Exception = loads(self.error)
+        return error

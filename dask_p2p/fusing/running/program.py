@@ -76,8 +76,8 @@ class ReadyProgram:
         self.literals = {k: v for k, v in program.literals.items() if k not in program.call_values}
         self._functions = Functions(runs_again)
         #: Steps by superstep.
-        self.steps = [list(map(self._ready, each.steps)) for each in program.supersteps]
-        self._overwrites = any(step.overwrites for each in self.steps for step in each)
+        self.steps = [list(map(self._ready, superstep.steps)) for superstep in program.supersteps]
+        self._overwrites = any(step.overwrites for steps in self.steps for step in steps)
 
     def values(self, is_lent: Callable[[Any], bool]) -> CountedValues:
         """Return the container for the values of a run."""
@@ -87,15 +87,15 @@ class ReadyProgram:
 
     def assembly(self, step: ReadyStep) -> AssembleStep:
         """Return the assembly of a block, with a function for one call."""
-        found = step.assembly
-        assert found is not None, "the step is a task"
-        epilogue = found.block.epilogue
+        assembly = step.assembly
+        assert assembly is not None, "the step is a task"
+        epilogue = assembly.block.epilogue
         functions = self._functions
         if epilogue is None or functions.is_constant(epilogue):  # as most
-            return found
+            return assembly
         if not functions.is_of_user(epilogue):
-            return found
-        return found._replace(block=found.block._replace(epilogue=functions.fresh(epilogue)))
+            return assembly
+        return assembly._replace(block=assembly.block._replace(epilogue=functions.fresh(epilogue)))
 
     def _ready(self, step: Any) -> ReadyStep:
         if isinstance(step, AssembleStep):
@@ -129,10 +129,10 @@ def _call_of_task(task: Task) -> Call:
     func, arguments = task.func, _arguments_of(task.args)
     if not task.kwargs:
         return lambda values: func(*arguments(values))
-    if not any(isinstance(each, (GraphNode, TaskRef)) for each in task.kwargs.values()):
+    if not any(isinstance(argument, (GraphNode, TaskRef)) for argument in task.kwargs.values()):
         kwargs = task.kwargs
         return lambda values: func(*arguments(values), **kwargs)
-    calls = {name: call_of(each) for name, each in task.kwargs.items()}
+    calls = {name: call_of(argument) for name, argument in task.kwargs.items()}
     return lambda values: func(
         *arguments(values), **{name: call(values) for name, call in calls.items()}
     )
@@ -140,11 +140,11 @@ def _call_of_task(task: Task) -> Call:
 
 def _arguments_of(args: tuple[Any, ...]) -> Callable[[Mapping[Key, Any]], Any]:
     """Return the function that returns the positional arguments of a task."""
-    if len(args) > 1 and all(type(each) is TaskRef for each in args):
-        return itemgetter(*(each.key for each in args))
-    if not any(isinstance(each, (GraphNode, TaskRef)) for each in args):
+    if len(args) > 1 and all(type(argument) is TaskRef for argument in args):
+        return itemgetter(*(argument.key for argument in args))
+    if not any(isinstance(argument, (GraphNode, TaskRef)) for argument in args):
         return lambda values: args
-    calls = [call_of(each) for each in args]
+    calls = [call_of(argument) for argument in args]
     if len(calls) == 1:
         (first,) = calls
         return lambda values: (first(values),)
@@ -167,7 +167,7 @@ class KeptPrograms:
             ready = self._programs.pop(packed, None)  # for this run alone
         if ready is None:
             program = unpacked(packed)
-            is_kept = all(isinstance(each, _UNCHANGED) for each in program.literals.values())
+            is_kept = all(isinstance(literal, _UNCHANGED) for literal in program.literals.values())
             ready = ReadyProgram(program, is_kept and len(packed) <= self._most_bytes)
         yield ready
         if ready.runs_again:
@@ -242,12 +242,12 @@ class Functions:
                 if type(part) not in _CONSTANT and self.is_of_user(part):
                     return True
             return False
-        found = self._of_user.get(id(task))
-        if found is None:
+        is_users = self._of_user.get(id(task))
+        if is_users is None:
             self._of_user[id(task)] = False  # for functions that refer to themselves
-            found = _is_of_user(task) or any(map(self.is_of_user, parts_of(task)))
-            self._of_user[id(task)] = found
-        return found
+            is_users = _is_of_user(task) or any(map(self.is_of_user, parts_of(task)))
+            self._of_user[id(task)] = is_users
+        return is_users
 
     def fresh(self, task: Any) -> Any:
         """Return a user's task or function; a copy of it if a call may change it."""
@@ -262,20 +262,21 @@ class Functions:
         """Return whether no call can change an object, apart from those of its module."""
         if type(task) in _CONSTANT:
             return True
-        found = self._constant.get(id(task))
-        if found is None:
+        constant = self._constant.get(id(task))
+        if constant is None:
             self._constant[id(task)] = True
-            found = isinstance(task, (np.generic, np.dtype)) or _is_importable(task)
-            if isinstance(task, _OF_PARTS) or _is_own(task):
+            constant = isinstance(task, (np.generic, np.dtype)) or _is_importable(task)
+            is_of_package = type(task).__module__.partition(".")[0] == "dask_p2p"
+            if is_of_package or isinstance(task, _OF_PARTS):
                 parts = (*parts_of(task), *_globals(task))
-                found = found or all(map(self.is_constant, parts))
-            self._constant[id(task)] = found
-        return found
+                constant = constant or all(map(self.is_constant, parts))
+            self._constant[id(task)] = constant
+        return constant
 
 
 def _is_of_user(value: Any) -> bool:
     """Return whether an object, apart from its parts, is of a user or has a changing state."""
-    if not _GENERATORS.isdisjoint(each.__name__ for each in type(value).__mro__):
+    if not _GENERATORS.isdisjoint(base.__name__ for base in type(value).__mro__):
         return True
     if isinstance(value, functools.partial) and _overwrites(value.func, value.args, value.keywords):
         return True
@@ -286,37 +287,37 @@ def _overwrites(function: Any, args: Sequence[Any], keywords: Mapping[str, Any])
     """Return whether a call of a known function overwrites some of its arguments."""
     if isinstance(function, np.ufunc) and len(args) > function.nin:
         return True  # with the results among its arguments
-    return any(function is each for each in _IN_PLACE) or any(
+    return any(function is operation for operation in _IN_PLACE) or any(
         (name in _FILLED and value is not None) or (name.startswith("overwrite_") and value)
         for name, value in keywords.items()
     )
 
 
-def parts_of(whole: Any) -> Iterable[Any]:
+def parts_of(value: Any) -> Iterable[Any]:
     """Return the objects that another one is made of."""
-    if isinstance(whole, Task):
-        return (whole.func, *whole.args, *whole.kwargs.values())
-    if isinstance(whole, DataNode):
-        return (whole.value,)
-    if isinstance(whole, dict):
-        return (*whole.keys(), *whole.values())
-    if isinstance(whole, (tuple, list, set, frozenset)):
-        return whole
-    if isinstance(whole, functools.partial):
-        return (whole.func, *whole.args, *whole.keywords.values())
-    if isinstance(whole, FunctionType):
-        by_name = (whole.__kwdefaults__ or {}).values()
+    if isinstance(value, Task):
+        return (value.func, *value.args, *value.kwargs.values())
+    if isinstance(value, DataNode):
+        return (value.value,)
+    if isinstance(value, dict):
+        return (*value.keys(), *value.values())
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return value
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, FunctionType):
+        by_name = (value.__kwdefaults__ or {}).values()
         return (
-            *closure_values(whole),
-            *(whole.__defaults__ or ()),
+            *closure_values(value),
+            *(value.__defaults__ or ()),
             *by_name,
-            *vars(whole).values(),
+            *vars(value).values(),
         )
-    if isinstance(whole, (type, np.ufunc, np.ndarray)):
+    if isinstance(value, (type, np.ufunc, np.ndarray)):
         return ()
-    slots = getattr(type(whole), "__slots__", ())
-    in_slots = [getattr(whole, name, None) for name in ((slots,) if type(slots) is str else slots)]
-    return (*in_slots, *getattr(whole, "__dict__", {}).values())
+    slots = getattr(type(value), "__slots__", ())
+    in_slots = [getattr(value, name, None) for name in ((slots,) if type(slots) is str else slots)]
+    return (*in_slots, *getattr(value, "__dict__", {}).values())
 
 
 def _globals(function: Any) -> Iterable[Any]:
@@ -337,20 +338,15 @@ def _is_importable(value: Any) -> bool:
         return True
     if not hasattr(value, "__qualname__"):
         return False
-    found: Any = sys.modules.get(value.__module__)
+    target: Any = sys.modules.get(value.__module__)
     for name in value.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is value
+        target = getattr(target, name, None)
+    return target is value
 
 
 def _is_bound(function: Any) -> bool:
     """Return whether a function is a method of an object, which it may change."""
     return not isinstance(getattr(function, "__self__", None), (type(None), type, ModuleType))
-
-
-def _is_own(value: Any) -> bool:
-    """Return whether an object is a value of this package, with a user's function inside."""
-    return type(value).__module__.partition(".")[0] == "dask_p2p"
 
 
 def _package(function: Callable[..., Any]) -> str:
@@ -381,8 +377,8 @@ class CountedValues(dict[Key, Any]):
 
     def use(self, key: Key) -> None:
         """Count one use of a value, and drop the value after its last one."""
-        left = self._uses[key] = self._uses[key] - 1
-        if not left:
+        remaining_uses = self._uses[key] = self._uses[key] - 1
+        if not remaining_uses:
             del self[key]
 
 
@@ -475,6 +471,6 @@ def _copy(array: Array) -> Array:
     low, high = byte_bounds(array)
     start = array.__array_interface__["data"][0] - low
     memory = np.empty(high - low, np.uint8)
-    made: Array = np.ndarray(array.shape, array.dtype, memory, start, array.strides)
-    made[...] = array
-    return made
+    copied: Array = np.ndarray(array.shape, array.dtype, memory, start, array.strides)
+    copied[...] = array
+    return copied

@@ -36,10 +36,10 @@ def of_blocks(owned, x):
 )
 def test_blocks_without_inputs_are_spread_by_position(size, expected):
     x = da.ones((16, 4), chunks=(2, 4))
-    found = of_blocks(owners(size, x), x)
-    assert found == sorted(found)
-    assert max(Counter(found).values()) == -(-8 // size)
-    assert expected in (None, found)
+    ranks = of_blocks(owners(size, x), x)
+    assert ranks == sorted(ranks)
+    assert max(Counter(ranks).values()) == -(-8 // size)
+    assert expected in (None, ranks)
 
 
 def test_assembled_blocks_go_where_most_of_their_regions_are():
@@ -114,8 +114,8 @@ def test_many_ranks_and_large_values_keep_their_trees():
 def owners_of_inputs(holders, size, workers=2):
     """Owners of inputs on workers with names of one letter, whose positions are their order."""
     preferred = {number: number * size // len(holders) for number in range(len(holders))}
-    found = located_owners(Locations(dict(enumerate(holders)), workers), preferred, size)
-    return [found.get(number) for number in preferred]
+    owner_of = located_owners(Locations(dict(enumerate(holders)), workers), preferred, size)
+    return [owner_of.get(number) for number in preferred]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_owners_run_where_their_inputs_are(holders, size, expected):
 def test_each_rank_has_inputs_of_one_worker(data, size, workers):
     names = "abcdef"[:workers]
     holders = data.draw(st.lists(st.sets(st.sampled_from(names)), min_size=1, max_size=24))
-    found = owners_of_inputs(holders, size, workers)
+    input_owners = owners_of_inputs(holders, size, workers)
     ranks_of = {name: set() for name in names}
-    for of_input, owner in zip(holders, found, strict=True):
+    for of_input, owner in zip(holders, input_owners, strict=True):
         assert owner is None or 0 <= owner < size
         if len(of_input) == 1:
             ranks_of[next(iter(of_input))] |= {owner} - {None}
@@ -155,7 +155,10 @@ def test_each_rank_has_inputs_of_one_worker(data, size, workers):
     assert max(counts.values(), default=1) == 1
     assert all(len(ranks) <= max(1, size // workers) for ranks in ranks_of.values())
     if size >= workers:
-        assert all((owner is None) == (not of) for of, owner in zip(holders, found, strict=True))
+        assert all(
+            (owner is None) == (not addresses)
+            for addresses, owner in zip(holders, input_owners, strict=True)
+        )
 
 
 def made_by_dask(count=8, n=16):

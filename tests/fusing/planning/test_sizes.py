@@ -37,11 +37,11 @@ def test_assembled_blocks():
 def declared_sizes(x):
     """Sizes of all values, by name of the array, as the arrays declare them."""
     tasks = read_arrays(x)[1].tasks
-    found = {}
+    sizes = {}
     for key, size in sizes_of(tasks, {}, blocks_of_layers(x.__dask_graph__().layers)).items():
         name = key[0] if isinstance(key, tuple) else key
-        found.setdefault(name, set()).add(size)
-    return found, tasks
+        sizes.setdefault(name, set()).add(size)
+    return sizes, tasks
 
 
 def expanded(block):
@@ -70,15 +70,15 @@ DECLARED = {
 
 @pytest.mark.parametrize("kind", DECLARED)
 def test_declared_sizes(kind):
-    made, items = DECLARED[kind]
-    x = made()
+    expected_bytes, items = DECLARED[kind]
+    x = expected_bytes()
     assert declared_sizes(x)[0][x.name] == {int(items * 8)}
 
 
 def test_unknown_chunk_sizes():
     x = vector()
-    found, _ = declared_sizes(x[x > 0.5] + 1)
-    assert found[(x[x > 0.5] + 1).name] == {16 * 8}, "that of the largest input"
+    sizes, _ = declared_sizes(x[x > 0.5] + 1)
+    assert sizes[(x[x > 0.5] + 1).name] == {16 * 8}, "that of the largest input"
 
 
 @pytest.mark.parametrize(("lent_read_bytes", "copies"), [(2**20, 2), (1, 0)])
@@ -95,9 +95,9 @@ def test_regions_in_messages(monkeypatch, lent_read_bytes, copies):
 def test_blocks_of_layers():
     x = da.ones((6, 4), chunks=(2, 4), dtype="f4")
     y = (x + 1).rechunk((3, 2), method="tasks")
-    found = blocks_of_layers(y.__dask_graph__().layers)
-    assert found[x.name] == (x.chunks, x.dtype)
-    assert found[y.name] == (y.chunks, y.dtype)
+    blocks = blocks_of_layers(y.__dask_graph__().layers)
+    assert blocks[x.name] == (x.chunks, x.dtype)
+    assert blocks[y.name] == (y.chunks, y.dtype)
     assert not blocks_of_layers(dask.delayed(sum)([1]).__dask_graph__().layers)
 
 
@@ -106,7 +106,7 @@ def test_blocks_of_expressions(dask_array, merges):
     """Merged operations have parts."""
     x = dask_array.ones((6, 4), chunks=(2, 4), dtype="f4")
     y = (x[:, None] - x[None]) * 2
-    names = {each._name: each for each in y.expr.optimize(fuse=False).walk()}
-    found = blocks_of_expression(y.expr.optimize(fuse=merges))
-    assert {name for name, each in names.items() if hasattr(each, "chunks")} <= {*found}
-    assert (((2,) * 3, (2,) * 3, (4,)), "f4") in found.values()
+    names = {expr._name: expr for expr in y.expr.optimize(fuse=False).walk()}
+    blocks = blocks_of_expression(y.expr.optimize(fuse=merges))
+    assert {name for name, expr in names.items() if hasattr(expr, "chunks")} <= {*blocks}
+    assert (((2,) * 3, (2,) * 3, (4,)), "f4") in blocks.values()

@@ -28,7 +28,7 @@ def zeros(block_info=None):
     return np.zeros(block_info[None]["chunk-shape"])
 
 
-def made(n):
+def make_block(n):
     return np.ones((n, n))
 
 
@@ -52,14 +52,14 @@ WITH_DASK = {
     "a file": lambda: da.from_array(File(), chunks=4),
     "a file inside of tasks": lambda: da.from_array(File(), chunks=4, inline_array=True),
     "a function without arrays": lambda: da.map_blocks(zeros, chunks=((4, 4), (8,)), dtype=float),
-    "a delayed function": lambda: da.from_delayed(dask.delayed(made)(8), (8, 8), float),
+    "a delayed function": lambda: da.from_delayed(dask.delayed(make_block)(8), (8, 8), float),
 }
 
 
 @pytest.mark.parametrize("kind", IN_RANKS)
 def test_arrays_of_few_numbers_are_made_by_ranks(kind):
     _, read = read_arrays(IN_RANKS[kind]() + 1)
-    assert not read.kept
+    assert not read.dask_tasks
     assert not read.tasks.inputs
 
 
@@ -70,8 +70,8 @@ def test_reads_and_unknown_functions_stay_with_dask(kind):
     _, read = read_arrays(y)
     assert names(read.tasks.inputs) == {x.name} or kind == "a delayed function"
     assert names(read.tasks.nodes) >= {(x + 1).name, y.name}
-    assert not read.kept.keys() & read.tasks.nodes.keys()
-    assert read.kept.keys() >= set(read.tasks.inputs)
+    assert not read.dask_tasks.keys() & read.tasks.nodes.keys()
+    assert read.dask_tasks.keys() >= set(read.tasks.inputs)
 
 
 def test_copies_of_tasks_have_keys_of_their_own():
@@ -92,7 +92,7 @@ def test_sections_and_all_before_them_stay():
     x = da.ones((8, 8), chunks=(2, 8))
     y = dask_p2p.spmd(halved, dask_p2p.transpose(x + 1), ranks=2)
     _, read = read_arrays(dask_p2p.transpose(y) + x)
-    assert {x.name, y.name, (x + 1).name} <= names(read.kept)
+    assert {x.name, y.name, (x + 1).name} <= names(read.dask_tasks)
     assert names(read.tasks.inputs) == {x.name, y.name}
     assert (dask_p2p.transpose(y) + x).name in names(read.tasks.nodes)
 
@@ -103,17 +103,17 @@ def test_shuffles_of_dask_stay():
     graph = {k: t for layer in y.__dask_graph__().layers.values() for k, t in layer.items()}
     _, read = read_arrays(da.Array(graph, y.name, y.chunks, y.dtype) + 1)
     assert names(read.tasks.inputs) == {y.name}
-    assert x.name in names(read.kept)
+    assert x.name in names(read.dask_tasks)
 
 
 class Recorded(File):
     """A file that records which elements were read."""
 
     def __init__(self):
-        self.seen = []
+        self.read_indices = []
 
     def __getitem__(self, index):
-        self.seen.append(index)
+        self.read_indices.append(index)
         return super().__getitem__(index)
 
 
@@ -123,22 +123,22 @@ def test_dask_reads_only_the_slices_that_ranks_need():
     y = x[2:4, 1:][:, :5] + 1
     read = {}
     for way in (y, dask_p2p.fused(y, ranks=1)):
-        file.seen.clear()
+        file.read_indices.clear()
         np.testing.assert_array_equal(way.compute(scheduler="sync"), np.full((2, 5), 2.0))
-        read[way.name] = list(file.seen)
+        read[way.name] = list(file.read_indices)
     assert [*read.values()] == [[(slice(2, 4), slice(1, 8))]] * 2
     z = dask_p2p.fused(x[2:4] + x.sum(axis=0), ranks=1)  # the block has another reader
-    file.seen.clear()
+    file.read_indices.clear()
     assert z.compute(scheduler="sync").shape == (2, 8)
-    assert len(file.seen) == 1
+    assert len(file.read_indices) == 1
 
 
 def test_tasks_that_the_scheduler_has_stay():
     x = da.ones((8, 8), chunks=4) + 1
     y = x * 2
     graph = y.__dask_graph__().to_dict()
-    read = read_graph(graph, [keys_of(y)], known={(x.name, 0, 0)})
-    assert (x.name, 0, 0) in read.kept
+    read = read_graph(graph, [keys_of(y)], known_keys={(x.name, 0, 0)})
+    assert (x.name, 0, 0) in read.dask_tasks
     assert (x.name, 0, 1) in read.tasks.nodes
     assert read.tasks.inputs == ((x.name, 0, 0),)
 
@@ -152,11 +152,11 @@ def fused(key):
 @pytest.mark.parametrize("key", [("b", 0), ("c", 0)])
 def test_the_parts_take_the_place_of_a_fused_task(key):
     graph = {("x", 0): Task(("x", 0), int, 4), key: fused(key)}
-    found = unfused(graph)
-    assert {*found} == {("x", 0), ("a", 0), key}
-    assert found["a", 0].func is add
-    assert found[key].func is neg
-    assert run_of(found, key) == run_of(graph, key) == -5
+    nodes = unfused(graph)
+    assert {*nodes} == {("x", 0), ("a", 0), key}
+    assert nodes["a", 0].func is add
+    assert nodes[key].func is neg
+    assert run_of(nodes, key) == run_of(graph, key) == -5
 
 
 def test_a_part_with_the_key_of_another_task():
@@ -164,9 +164,9 @@ def test_a_part_with_the_key_of_another_task():
     graph = {("x", 0): Task(("x", 0), int, 4), ("c", 0): fused(("c", 0))}
     for key in (("a", 0), ("b", 0)):
         named = {**graph, key: Alias(key, ("c", 0))}
-        found = unfused(named)
-        assert found[key] is named[key]
-        assert run_of(found, key) == -5
+        nodes = unfused(named)
+        assert nodes[key] is named[key]
+        assert run_of(nodes, key) == -5
 
 
 def run_of(graph, key):

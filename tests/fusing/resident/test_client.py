@@ -88,11 +88,11 @@ def test_results_without_axes(client, value):
     step = dask_p2p.compile(lambda u: (u.sum(), u.any(), u[1, 2], u.T.rechunk((3, 2)).max()), u)
     with step.resident(u) as run:
         for handle, expected in zip(run(u), step(u), strict=True):
-            found, wanted = run.fetch(handle), expected.compute()
-            assert type(found) is type(wanted)
-            assert found.shape == ()
-            assert found == wanted
-            assert run.array(handle).compute() == wanted
+            fetched, expected_values = run.fetch(handle), expected.compute()
+            assert type(fetched) is type(expected_values)
+            assert fetched.shape == ()
+            assert fetched == expected_values
+            assert run.array(handle).compute() == expected_values
 
 
 @pytest.mark.parametrize("chunks", [(2, 3), (4, 3)])
@@ -101,11 +101,11 @@ def test_workers_in_this_process(chunks):
     with LocalCluster(n_workers=2, **options) as cluster, Client(cluster):
         u = da.ones((4, 3), chunks=chunks).persist()
         with dask_p2p.compile(lambda u: u * 2, u).resident(u) as run:
-            made = run(u)
-            found = run.fetch(made)
-            np.testing.assert_array_equal(found, np.full((4, 3), 2.0))
-            found[...] = 0  # this array alone
-            np.testing.assert_array_equal(run.fetch(run(made)), np.full((4, 3), 4.0))
+            handles = run(u)
+            fetched = run.fetch(handles)
+            np.testing.assert_array_equal(fetched, np.full((4, 3), 2.0))
+            fetched[...] = 0  # this array alone
+            np.testing.assert_array_equal(run.fetch(run(handles)), np.full((4, 3), 4.0))
 
 
 @pytest.mark.slow
@@ -142,27 +142,27 @@ def test_random_functions(client, operations, number):
 
     x = array(24, 5)
     with dask_p2p.compile(function, x).resident(x) as run:
-        got = run.fetch(repeated(run, x, 3))
-    assert same_bits(got, repeated(function, x, 3).compute())
+        fetched = run.fetch(repeated(run, x, 3))
+    assert same_bits(fetched, repeated(function, x, 3).compute())
 
 
 def test_several_arguments_and_results(client):
-    def both(u, v):
+    def products(u, v):
         return u - v.T, (integers(u) @ integers(v)).sum(axis=0), u.sum(), u
 
     x, y = array(), array(rows=48).rechunk((48, 6))
-    with dask_p2p.compile(both, x, y).resident(x, y) as run:
+    with dask_p2p.compile(products, x, y).resident(x, y) as run:
         u, columns, total, same = run(x, y)
         u2, *_ = run(u, y)
         u3, *_ = run(same, y)
-        got = [run.fetch(each) for each in (u, columns, total, same, u2, u3)]
-        made = [run.array(each) for each in (columns, total)]
-    first = both(x, y)
-    expected = [*first, both(first[0], y)[0], first[0]]
-    for one, other in zip(got, expected, strict=True):
-        assert same_bits(one, other.compute())
-    for one, other in zip(made, first[1:3], strict=True):
-        assert same_bits(one.compute(), other.compute())
+        fetched = [run.fetch(handle) for handle in (u, columns, total, same, u2, u3)]
+        arrays = [run.array(handle) for handle in (columns, total)]
+    first = products(x, y)
+    expected = [*first, products(first[0], y)[0], first[0]]
+    for one, expected_value in zip(fetched, expected, strict=True):
+        assert same_bits(one, expected_value.compute())
+    for computed, lazy in zip(arrays, first[1:3], strict=True):
+        assert same_bits(computed.compute(), lazy.compute())
 
 
 def test_lazy_arguments_that_were_persisted_before(client):
@@ -173,9 +173,9 @@ def test_lazy_arguments_that_were_persisted_before(client):
     expected = (x + total).compute()
     with captured_logger("distributed.scheduler", level="WARNING") as log:
         for _ in range(3):
-            known = dask.persist(x, total)
-            wait(known)
-            del known
+            persisted = dask.persist(x, total)
+            wait(persisted)
+            del persisted
             with step.resident(x, total) as run:
                 assert same_bits(run.fetch(run(x, total)), expected)
     assert "run_spec" not in log.getvalue()
@@ -189,7 +189,7 @@ def test_other_arguments_than_those_of_compile(client):
     run = step.resident(x)
     with pytest.raises(InputError, match=r"with step\.resident"):
         run(x)
-    with run, step.resident(x) as other:
+    with run, step.resident(x) as second_run:
         u, turned, small = run(x)
         with pytest.raises(InputError, match="expected 1 arguments, as in compile, got 2"):
             run(u, u)
@@ -198,9 +198,9 @@ def test_other_arguments_than_those_of_compile(client):
         with pytest.raises(InputError, match=r"argument 0: expected the dtype .* float32"):
             run(small)
         with pytest.raises(InputError, match="handle of this resident gang"):
-            other(u)
+            second_run(u)
         with pytest.raises(InputError, match="handle of this resident gang"):
-            other.fetch(u)
+            second_run.fetch(u)
         with pytest.raises(InputError, match="got another Dask array"):
             run(x + 1)
         with pytest.raises(InputError, match="expected a handle, got ndarray"):
@@ -214,7 +214,7 @@ def test_other_arguments_than_those_of_compile(client):
         run.fetch(u)
     with pytest.raises(InputError, match="it begins once"), run:
         pass
-    del u, turned, small, other
+    del u, turned, small, second_run
     no_rank_is_left(client)
 
 
@@ -264,7 +264,7 @@ def test_a_gang_that_is_dropped_ends(client):
 
 
 def test_a_client_that_is_closed_ends_its_gang(cluster, client):
-    with Client(cluster, set_as_default=False) as other, other.as_current():
+    with Client(cluster, set_as_default=False) as second_client, second_client.as_current():
         x = array()
         run = dask_p2p.compile(heat, x).resident(x)
         run.__enter__().fetch(run(x))
@@ -283,8 +283,8 @@ def test_other_work_of_dask_runs_in_between(client):
             assert client.gather(client.map(lambda k: k + 1, range(20), pure=False))[-1] == 20
             y = run.array(u)
             assert same_bits(dask_p2p.transpose(y).compute(), y.compute().T)
-            for other in (dask_p2p.fused(heat(y)), step(y)):  # gangs
-                assert same_bits(other.compute(), heat(y).compute())
+            for result in (dask_p2p.fused(heat(y)), step(y)):  # gangs
+                assert same_bits(result.compute(), heat(y).compute())
             with step.resident(y) as inner:
                 assert same_bits(inner.fetch(inner(y)), heat(y).compute())
             u = run(u)
@@ -306,8 +306,8 @@ def test_a_call_that_fails(client):
 
     x, v = abs(array()) + 1, array() * 0 + 0.25
     with dask_p2p.compile(function, x, v).resident(x, v) as run:
-        good, total, more = run(x, v)
-        low = run(x, more)[0]  # negative numbers
+        good, total, third_handle = run(x, v)
+        low = run(x, third_handle)[0]  # negative numbers
         bad, bad_total, fine = run(low, v)  # call 3 fails
         worse, *_ = run(bad, v)
         again, again_total, _ = run(good, v)
@@ -319,13 +319,16 @@ def test_a_call_that_fails(client):
                 assert "In call 3 of a resident gang." in notes
                 assert "In task ('positive" in notes
                 assert "Raised on rank 1" in notes
-        got = [run.fetch(each) for each in (good, total, more, low, fine, again, again_total)]
+        fetched = [
+            run.fetch(handle)
+            for handle in (good, total, third_handle, low, fine, again, again_total)
+        ]
         del bad, bad_total, worse, caught
     first = function(x, v)
     expected = [*first, function(x, first[2])[0]]
     expected += [function(expected[3], v)[2], *function(first[0], v)[:2]]
-    for one, other in zip(got, expected, strict=True):
-        assert same_bits(one, other.compute())
+    for one, expected_value in zip(fetched, expected, strict=True):
+        assert same_bits(one, expected_value.compute())
     no_rank_is_left(client)
 
 
@@ -339,15 +342,15 @@ def test_an_exit_in_a_call_ends_no_gang(client, error):
     x = abs(array())
     with dask_p2p.compile(lambda u: u.map_blocks(leaving, meta=u._meta) - 9, x).resident(x) as run:
         low = run(x)
-        left = run(low)
-        more = run(x)
+        exited = run(low)
+        later_handle = run(x)
         with pytest.raises(SectionError, match=f"raised {type(error).__name__}: 3") as caught:
-            run.fetch(left)
+            run.fetch(exited)
         notes = "".join(caught.value.__notes__)
         assert "In call 2 of a resident gang." in notes
         assert "In task ('leaving" in notes
         assert "in leaving" in notes  # the traceback
-        assert same_bits(run.fetch(more), (x - 9).compute())
+        assert same_bits(run.fetch(later_handle), (x - 9).compute())
         del caught
     no_rank_is_left(client)
 
@@ -359,7 +362,7 @@ def test_handles_that_do_not_fit(client):
         run.fetch(u)
         streams = run._streams
         # Room for two arrays on each worker, and a half.
-        streams.ranks = [(*each, int(2.5 * x.nbytes / 2 / 0.8)) for *each, _ in streams.ranks]
+        streams.ranks = [(*rank, int(2.5 * x.nbytes / 2 / 0.8)) for *rank, _ in streams.ranks]
         u = run(u)
         with pytest.raises(MemoryLimitError, match="Drop handles that are not needed"):
             run(u)
@@ -374,13 +377,13 @@ def test_blocks_on_workers_stay_as_they_are(client):
     wait(x)
     step = dask_p2p.compile(lambda u: (u, u + 1), x)
     with step.resident(x) as run:
-        same, more = run(x)
+        same, later_handle = run(x)
         same, _ = run(same)
         y = run.array(same)
         values = run.fetch(same)
         values[:] = 0
         assert same_bits(run.fetch(same), array().compute())
-        assert same_bits(run.fetch(more), (array() + 1).compute())
+        assert same_bits(run.fetch(later_handle), (array() + 1).compute())
     assert same_bits(y.compute(), x.compute())
     assert isinstance(y, da.Array)
     with pytest.raises(UnsupportedArrayError):

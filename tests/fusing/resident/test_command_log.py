@@ -40,11 +40,11 @@ class Rank:
         number, kind, *arguments = self.commands.pop(0)
         if kind == CALL:
             read, first = arguments
-            self.handles[first] = (first, *(self.handles[each] for each in read))
+            self.handles[first] = (first, *(self.handles[handle] for handle in read))
             self.messages.append(("done", number, None))
         elif kind == DROP:
-            for each in arguments[0]:
-                del self.handles[each]
+            for handle in arguments[0]:
+                del self.handles[handle]
         elif kind == FETCH:
             self.messages.append(("answer", number, self.handles[arguments[0]]))
         elif kind == KEEP:
@@ -63,30 +63,30 @@ class Residents(RuleBasedStateMachine):
         self.begin(0)
 
     def begin(self, resume):
-        handles = [each.get(resume, {}) for each in self.saved]
-        self.ranks = [Rank({-1: "argument", **each}) for each in handles]
+        handles = [saved_states.get(resume, {}) for saved_states in self.saved]
+        self.ranks = [Rank({-1: "argument", **saved_state}) for saved_state in handles]
 
-    def pick(self, which):
-        return sorted(self.values)[which % len(self.values)]
+    def pick(self, choice):
+        return sorted(self.values)[choice % len(self.values)]
 
     @rule(first=whiches, second=whiches)
     def the_user_calls(self, first, second):
         read = [self.pick(first), self.pick(second)]
-        made = next(self.numbers)
-        self.values[made] = (made, *(self.values[each] for each in read))
-        self.log.add(CALL, read, made)
+        call_number = next(self.numbers)
+        self.values[call_number] = (call_number, *(self.values[handle] for handle in read))
+        self.log.add(CALL, read, call_number)
         assert self.log.calls_ahead
 
-    @rule(which=whiches)
-    def the_user_drops_a_handle(self, which):
-        handle = self.pick(which)
-        if handle >= 0 and handle not in {each for each, _ in self.pending.values()}:
+    @rule(choice=whiches)
+    def the_user_drops_a_handle(self, choice):
+        handle = self.pick(choice)
+        if handle >= 0 and handle not in {handle for handle, _ in self.pending.values()}:
             del self.values[handle]
             self.log.add(DROP, [handle])
 
-    @rule(which=whiches)
-    def the_user_fetches(self, which):
-        handle = self.pick(which)
+    @rule(choice=whiches)
+    def the_user_fetches(self, choice):
+        handle = self.pick(choice)
         self.pending[self.log.add(FETCH, handle)] = handle, self.values[handle]
 
     @rule()
@@ -98,8 +98,8 @@ class Residents(RuleBasedStateMachine):
     @rule()
     def commands_are_sent(self):
         commands = self.log.take_unsent()
-        for each in self.ranks:
-            each.commands += commands
+        for rank in self.ranks:
+            rank.commands += commands
 
     @rule(rank=ranks, count=st.integers(1, 9))
     def a_rank_works(self, rank, count):
@@ -115,23 +115,23 @@ class Residents(RuleBasedStateMachine):
 
     @rule(rank=ranks)
     def messages_arrive(self, rank):
-        for kind, number, answer in self.ranks[rank].messages:
+        for kind, number, reply in self.ranks[rank].messages:
             if kind == "done":
                 if rank == 0:
                     self.log.record_done(number)
                 continue
-            answers = self.log.record_answer(rank, number, answer)
-            if answers is not None and number in self.pending:
+            replies = self.log.record_answer(rank, number, reply)
+            if replies is not None and number in self.pending:
                 _, value = self.pending.pop(number)
-                assert answers == dict.fromkeys(range(SIZE), value)
+                assert replies == dict.fromkeys(range(SIZE), value)
         self.ranks[rank].messages = []
 
     @rule()
     def a_rank_is_lost(self):
         """Its checkpoints are not: its replica rank has them."""
-        whole = set.intersection(*(set(each) for each in self.saved))
-        resume = max(whole, default=0)
-        self.saved = [{resume: each[resume]} if resume else {} for each in self.saved]
+        complete_states = set.intersection(*(set(states) for states in self.saved))
+        resume = max(complete_states, default=0)
+        self.saved = [{resume: states[resume]} if resume else {} for states in self.saved]
         self.begin(resume)
         self.log.restart(resume)
 
@@ -148,7 +148,7 @@ class Residents(RuleBasedStateMachine):
     @invariant()
     def the_log_is_bounded(self):
         """Commands from before a checkpoint are few, or are requests without an answer."""
-        old = {each for each in self.log._commands if each <= self.log.kept}
+        old = {number for number in self.log._commands if number <= self.log.last_checkpoint}
         assert len(old) <= MOST or old <= set(self.pending)
 
     def teardown(self):
@@ -160,8 +160,8 @@ class Residents(RuleBasedStateMachine):
         assert self.pending == {}
         assert self.log.calls_ahead == 0
         assert not self.log.is_keeping
-        for each in self.ranks:
-            assert each.handles == self.values
+        for last_rank in self.ranks:
+            assert last_rank.handles == self.values
 
 
 TestResidents = Residents.TestCase
@@ -169,19 +169,19 @@ TestResidents.settings = settings(max_examples=150, stateful_step_count=50, dead
 
 
 def test_lost_checkpoints():
-    log = CommandLog(2, most=3)
+    log = CommandLog(2, command_limit=3)
     log.restart(0)
     for count in range(2):
         calls = [log.add(CALL, [-1], 2 * count + n) for n in range(2)]
-        kept = log.add(KEEP)
+        checkpoint = log.add(KEEP)
         for rank in range(2):
-            log.record_answer(rank, kept, None)
+            log.record_answer(rank, checkpoint, None)
         if not count:  # few commands are repeated from the start
             log.restart(0)
             assert [number for number, *_ in log.take_unsent()] == calls
     with pytest.raises(SectionError, match="handles are lost"):
         log.restart(0)
-    log.restart(kept)
+    log.restart(checkpoint)
 
 
 def test_an_answer_after_a_loss_is_needed_from_all():

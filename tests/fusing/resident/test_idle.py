@@ -42,16 +42,18 @@ def test_resources_are_lent_between_two_calls(client, ranks):
             for number in range(2, 5):
                 values = run.fetch(u)
                 assert same_bits(values, repeated(heat, x, number - 1).compute())
-                others = [client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)]
-                wait(others, timeout=BOUND_S)
-                assert client.gather(others) == [0, -1, -2, -3]
-                other = heat(x)
+                futures = [
+                    client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)
+                ]
+                wait(futures, timeout=BOUND_S)
+                assert client.gather(futures) == [0, -1, -2, -3]
+                warm = heat(x)
                 with dask.annotate(resources={"GPU": 1}):
-                    other = dask_p2p.fused(other)
-                assert same_bits(other.compute(optimize_graph=False), heat(x).compute())
+                    warm = dask_p2p.fused(warm)
+                assert same_bits(warm.compute(optimize_graph=False), heat(x).compute())
                 u = run(u)
             assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
-    del u, other, others
+    del u, warm, futures
     nothing_is_left(client)
     are_back(client, 1)
 

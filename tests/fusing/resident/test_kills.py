@@ -49,16 +49,16 @@ def test_a_worker_is_killed_between_two_calls(client, monkeypatch, keep, kills):
             if k == 0 or k in kills:
                 run.fetch(total)  # the ranks have begun
             if k in kills:
-                assert keep != 20 or run._streams.log.kept > 0
+                assert keep != 20 or run._streams.log.last_checkpoint > 0
                 kill(client, run._streams.ranks[0][0])
                 run.fetch(u)
-        got, again = run.fetch(u), run.fetch(total)
+        fetched, again = run.fetch(u), run.fetch(total)
         assert run._streams.attempt > len(kills)
         field = run.array(u)
     expected = repeated(heat, array(), 89)
-    assert same_bits(got, heat(expected).compute())
+    assert same_bits(fetched, heat(expected).compute())
     assert same_bits(again, expected.sum().compute())
-    assert same_bits(field.compute(), got)
+    assert same_bits(field.compute(), fetched)
     del field, x, u, total
     no_rank_is_left(client)
 
@@ -80,10 +80,10 @@ def test_a_worker_is_killed_during_a_call(client, tmp_path):
             u, _ = run(u, flags)
             if k == 4:
                 u, _ = run(u, u)  # its numbers are not zero
-        got, first = run.fetch(u), run.fetch(earlier)
+        fetched, first = run.fetch(u), run.fetch(earlier)
     assert (tmp_path / "killed").exists()
     assert same_bits(first, repeated(heat, array(), 2).compute())
-    assert same_bits(got, repeated(heat, array(), 20).compute())
+    assert same_bits(fetched, repeated(heat, array(), 20).compute())
     del x, u, earlier
     no_rank_is_left(client)
 
@@ -103,7 +103,7 @@ def test_all_workers_are_killed(client, monkeypatch, keep):
         run.fetch(u)  # the ranks have begun
         u = repeated(run, u, 20)
         run.fetch(u)
-        assert (run._streams.log.kept > 0) == (keep == 5)
+        assert (run._streams.log.last_checkpoint > 0) == (keep == 5)
         kill(client, *workers_of(client))
         assert same_bits(run.fetch(run(u)), repeated(heat, x, 22).compute())
     del u

@@ -41,7 +41,7 @@ def steps_of(y):
     _, read = read_arrays(y)
     programs = programs_of(read.tasks, 2)
     return [
-        step for program in programs for each in program.supersteps for step in each.steps
+        step for program in programs for superstep in program.supersteps for step in superstep.steps
     ]  # fmt: skip
 
 

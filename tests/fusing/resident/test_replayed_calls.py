@@ -38,16 +38,16 @@ VALUES = np.random.default_rng(0).normal(size=(12, 40))
 def gpu(monkeypatch):
     """An emulated GPU, which each rank takes for one of its own."""
     tune(monkeypatch, replay_after_calls=FIRST)
-    found = emulated_gpu(monkeypatch)
+    emulated = emulated_gpu(monkeypatch)
     names = threading.local(), iter(range(10, 10_000))
 
     def own_name():
-        own, numbers = names
-        own.name = getattr(own, "name", None) or f"gpu {next(numbers)}"
-        return own.name
+        own_prefix, numbers = names
+        own_prefix.name = getattr(own_prefix, "name", None) or f"gpu {next(numbers)}"
+        return own_prefix.name
 
     monkeypatch.setattr(cuda_ipc, "gpu_uuid", own_name)
-    return found
+    return emulated
 
 
 def averaged(values):
@@ -108,8 +108,8 @@ class Calls:
         """Return the values of all calls."""
         by_rank = self.run_ranks(**options)
         return [
-            np.concatenate([b for blocks in of for b in blocks])
-            for of in zip(*by_rank, strict=True)
+            np.concatenate([b for blocks in array_outputs for b in blocks])
+            for array_outputs in zip(*by_rank, strict=True)
         ]
 
     def run_ranks(self, calls=CALLS, change=lambda rank, call, blocks: blocks, device=Gpu):
@@ -117,20 +117,20 @@ class Calls:
 
         def function(ctx):
             program = self.programs[ctx.rank]
-            own = [self.gpu.written(self.blocks[key]) for key in program.inputs]
-            with ctx.device.running(own):
-                table = HandleTable(program, ("u",), own)
+            rank_blocks = [self.gpu.written(self.blocks[key]) for key in program.inputs]
+            with ctx.device.running(rank_blocks):
+                table = HandleTable(program, ("u",), rank_blocks)
                 ready = ReadyProgram(program, runs_again=True)
                 ranks_calls = ReplayedCalls(ctx, ready, table, ResidentRunner(ctx, ready).call)
-                made, handle = [], -1
+                results, handle = [], -1
                 for call in range(calls):
                     blocks = change(ctx.rank, call, table.read([handle]))
                     table.add(call, ranks_calls.call(blocks, call + 1))
                     handle = call
-                for each in range(calls):  # not before, since the host would wait
-                    found = table.handles[each].values()
-                    made.append([ctx.device.to_host(block) for block in found])
-            return made
+                for handle_number in range(calls):  # not before, since the host would wait
+                    handle_blocks = table.handles[handle_number].values()
+                    results.append([ctx.device.to_host(block) for block in handle_blocks])
+            return results
 
         grid = RankGrid(((1,) * self.ranks,), (self.ranks,))
         by_rank = run_gang(grid, function, context=ProgramContext, device=device)
@@ -139,10 +139,10 @@ class Calls:
         return by_rank
 
 
-def check(made, function, values=VALUES):
-    for each in made:
+def check(results, function, values=VALUES):
+    for result in results:
         values = function(values)
-        assert np.array_equal(each, values)
+        assert np.array_equal(result, values)
 
 
 def stencil_of(values):
@@ -180,9 +180,9 @@ def test_a_missing_barrier_is_found(gpu, monkeypatch, missing):
         monkeypatch.setattr(GraphLending, "put_barrier", lambda self: None)
         original = GraphLending.end
 
-        def end(self, *given):
+        def end(self, *arguments):
             self._barrier.enqueue()
-            original(self, *given)
+            original(self, *arguments)
 
         monkeypatch.setattr(GraphLending, "end", end)
     else:
@@ -208,10 +208,10 @@ def test_arguments_that_change(gpu, replayed):
         firsts.setdefault(rank, blocks)
         return firsts[rank] if call in (6, 7) else blocks
 
-    made = calls.run(change=change)
-    check(made[:6], stencil_of)
-    assert all(np.array_equal(each, made[0]) for each in made[6:8])
-    assert np.array_equal(made[8], stencil_of(made[0]))
+    results = calls.run(change=change)
+    check(results[:6], stencil_of)
+    assert all(np.array_equal(result, results[0]) for result in results[6:8])
+    assert np.array_equal(results[8], stencil_of(results[0]))
     assert len(replayed) == 4 * (CALLS - FIRST)
 
 
@@ -238,10 +238,10 @@ def elsewhere(block):
     """Return an array that is written outside of the captured stream."""
     if block.recorder.capture is None:
         return smooth(block)
-    made = block.recorder.empty(block.shape, block.dtype)
-    made.values[...] = averaged(block.values)
-    block.recorder.do(HOST, "another stream", writes=[made])
-    return made
+    output = block.recorder.empty(block.shape, block.dtype)
+    output.values[...] = averaged(block.values)
+    block.recorder.do(HOST, "another stream", writes=[output])
+    return output
 
 
 def failing(block):
@@ -268,8 +268,8 @@ def test_a_function_that_reads_is_called(gpu, replayed, monkeypatch, rank):
     """On one rank, in the middle of an exchange, or on all."""
     threads = {}
 
-    def change(own, call, blocks):
-        threads.setdefault(threading.get_ident(), own)
+    def change(calling_rank, call, blocks):
+        threads.setdefault(threading.get_ident(), calling_rank)
         return blocks
 
     monkeypatch.setattr(
@@ -324,11 +324,11 @@ def test_calls_that_go_on_one_by_one(gpu, replayed, monkeypatch, how):
 CAN_BEGIN = ReplayedCalls._can_begin
 
 
-def with_constants_in_host_memory(own, *given):
-    literals = own._ready.program.literals
+def with_constants_in_host_memory(replayed_calls, *arguments):
+    literals = replayed_calls._ready.program.literals
     literals["a constant"] = np.ones(3)
     try:
-        return CAN_BEGIN(own, *given)
+        return CAN_BEGIN(replayed_calls, *arguments)
     finally:
         del literals["a constant"]
 
@@ -345,13 +345,13 @@ def test_a_failed_call_does_not_stop_the_others(gpu, replayed, monkeypatch, call
         ranks.first = blocks if number == 0 else ranks.first
         return ranks.first if number == call + 1 else blocks
 
-    made = Calls(gpu, stencil_with(failing)).run_ranks(change=change)
+    results = Calls(gpu, stencil_with(failing)).run_ranks(change=change)
     is_called = call < FIRST + 2
     launches = 0 if call <= FIRST else 2 if is_called else CALLS - FIRST
     assert len(replayed) == 4 * launches
     for rank in range(4):
         values = VALUES
-        for number, blocks in enumerate(made[rank]):
+        for number, blocks in enumerate(results[rank]):
             values = stencil_of(VALUES if number == call + 1 else values)
             if (rank, number) == (2, call) and is_called:
                 assert type(blocks[0]) is FailedValue
@@ -380,11 +380,11 @@ def test_a_state_has_all_handles():
     after = table((1, 2, 3, 4))
     after.restore(memoryview(np.concatenate(state)))
     assert after.handles[-1] == {(0, 0): 1, (1, 0): 4}, "arguments are those of the new attempt"
-    found = [after.handles[3][number] for number in range(len(blocks))]
-    for got, expected in zip(found, blocks, strict=True):
-        assert type(got) is type(expected)
-        assert np.array_equal(got, expected)
-    found[0][:] = 0  # writable, and memory of its own
+    restored = [after.handles[3][number] for number in range(len(blocks))]
+    for block, expected in zip(restored, blocks, strict=True):
+        assert type(block) is type(expected)
+        assert np.array_equal(block, expected)
+    restored[0][:] = 0  # writable, and memory of its own
     again = table()
     again.restore(memoryview(np.concatenate(state)))
     assert np.array_equal(again.handles[3][0], values)

@@ -55,30 +55,30 @@ def test_whole_values(reads_memory):
         Messages(ctx.connections, assembling).exchange(1, superstep[ctx.rank], values)
         return values
 
-    _, found = run_gang(RANKS, run, context=ProgramContext)
-    assert list(found) == list(VALUES)
+    _, results = run_gang(RANKS, run, context=ProgramContext)
+    assert list(results) == list(VALUES)
     for name, value in VALUES.items():
-        got = found[name]
-        assert type(got) is type(value), name
+        received = results[name]
+        assert type(received) is type(value), name
         if not isinstance(value, np.ndarray):
-            assert repr(got) == repr(value)
+            assert repr(received) == repr(value)
             continue
-        assert got.dtype == value.dtype
-        np.testing.assert_array_equal(got, value, strict=True)
-        assert got.flags.writeable
-        assert got is not value
+        assert received.dtype == value.dtype
+        np.testing.assert_array_equal(received, value, strict=True)
+        assert received.flags.writeable
+        assert received is not value
         order = np.argsort([-abs(stride) for stride in value.strides], kind="stable")
-        assert value.size < 2 or got.transpose(order).flags.c_contiguous or name == "objects"
+        assert value.size < 2 or received.transpose(order).flags.c_contiguous or name == "objects"
 
 
 @pytest.fixture
 def reads(monkeypatch):
     """The number of reads of other ranks' memory by method. Each one comes late."""
-    found = Counter()
+    counts = Counter()
 
     def late(original):
         def read(self, *args):
-            found[original.__name__] += 1
+            counts[original.__name__] += 1
             time.sleep(0.05)  # the owner would go on meanwhile
             return original(self, *args)
 
@@ -86,7 +86,7 @@ def reads(monkeypatch):
 
     for original in (HostLending.read, HostLending.read_bytes):
         monkeypatch.setattr(HostLending, original.__name__, late(original))
-    return found
+    return counts
 
 
 @pytest.mark.parametrize(("rows", "read"), [(128, "read_bytes"), (256, "read")])

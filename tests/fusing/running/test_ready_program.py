@@ -42,14 +42,14 @@ def nodes():
         keys.map(Alias),
         st.integers().map(lambda value: DataNode(None, value)),
         st.sampled_from([0, None, "a", ("b", 0), [TaskRef]]),
-        st.lists(keys, min_size=1, max_size=3).map(lambda found: Blocks(*found)),
+        st.lists(keys, min_size=1, max_size=3).map(lambda keys: Blocks(*keys)),
     )
 
     def nested(inner):
         args, kwargs = st.lists(inner, max_size=4), st.dictionaries(st.sampled_from("xy"), inner)
         return st.one_of(
             st.builds(lambda a, k: Task("task", gathered, *a, **k), args, kwargs),
-            args.map(lambda found: List(*found)),
+            args.map(lambda values: List(*values)),
         )
 
     return nested(st.recursive(leaves, nested, max_leaves=6))
@@ -68,33 +68,36 @@ def program(literal=1, count=1):
 
 
 def test_a_program_is_kept_between_runs():
-    kept, text = KeptPrograms(), packed(program())
-    with kept.running(text, unpacked) as first, kept.running(bytes(text), unpacked) as other:
-        assert other is not first, "two runs at the same time"
-    with kept.running(bytes(text), unpacked) as again:
-        assert again in (first, other)
+    programs, text = KeptPrograms(), packed(program())
+    with (
+        programs.running(text, unpacked) as first,
+        programs.running(bytes(text), unpacked) as second,
+    ):
+        assert second is not first, "two runs at the same time"
+    with programs.running(bytes(text), unpacked) as again:
+        assert again in (first, second)
         assert again.runs_again
 
 
 def test_a_program_with_a_literal_that_functions_may_change_is_not_kept():
-    kept, text = KeptPrograms(), packed(program({"count": 0}))
-    with kept.running(text, unpacked) as first:
+    programs, text = KeptPrograms(), packed(program({"count": 0}))
+    with programs.running(text, unpacked) as first:
         assert not first.runs_again
-    with kept.running(text, unpacked) as again:
+    with programs.running(text, unpacked) as again:
         assert again is not first
 
 
 def test_few_programs_are_kept():
     texts = [packed(program(count=count)) for count in range(1, 7)]
-    kept = KeptPrograms(most_bytes=sum(map(len, texts[-2:])))
+    programs = KeptPrograms(most_bytes=sum(map(len, texts[-2:])))
     for text in (*texts, texts[-2]):
-        with kept.running(text, unpacked):
+        with programs.running(text, unpacked):
             pass
-    assert [*kept._programs] == [texts[-1], texts[-2]]
-    large = packed(program(np.random.default_rng(0).bytes(2 * kept._most_bytes)))
-    with kept.running(large, unpacked) as ready:
+    assert [*programs._programs] == [texts[-1], texts[-2]]
+    large = packed(program(np.random.default_rng(0).bytes(2 * programs._most_bytes)))
+    with programs.running(large, unpacked) as ready:
         assert not ready.runs_again
-    assert [*kept._programs] == [texts[-1], texts[-2]]
+    assert [*programs._programs] == [texts[-1], texts[-2]]
 
 
 def test_functions_that_change_their_arguments():
@@ -143,15 +146,15 @@ class Counter:
 
 def by_value(function):
     """Return a function as cloudpickle makes it: no module has it."""
-    made = type(function)(
+    function_copy = type(function)(
         function.__code__, function.__globals__, "by_value", function.__defaults__,
         function.__closure__,
     )  # fmt: skip
-    made.__qualname__ = "by_value"
-    return made
+    function_copy.__qualname__ = "by_value"
+    return function_copy
 
 
-def default(block, seen=[]):  # noqa: B006
+def default(block, calls=[]):  # noqa: B006
     return block
 
 

@@ -66,14 +66,14 @@ class Counted:
     """Functions that make arrays and count those that are alive."""
 
     def __init__(self):
-        self.alive, self.most = 0, 0
+        self.alive, self.most_alive = 0, 0
 
     def __call__(self, block):
-        made = block + 1
+        output = block + 1
         self.alive += 1
-        self.most = max(self.most, self.alive)
-        weakref.finalize(made, self._dropped)
-        return made
+        self.most_alive = max(self.most_alive, self.alive)
+        weakref.finalize(output, self._dropped)
+        return output
 
     def _dropped(self):
         self.alive -= 1
@@ -94,9 +94,9 @@ def test_values_are_dropped_after_their_last_use():
     y = x.map_blocks(counted, dtype=float).map_blocks(counted, dtype=float).sum()
     check_blocks([y], run_programs([y], 1))
     assert COUNTED.alive == 0
-    COUNTED.most = 0
+    COUNTED.most_alive = 0
     run_programs([y], 1)
-    assert COUNTED.most == 2
+    assert COUNTED.most_alive == 2
 
 
 ALIVE = []  # numbers of counted blocks at calls of `with_halo`
@@ -132,9 +132,9 @@ def test_an_exception_names_the_task(size):
 @pytest.mark.parametrize("size", [1, 2])
 def test_blocks_unlike_their_declaration_are_refused(size):
     x = da.ones((8, 8), chunks=(2, 8))
-    wrong = x.map_blocks(lambda block: block[:1], dtype=float)
+    mismatched = x.map_blocks(lambda block: block[:1], dtype=float)
     with pytest.raises(BlockMismatchError, match=r"declared as float64 \(2, 8\)") as caught:
-        run_programs([dask_p2p.transpose(wrong)], size)
+        run_programs([dask_p2p.transpose(mismatched)], size)
     assert "p2p-transpose" in caught.value.__notes__[0]
     masked = x.map_blocks(np.ma.masked_less, 2, dtype=float)
     with pytest.raises(UnsupportedArrayError, match="mask"):
@@ -177,8 +177,10 @@ PLANS = {
 
 
 def blocks_of(plan):
-    of = np.dtype(float)
-    return [AssembledBlock(("y", *index), plan, index, of, None) for index, _ in block_plans(plan)]
+    dtype = np.dtype(float)
+    return [
+        AssembledBlock(("y", *index), plan, index, dtype, None) for index, _ in block_plans(plan)
+    ]
 
 
 def test_a_block_equal_to_its_source_is_not_copied():
@@ -186,8 +188,8 @@ def test_a_block_equal_to_its_source_is_not_copied():
     block = blocks_of(redistribution(ROWS, (0, 1), ROWS))[0]
     step = AssembleStep(block, ((0, ("x", 0, 0)),))
     assert Assembling().finish(step, {("x", 0, 0): value}) is value
-    own = AssembleStep(block._replace(epilogue=lambda out, index: out), step.local)
-    copied = Assembling().finish(own, {("x", 0, 0): value})
+    with_epilogue = AssembleStep(block._replace(epilogue=lambda out, index: out), step.local)
+    copied = Assembling().finish(with_epilogue, {("x", 0, 0): value})
     assert not np.shares_memory(copied, value), "a function may overwrite it"
     np.testing.assert_array_equal(copied, value)
 
@@ -219,18 +221,18 @@ def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
         original(self, into, array, pieces, axes)
 
     monkeypatch.setattr(HostLending, "copy_pieces", noted)
-    assembling, (block, other, *_) = Assembling(), blocks_of(PLANS["transpose"])
+    assembling, (block, other_block, *_) = Assembling(), blocks_of(PLANS["transpose"])
     sources = [np.full((2, 12), float(n)) for n in range(6)]
     steps = [
-        AssembleStep(each, ((0, ("x", 0, 0)), (1, ("x", 1, 0)), (2, ("late", 2, 0))))
-        for each in (block, other)
+        AssembleStep(assembled_block, ((0, ("x", 0, 0)), (1, ("x", 1, 0)), (2, ("late", 2, 0))))
+        for assembled_block in (block, other_block)
     ]
     receives = {1: [Regions(("x", n, 0), n, block) for n in range(3, 6)]}
     values = {("x", n, 0): sources[n] for n in range(2)}
     assembling.begin_local(Superstep(receives=receives, steps=steps), values)
     assert copied == [1, 1]
-    out = assembling.begun(block, block.dtype, HOST_ARRAYS)
+    out = assembling.begun(block, HOST_ARRAYS)
     out[:, 6:] = 9
-    made = assembling.finish(steps[0], {**values, ("late", 2, 0): sources[2]})
+    assembled = assembling.finish(steps[0], {**values, ("late", 2, 0): sources[2]})
     assert copied == [1] * 3
-    np.testing.assert_array_equal(made, [[0, 0, 1, 1, 2, 2, *[9] * 6]] * 2)
+    np.testing.assert_array_equal(assembled, [[0, 0, 1, 1, 2, 2, *[9] * 6]] * 2)
