@@ -32,11 +32,11 @@ def saved(state):
 def test_values_come_back(alone, value):
     s = alone.state(of=value)
     memory = saved(s)
-    other = alone.state(of=np.ones(2))
-    other.load(memory)
-    assert type(other.of) is type(value)
-    assert np.array_equal(other.of, value)
-    assert np.asarray(other.of).dtype == np.asarray(value).dtype
+    second_state = alone.state(of=np.ones(2))
+    second_state.load(memory)
+    assert type(second_state.of) is type(value)
+    assert np.array_equal(second_state.of, value)
+    assert np.asarray(second_state.of).dtype == np.asarray(value).dtype
 
 
 def test_arrays_of_the_same_shape_are_filled_in_place(alone):
@@ -60,16 +60,16 @@ def test_generators_go_on(alone, kind):
     s = alone.state(draw=np.random.Generator(kind(3)))
     s.draw.integers(9, size=3, dtype=np.int32)  # leaves half of a word
     memory, draw = saved(s), s.draw
-    wanted = [draw.integers(9, dtype=np.int32), draw.normal()]
+    expected = [draw.integers(9, dtype=np.int32), draw.normal()]
     s.load(memory)
-    assert [draw.integers(9, dtype=np.int32), draw.normal()] == wanted
+    assert [draw.integers(9, dtype=np.int32), draw.normal()] == expected
 
 
 MANY = 1 << 70
 
 
 @pytest.mark.parametrize(
-    ("value", "found"),
+    ("value", "received"),
     [
         ("text", "str as u"),
         (None, "NoneType as u"),
@@ -79,8 +79,8 @@ MANY = 1 << 70
         (np.random.RandomState(3), "RandomState as u"),
     ],
 )
-def test_other_values_are_refused(alone, value, found):
-    with pytest.raises(InputError, match=f"numbers of 64 bits, .* got {found}"):
+def test_other_values_are_refused(alone, value, received):
+    with pytest.raises(InputError, match=f"numbers of 64 bits, .* got {received}"):
         alone.state(u=value)
     s = alone.state(u=0)
     steps = alone.steps(3, s)

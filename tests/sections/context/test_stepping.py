@@ -47,7 +47,7 @@ def numbers(ctx, x):
     s = ctx.state(x=x, t=0.5, n=0, z=np.float32(0), flags=(False, 1j))
     for step in ctx.steps(STEPS, s, every=1):
         assert (s.t, s.n, s.z, s.flags) == (0.5 + step, step, step, (step % 2 == 1, 1j + step))
-        assert [type(each) for each in (s.t, s.n, s.z)] == [float, int, np.float32]
+        assert [type(number) for number in (s.t, s.n, s.z)] == [float, int, np.float32]
         s.x, s.t, s.n, s.z = s.x + 1, s.t + 1, s.n + 1, s.z + np.float32(1)
         s.flags = (not s.flags[0], s.flags[1] + 1)
     return s.x
@@ -75,11 +75,11 @@ def dicts(ctx, x):
 
 
 def random_numbers(ctx, x):
-    s, wanted = ctx.state(x=x, draw=np.random.default_rng(3)), np.random.default_rng(3)
-    wanted.normal(size=STEPS)
+    s, generator = ctx.state(x=x, draw=np.random.default_rng(3)), np.random.default_rng(3)
+    generator.normal(size=STEPS)
     for _ in ctx.steps(STEPS, s, every=1):
         s.x = s.x + s.draw.normal()
-    assert s.draw.normal() == wanted.normal()
+    assert s.draw.normal() == generator.normal()
     return x + STEPS
 
 

@@ -27,17 +27,17 @@ def numbers(ctx):
 
 def check_numbers(ctx, step):
     state, scalars, series = numbers(ctx)
-    for done in range(1, step + 1):
-        scalars.update({"t": 0.5 + done})
-        if series.is_due(done):
-            series.record(done, lambda binding: scalars.values)
+    for steps_done in range(1, step + 1):
+        scalars.update({"t": 0.5 + steps_done})
+        if series.is_due(steps_done):
+            series.record(steps_done, lambda binding: scalars.values)
     state.save()
     later, new_scalars, new_series = numbers(ctx)
     for array, saved in zip(later.arrays, state.arrays, strict=True):
         array[...] = saved
     later.load(step)
     assert new_scalars.values == scalars.values
-    assert [type(each) for each in new_scalars.values.values()] == [np.float64, np.int32]
+    assert [type(number) for number in new_scalars.values.values()] == [np.float64, np.int32]
     assert new_series.last == series.last
     assert np.array_equal(new_series.results(), series.results(), equal_nan=True)
 
