@@ -20,18 +20,18 @@ from dask_p2p.sections.iterate.fields import (
     Field,
     FieldSpec,
     ScalarSpec,
+    check_fields,
     check_name,
     divide_constants,
-    field_spec,
+    make_field_spec,
     name_constants,
-    named_fields,
 )
 from dask_p2p.sections.iterate.functions import (
     OUT,
     UNNAMED,
     Binding,
-    bound_by_name,
-    bound_by_position,
+    bind_by_name,
+    bind_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
 from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
@@ -68,7 +68,7 @@ class Arguments:
         first = len(self.arrays) - len(lazy)
         return [first + number for number, constant in enumerate(lazy) if constant.is_whole]
 
-    def sorted(self, arrays: Sequence[DaskArray], returns_steps: bool) -> Any:
+    def arrange(self, arrays: Sequence[DaskArray], returns_steps: bool) -> Any:
         """Return the results in the form of the fields."""
         next_arrays = iter(arrays)
         results: dict[str, Any] = {}
@@ -177,15 +177,15 @@ def _unnamed(
             "record: expected fields by name, whose result is a dict with the series, got fields "
             "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
         )
-    spec, levels = field_spec(UNNAMED, field)
+    spec, levels = make_field_spec(UNNAMED, field)
     named = name_constants(constants, levels[0])
     specs, arrays, _, _ = divide_constants(named, levels[0])
     numbers = range(len(levels)) if spec.is_list else [None]
 
     def bound(function: Callable[..., Any]) -> Binding:
-        return bound_by_position(function, numbers, [*named], kwargs)
+        return bind_by_position(function, numbers, [*named], kwargs)
 
-    phases = _phases(func, [UNNAMED], bound, until)
+    phases = _make_phases(func, [UNNAMED], bound, until)
     return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
 
 
@@ -211,7 +211,7 @@ def _named(
         )
     for name in (constants := dict(constants)):
         check_name(name, "a constant")
-    specs, levels, scalars = named_fields(field)
+    specs, levels, scalars = check_fields(field)
     plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
     arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
@@ -224,8 +224,8 @@ def _named(
         )
     for name in kwargs:
         check_name(name, "a keyword")
-    phases = _phases(
-        func, arrays_of, lambda function: bound_by_name(function, all_names), None, numbers
+    phases = _make_phases(
+        func, arrays_of, lambda function: bind_by_name(function, all_names), None, numbers
     )
     of_ranks = (
         constant
@@ -290,7 +290,7 @@ def no_names() -> InputError:
     )
 
 
-def _phases(
+def _make_phases(
     func: Any,
     names: Sequence[str],  # of the fields that are arrays
     bound: Callable[[Any], Binding],

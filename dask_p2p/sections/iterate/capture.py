@@ -106,7 +106,7 @@ class Replays:
         is_long = self._iteration.steps - step >= tuning.current.capture_steps
         return is_long and isinstance(self._ctx.device, Gpu) and self._is_replayable
 
-    def captured(
+    def capture(
         self,
         calls: Collection[Call],
         levels: Sequence[HaloArray],  # of all fields

@@ -397,4 +397,4 @@ class FieldSteps:
             self._stale = stale
 
         stale, restore_order = {*self._stale}, self._local.restoring()
-        return self._replays.captured(self._calls.values(), self._local.levels, steps, restore)
+        return self._replays.capture(self._calls.values(), self._local.levels, steps, restore)
