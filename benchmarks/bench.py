@@ -126,11 +126,11 @@ def bench(
         extra = {case: hard_cases(spec, case) if with_cases else [] for case in even}
         ways = ways_on(spec, rivals, variants)
         required = {name: way for name, way in ways.items() if way.required}
-        wanted: dict[Case, Mapping[str, Way]] = {}
+        required_ways: dict[Case, Mapping[str, Way]] = {}
         for case in even:
-            wanted |= {case: ways, **dict.fromkeys(extra[case], required)}
+            required_ways |= {case: ways, **dict.fromkeys(extra[case], required)}
         report = Report(spec, repeats, commit, target)
-        report.measure(wanted, partial(_show_head, console, report))
+        report.measure(required_ways, partial(_show_head, console, report))
         if rivals and (note := add_rivals(spec, report.measured, repeats, timeout_s)):
             console.print(note)
         compare_with_even(report.measured, extra)
@@ -149,9 +149,9 @@ def _show_head(console: Console, report: Report, _: Any) -> None:
 
 def compare_with_even(measured: Measured, extra: Mapping[Case, Sequence[Case]]) -> None:
     """Add the time per byte of each other array relative to the array in even slabs."""
-    for one, others in extra.items():
+    for one, hard_cases_of in extra.items():
         even_of = {row["way"]: row for row in measured[one] if "span_s" in row}
-        for row in (row for case in others for row in measured[case]):
+        for row in (row for case in hard_cases_of for row in measured[case]):
             if "span_s" in row and (even := even_of.get(row["way"])):
                 bytes_ratio = even["matrix_bytes"] / row["matrix_bytes"]
                 row["median_to_even"] = row["median_s"] / even["median_s"] * bytes_ratio

@@ -88,7 +88,7 @@ def dtype_of(row: dict[str, Any], report: dict[str, Any]) -> str:
 
 def read_series(reports: Iterable[dict[str, Any]]) -> list[Series]:
     """Collect the medians of square matrices in even slabs; failures are left out."""
-    found: dict[tuple[str, str, str], Series] = {}
+    series_by_key: dict[tuple[str, str, str], Series] = {}
     for report in reports:
         for row in report["rows"]:
             square = row.get("case", EVEN) == EVEN and len({*row.get("shape", ())}) <= 1
@@ -100,21 +100,21 @@ def read_series(reports: Iterable[dict[str, Any]]) -> list[Series]:
                 times_s[EXCHANGE] = median(row["exchange_s"])
             for way, time_s in times_s.items():
                 key = way, machine(report), dtype
-                series = found.setdefault(key, Series(*key))
+                series = series_by_key.setdefault(key, Series(*key))
                 series.median_s[row["matrix_bytes"]] = time_s
                 series.rows[row["matrix_bytes"]] = row["size"]
-    order = [*STYLES, *sorted({way for way, _, _ in found} - set(STYLES))]
-    return sorted(found.values(), key=lambda series: order.index(series.way))
+    order = [*STYLES, *sorted({way for way, _, _ in series_by_key} - set(STYLES))]
+    return sorted(series_by_key.values(), key=lambda series: order.index(series.way))
 
 
 def fractions(series: Series, all_series: Sequence[Series]) -> dict[int, float]:
     """Return the limit's time over this one's, where the limit was measured, by bytes."""
-    for other in all_series:
-        if (other.way, other.machine, other.dtype) == (LIMIT, series.machine, series.dtype):
+    for rival in all_series:
+        if (rival.way, rival.machine, rival.dtype) == (LIMIT, series.machine, series.dtype):
             return {
-                nbytes: other.median_s[nbytes] / time_s
+                nbytes: rival.median_s[nbytes] / time_s
                 for nbytes, time_s in sorted(series.median_s.items())
-                if nbytes in other.median_s
+                if nbytes in rival.median_s
             }
     return {}
 
@@ -134,37 +134,39 @@ def caption(reports: Sequence[dict[str, Any]]) -> str:
 
 def draw(reports: Sequence[dict[str, Any]]) -> Figure:
     """Draw the chart of these reports; the right panel needs a report with a limit."""
-    found = read_series(reports)
-    if not found:
+    all_series = read_series(reports)
+    if not all_series:
         raise ValueError("these results have no square matrix in even slabs to draw")
-    compared = [one for one in found if one.way != LIMIT and not one.way.startswith(FLOOR)]
-    limited = {id(one): f for one in compared if (f := fractions(one, found))}
+    compared = [one for one in all_series if one.way != LIMIT and not one.way.startswith(FLOOR)]
+    limited = {id(one): f for one in compared if (f := fractions(one, all_series))}
     figure = Figure(layout="constrained")
     figure.set_figwidth(11.0 if limited else 6.5)
-    left, *right = figure.subplots(1, 2 if limited else 1, squeeze=False)[0]
+    first_panel, *right = figure.subplots(1, 2 if limited else 1, squeeze=False)[0]
     # The exchange alone makes no result, so it appears in the right panel only.
     times_ms = {
         id(one): {nbytes: time_s * 1e3 for nbytes, time_s in one.median_s.items()}
-        for one in found
+        for one in all_series
         if one.way != EXCHANGE
     }
-    plot(left, found, times_ms, "Time of a transpose", "median time, ms")
-    left.set_yscale("log")
-    left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    left.yaxis.set_minor_formatter(NullFormatter())
+    plot(first_panel, all_series, times_ms, "Time of a transpose", "median time, ms")
+    first_panel.set_yscale("log")
+    first_panel.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    first_panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    first_panel.yaxis.set_minor_formatter(NullFormatter())
     for panel in right:
         label = "time of the copy engines' all-to-all / median time"
-        plot(panel, found, limited, "Fraction of the copy-engine limit", label)
+        plot(panel, all_series, limited, "Fraction of the copy-engine limit", label)
         highest = max(max(values.values()) for values in limited.values())
         panel.axhline(1.0, color=STYLES[LIMIT][0], linewidth=1.0)
         panel.set_ylim(0.0, 1.05 * max(1.0, highest))
         panel.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    explain(figure, reports, found)
+    explain(figure, reports, all_series)
     return figure
 
 
-def explain(figure: Figure, reports: Sequence[dict[str, Any]], found: Sequence[Series]) -> None:
+def explain(
+    figure: Figure, reports: Sequence[dict[str, Any]], all_series: Sequence[Series]
+) -> None:
     """Add the legend, and the title with machines, dtypes and commits."""
     lines = {str(line.get_label()): line for panel in figure.axes for line in panel.get_lines()}
     shown = {label: line for label, line in lines.items() if not label.startswith("_")}
@@ -174,23 +176,27 @@ def explain(figure: Figure, reports: Sequence[dict[str, Any]], found: Sequence[S
     legend = figure.legend([*shown.values()], [*shown], **options)
     legend.get_title().set_color("#555555")
     figure.set_figheight(5.4 + 0.2 * (-(-len(shown) // columns) + len(reports)))
-    dtypes = ", ".join(dict.fromkeys(series.dtype for series in found))
-    machines = "; ".join(dict.fromkeys(series.machine for series in found))
+    dtypes = ", ".join(dict.fromkeys(series.dtype for series in all_series))
+    machines = "; ".join(dict.fromkeys(series.machine for series in all_series))
     title = f"Square matrix in row slabs, transposed into row slabs: {dtypes}\n{machines}"
     figure.suptitle(title, fontsize=11)
 
 
 def plot(
-    panel: Any, found: Sequence[Series], values: dict[int, dict[int, float]], title: str, label: str
+    panel: Any,
+    all_series: Sequence[Series],
+    values: dict[int, dict[int, float]],
+    title: str,
+    label: str,
 ) -> None:
     """Draw a line for each series that has values, with a mark for each size in bytes."""
-    machines = list(dict.fromkeys(series.machine for series in found))
-    dtypes = list(dict.fromkeys(series.dtype for series in found))
-    others = sorted({series.way for series in found} - set(STYLES))
-    drawn = [series for series in found if id(series) in values]
+    machines = list(dict.fromkeys(series.machine for series in all_series))
+    dtypes = list(dict.fromkeys(series.dtype for series in all_series))
+    unknown_ways = sorted({series.way for series in all_series} - set(STYLES))
+    drawn = [series for series in all_series if id(series) in values]
     for series in drawn:
-        other = others.index(series.way) if series.way in others else 0
-        style = STYLES.get(series.way, (OTHER_COLOURS[other % len(OTHER_COLOURS)], "x"))
+        style_number = unknown_ways.index(series.way) if series.way in unknown_ways else 0
+        style = STYLES.get(series.way, (OTHER_COLOURS[style_number % len(OTHER_COLOURS)], "x"))
         names = [series.way]
         names += [series.machine] if len(machines) > 1 else []
         names += [series.dtype] if len(dtypes) > 1 else []
@@ -216,16 +222,18 @@ def size_axis(panel: Any, drawn: Sequence[Series]) -> None:
     """Label the measured sizes, with rows too if there is one dtype."""
     rows = {nbytes: count for series in drawn for nbytes, count in series.rows.items()}
     one_dtype = len({series.dtype for series in drawn}) == 1
-    kept: list[int] = []
+    tick_sizes: list[int] = []
     for nbytes in sorted(rows):  # matrices of one size in several dtypes differ by some rows
-        if not kept or nbytes > 1.1 * kept[-1]:
-            kept.append(nbytes)
-    names = [size_name(nbytes) for nbytes in kept]
+        if not tick_sizes or nbytes > 1.1 * tick_sizes[-1]:
+            tick_sizes.append(nbytes)
+    names = [size_name(nbytes) for nbytes in tick_sizes]
     if one_dtype:
-        names = [f"{name}\n{rows[nbytes]} rows" for name, nbytes in zip(names, kept, strict=True)]
+        names = [
+            f"{name}\n{rows[nbytes]} rows" for name, nbytes in zip(names, tick_sizes, strict=True)
+        ]
     panel.set_xscale("log", base=2)
     panel.xaxis.set_minor_locator(NullLocator())
-    panel.set_xticks(kept, names)
+    panel.set_xticks(tick_sizes, names)
 
 
 def size_name(size_bytes: int) -> str:

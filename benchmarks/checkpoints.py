@@ -33,10 +33,10 @@ def timed(ctx: Any, x: Any, repeats: int) -> Any:
     """Return the seconds of copies, then of checkpoints: one row a rank."""
     to = np.zeros_like(x)
 
-    def seconds(what: Any, *args: Any) -> float:
+    def seconds(compute: Any, *args: Any) -> float:
         ctx.barrier()
         start_s = time.perf_counter()
-        what(*args)
+        compute(*args)
         ctx.barrier()
         return time.perf_counter() - start_s
 
@@ -71,8 +71,10 @@ def main(sizes: Sequence[int], repeats: int, path: Path | None) -> None:
     ):
         for mib in sizes:
             times = measured(mib, repeats)
-            for name, each in times.items():
-                print(f"{mib:>5} MiB {name:>32}: median {median(each) * 1e3:9.3f} ms", flush=True)
+            for name, times_s in times.items():
+                print(
+                    f"{mib:>5} MiB {name:>32}: median {median(times_s) * 1e3:9.3f} ms", flush=True
+                )
             ratio = median(times[LATER]) / median(times[COPY])
             print(f"{mib:>5} MiB {'checkpoint / copy':>32}: {ratio:8.2f}", flush=True)
             rows.append({"state_mib": mib, "seconds": times, "checkpoint / copy": ratio})

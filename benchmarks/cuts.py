@@ -79,19 +79,21 @@ def _again(block: Any, number: int) -> Any:
     return block
 
 
-def wrong(x: Any) -> int:
+def count_wrong(x: Any) -> int:
     """Count the elements that differ from the input after a round trip."""
     shape = x.shape
 
     def back(ctx: Any, x: Any, keywords: dict[str, Any]) -> Any:
-        there = ctx.redistribute(x, **keywords)
+        redistributed = ctx.redistribute(x, **keywords)
         axes = keywords.get("axes")
-        whole = shape if axes is None else shape[::-1]
-        return ctx.redistribute(there, from_partition=keywords["partition"], axes=axes, shape=whole)
+        final_shape = shape if axes is None else shape[::-1]
+        return ctx.redistribute(
+            redistributed, from_partition=keywords["partition"], axes=axes, shape=final_shape
+        )
 
-    given = [keywords for keywords, _ in WAYS.values()]
-    made = [dask_p2p.spmd(back, x, keywords=k, ranks=x.numblocks[0]) for k in given]
-    return sum(int((y != x).sum().compute()) for y in made)
+    partitions = [keywords for keywords, _ in WAYS.values()]
+    results = [dask_p2p.spmd(back, x, keywords=k, ranks=x.numblocks[0]) for k in partitions]
+    return sum(int((y != x).sum().compute()) for y in results)
 
 
 @click.command(context_settings={"show_default": True})
@@ -113,18 +115,20 @@ def main(side: int, numbers: Sequence[int], rounds: int, repeats: int, path: Pat
             dask_p2p.register(client)
             rng = da.random.default_rng(0)
             x = client.persist(rng.random((side, side), chunks=(-(-side // number), side)))
-            if count := wrong(x):
+            if count := count_wrong(x):
                 raise click.ClickException(f"{count} elements are wrong")
             times: dict[str, list[float]] = {}
             for repeat in range(repeats + 1):
-                found = of_sections(x, rounds)
-                found[LAYER] = [layer_seconds(x, repeat * rounds + i) for i in range(rounds)]
+                section_times = of_sections(x, rounds)
+                section_times[LAYER] = [
+                    layer_seconds(x, repeat * rounds + i) for i in range(rounds)
+                ]
                 if find_spec("mpi4py") is not None:
                     for name, each_s in mpi_cut.seconds(side, number, rounds).items():
-                        found[f"mpi4py, {name}"] = [each_s]
-                for way, each in found.items():
+                        section_times[f"mpi4py, {name}"] = [each_s]
+                for way, times_s in section_times.items():
                     if repeat:
-                        times.setdefault(way, []).extend(each)
+                        times.setdefault(way, []).extend(times_s)
         for way, each in times.items():
             print(
                 f"{number} ranks {way:>32}: median {np.median(each) * 1e3:8.2f} ms, "

@@ -49,12 +49,12 @@ def commit() -> str | None:
 
 def _git(folder: str, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             ["git", "-C", folder, *arguments], capture_output=True, text=True, check=False
         )
     except OSError:
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return process.stdout.strip() or None if process.returncode == 0 else None
 
 
 def _gpus() -> tuple[list[str], str | None]:

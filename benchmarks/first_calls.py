@@ -77,11 +77,11 @@ def first_call(
         time.sleep(_SETTLE_S)
         client.run(processor_s)  # the second such call imports nothing
         before_s, main_s, start_s = client.run(processor_s), processor_s(), time.perf_counter()
-        made = call(x)
-        if made is not None:
-            made = client.persist(made)
-            wait(made)
-            assert {each.status for each in futures_of(made)} == {"finished"}
+        result = call(x)
+        if result is not None:
+            result = client.persist(result)
+            wait(result)
+            assert {future.status for future in futures_of(result)} == {"finished"}
         wall_s, main_s = time.perf_counter() - start_s, processor_s() - main_s
         after_s = client.run(processor_s)
         worker_s = fmean(after_s[address] - before_s[address] for address in after_s)
@@ -121,21 +121,21 @@ def main(
 ) -> None:
     """Time the first call on new clusters, by each way."""
     compileall.compile_dir(os.path.dirname(dask_p2p.__file__), quiet=1)
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    measurements: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for _ in range(repeats):
         for way in ways:
             with _kernels_of_their_own() if new_cache else nullcontext():
-                found[way].append(first_call(WAYS[way], workers, side, gpus))
-    for way, runs in found.items():
+                measurements[way].append(first_call(WAYS[way], workers, side, gpus))
+    for way, runs in measurements.items():
         columns = {name: sorted(run[name] * 1e3 for run in runs) for name in FIELDS}
         texts = (
             f"{name} {times[0]:7.1f} least, {times[len(times) // 2]:7.1f} median"
             for name, times in columns.items()
         )
         print(f"{way:>12}, ms: {'; '.join(texts)}", flush=True)
-    rows = [{"way": way, "times_s": runs} for way, runs in found.items()]
-    given = {"workers": workers, "side": side, "gpus": gpus, "new_cache": new_cache}
-    write(path, {**environment(), **given, "rows": rows})
+    rows = [{"way": way, "times_s": runs} for way, runs in measurements.items()]
+    parameters = {"workers": workers, "side": side, "gpus": gpus, "new_cache": new_cache}
+    write(path, {**environment(), **parameters, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -96,9 +96,9 @@ def _star_on_host(block: Any) -> Any:
 
 def stencil(x: Any, steps: int = _STEPS) -> Any:
     """Return the array after some steps, each one a `map_overlap`."""
-    given = {"depth": _RADIUS, "boundary": "periodic", "corners": False, "dtype": x.dtype}
+    options = {"depth": _RADIUS, "boundary": "periodic", "corners": False, "dtype": x.dtype}
     for _ in range(steps):
-        x = dask_p2p.map_overlap(star, x, **given)
+        x = dask_p2p.map_overlap(star, x, **options)
     return x
 
 
@@ -139,15 +139,16 @@ def compared(program: Callable[[Any], Any], x: Any, runs: int, hand: Any = None)
         kinds[HAND] = hand
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(runs + 1):  # the first one warms up
-        wanted = None
+        expected = None
         for kind, function in kinds.items():
             seconds, value = _timed(function, x)
             times[kind].append(seconds)
-            wanted = value if wanted is None else wanted
-            if abs(value - wanted) > _TOLERANCE * abs(wanted):
-                raise click.ClickException(f"{kind} returned the sum {value}, and not {wanted}")
+            expected = value if expected is None else expected
+            if abs(value - expected) > _TOLERANCE * abs(expected):
+                raise click.ClickException(f"{kind} returned the sum {value}, and not {expected}")
     return {
-        kind: {"median_s": median(each[1:]), "min_s": min(each[1:])} for kind, each in times.items()
+        kind: {"median_s": median(times_s[1:]), "min_s": min(times_s[1:])}
+        for kind, times_s in times.items()
     }
 
 
@@ -169,8 +170,8 @@ def call_s(program: Callable[[Any], Any], x: Any, calls: int) -> float:
     """Return the time of a call of a resident gang."""
 
     def with_corner(u: Any) -> Any:
-        made = program(u)
-        return made, made[(slice(1),) * made.ndim]
+        result = program(u)
+        return result, result[(slice(1),) * result.ndim]
 
     with dask_p2p.compile(with_corner, x).resident(x) as run:
         u = x
@@ -205,24 +206,24 @@ def main(
     """Measure programs by layers, as one gang, and as calls of a resident gang."""
     from distributed import Client
 
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     with dask_p2p.local_cluster(workers, gpus=not cpu) as cluster, Client(cluster):
         x = array((workers * size, size, size), workers, not cpu)
-        found[f"{_STEPS} x map_overlap, {size}^3"] = compared(stencil, x, runs)
+        results[f"{_STEPS} x map_overlap, {size}^3"] = compared(stencil, x, runs)
         x = array((cube,) * 3, workers, not cpu)
-        found[f"fftn, multiply, ifftn, {cube}^3"] = compared(spectral, x, runs, spectral_by_hand)
+        results[f"fftn, multiply, ifftn, {cube}^3"] = compared(spectral, x, runs, spectral_by_hand)
         x = array((workers * call, call, call), workers, not cpu)
         calls = {"x + 1": lambda u: u + 1, "map_overlap": lambda u: stencil(u, 1)}
-        found |= {
+        results |= {
             f"resident {name}, {call}^3": {"call_s": call_s(program, x, _CALLS)}
             for name, program in calls.items()
         }
         x = array((side, side), workers, not cpu)
-        found[f"resident transpose, {side}^2"] = {"call_s": call_s(dask_p2p.transpose, x, 30)}
-    for name, each in found.items():
-        text = ", ".join(f"{kind} {_milliseconds(value)}" for kind, value in each.items())
+        results[f"resident transpose, {side}^2"] = {"call_s": call_s(dask_p2p.transpose, x, 30)}
+    for name, figures in results.items():
+        text = ", ".join(f"{kind} {_milliseconds(value)}" for kind, value in figures.items())
         click.echo(f"{name}: {text}")
-    write(path, {**environment(), "workers": workers, "runs": runs, "results": found})
+    write(path, {**environment(), "workers": workers, "runs": runs, "results": results})
 
 
 def _milliseconds(value: Any) -> str:

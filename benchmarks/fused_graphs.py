@@ -145,8 +145,8 @@ def slabs(client: Any, workers: int, blocks: int, kib: int, seed: int) -> Any:
 
     count = workers * blocks
     n = max(1, isqrt(count * kib * 2**7) // count) * count
-    made = da.random.default_rng(seed).normal(size=(n, n), chunks=(n // count, n))
-    x = client.persist(made)
+    matrix = da.random.default_rng(seed).normal(size=(n, n), chunks=(n // count, n))
+    x = client.persist(matrix)
     wait(x)
     return x
 
@@ -181,10 +181,10 @@ def one_run(
     return spent_s, wall_s
 
 
-def _is_equal(got: Any, expected: Any, is_by_hand: bool) -> bool:
+def _is_equal(result: Any, expected: Any, is_by_hand: bool) -> bool:
     if is_by_hand:
-        return np.allclose(got, expected)
-    return bool(got.tobytes() == expected.tobytes())
+        return np.allclose(result, expected)
+    return bool(result.tobytes() == expected.tobytes())
 
 
 def builds_of(program: Callable[[Any], Any], x: Any) -> dict[str, tuple[Callable[..., Any], str]]:
@@ -215,16 +215,16 @@ def measured(client: Any, program: Callable[[Any], Any], inputs: Sequence[Any]) 
     """Return the seconds of each run by kind. The first input warms up, and is checked."""
     expected = program(inputs[0]).compute()
     builds = builds_of(program, inputs[0])
-    found: dict[str, Any] = {kind: {"cpu_s": [], "wall_s": []} for kind in builds}
+    seconds: dict[str, Any] = {kind: {"cpu_s": [], "wall_s": []} for kind in builds}
     for number, x in enumerate(inputs):
         for kind, (build, option) in builds.items():
             checked = None if number else expected
             run = partial(build, x)
             spent_s, wall_s = one_run(client, run, option, checked, kind == HAND)
             if number:
-                found[kind]["cpu_s"].append(spent_s)
-                found[kind]["wall_s"].append(wall_s)
-    return found
+                seconds[kind]["cpu_s"].append(spent_s)
+                seconds[kind]["wall_s"].append(wall_s)
+    return seconds
 
 
 def resident(program: Callable[[Any], Any], x: Any, repeats: int) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def resident(program: Callable[[Any], Any], x: Any, repeats: int) -> dict[str, A
     """
     from distributed import wait
 
-    found: dict[str, Any] = {"call_s": [], "fetched_s": [], "layers_s": []}
+    seconds: dict[str, Any] = {"call_s": [], "fetched_s": [], "layers_s": []}
     with dask_p2p.compile(program, x).resident(x) as run:
         u = run(x)
         if run.fetch(u).tobytes() != program(x).compute().tobytes():
@@ -244,15 +244,15 @@ def resident(program: Callable[[Any], Any], x: Any, repeats: int) -> dict[str, A
             for _ in range(_CALLS):
                 u = run(u)
             run.fetch(u)
-            found["call_s"].append((time.perf_counter() - start_s) / _CALLS)
+            seconds["call_s"].append((time.perf_counter() - start_s) / _CALLS)
             start_s = time.perf_counter()
             u = run(u)
             run.fetch(u)
-            found["fetched_s"].append(time.perf_counter() - start_s)
+            seconds["fetched_s"].append(time.perf_counter() - start_s)
             start_s = time.perf_counter()
             wait(program(x).persist())
-            found["layers_s"].append(time.perf_counter() - start_s)
-    return found
+            seconds["layers_s"].append(time.perf_counter() - start_s)
+    return seconds
 
 
 def residents(x: Any, repeats: int, **fields: int) -> list[dict[str, Any]]:
@@ -273,7 +273,10 @@ def residents(x: Any, repeats: int, **fields: int) -> list[dict[str, Any]]:
 
 def _print_memory(name: str, peak_bytes: dict[str, Any]) -> None:
     layers = median(peak_bytes[LAYERS])
-    kinds = [f"{kind} {median(of) / layers:5.2f} x" for kind, of in peak_bytes.items()]
+    kinds = [
+        f"{kind} {median(bytes_of_kind) / layers:5.2f} x"
+        for kind, bytes_of_kind in peak_bytes.items()
+    ]
     print(f"{name} memory: {layers / 2**20:8.1f} MiB, {', '.join(kinds)}")
 
 
@@ -312,11 +315,11 @@ def main(
                 row = {"program": name, "kib": kib, "blocks": count, "seconds": seconds}
                 for figure in ("cpu_s", "wall_s"):
                     kinds = [*seconds]
-                    layers, *others = (median(seconds[kind][figure]) for kind in kinds)
+                    layers, *other_medians = (median(seconds[kind][figure]) for kind in kinds)
                     times = f"layers {layers * 1e3:8.1f} ms"
-                    for kind, other in zip(kinds[1:], others, strict=True):
-                        row[f"{figure} layers / {kind}"] = ratio = layers / other
-                        times += f", {kind} {other * 1e3:8.1f} ms {ratio:5.2f} x"
+                    for kind, other_median in zip(kinds[1:], other_medians, strict=True):
+                        row[f"{figure} layers / {kind}"] = ratio = layers / other_median
+                        times += f", {kind} {other_median * 1e3:8.1f} ms {ratio:5.2f} x"
                     print(f"{kib:>5} KiB x {count} {name:>24} {figure:>6}: {times}")
                 if has_memory:
                     row["peak_bytes"] = memory = peaks(client, PROGRAMS[name], inputs)

@@ -45,11 +45,11 @@ def cost(way: str, tasks: int, edges: int, moved: float, stages: int) -> Cost:
 
 def simulated(blocks: int, workers: int) -> list[Cost]:
     """Return the cost of a transpose of `blocks` slabs by each way."""
-    from dask_p2p.plans import grouped, redistribution
+    from dask_p2p.plans import group_blocks, redistribution
 
     sizes = (1,) * blocks
     plan = redistribution((sizes, (blocks,)), (1, 0), (sizes, (blocks,)))
-    groups = len(grouped(plan, None, lambda: workers).chunks[0])
+    groups = len(group_blocks(plan, None, lambda: workers).chunks[0])
     elsewhere = 1 - 1 / workers
     costs = [
         cost("one pass", blocks, blocks**2, elsewhere, workers),
@@ -57,10 +57,10 @@ def simulated(blocks: int, workers: int) -> list[Cost]:
     ]
     for passes in (2, 3):
         # In each pass a task reads the blocks of one row of the previous grid.
-        each = ceil(blocks ** (1 / passes))
-        tasks, edges = passes * blocks, passes * blocks * each
-        way = f"{passes} passes of {each}"
-        costs.append(cost(way, tasks, edges, passes * elsewhere, passes * min(each, workers)))
+        branches = ceil(blocks ** (1 / passes))
+        tasks, edges = passes * blocks, passes * blocks * branches
+        way = f"{passes} passes of {branches}"
+        costs.append(cost(way, tasks, edges, passes * elsewhere, passes * min(branches, workers)))
     return costs
 
 
@@ -105,13 +105,16 @@ def simulate(blocks: int, workers: int, path: Path | None) -> None:
     """Count tasks and edges without data or a cluster."""
     costs = simulated(blocks, workers)
     print(f"{blocks} slabs -> {blocks} slabs on {workers} workers")
-    for found in costs:
+    for total in costs:
         print(
-            f"{found.way:>18}: {found.tasks:>7,} tasks, {found.edges:>11,} edges, scheduler "
-            f"{found.scheduler_s:8.1f} s, {found.scheduler_bytes / 1e9:7.2f} GB; moved "
-            f"{found.moved:.2f} times, in {found.stages} stages"
+            f"{total.way:>18}: {total.tasks:>7,} tasks, {total.edges:>11,} edges, scheduler "
+            f"{total.scheduler_s:8.1f} s, {total.scheduler_bytes / 1e9:7.2f} GB; moved "
+            f"{total.moved:.2f} times, in {total.stages} stages"
         )
-    write(path, {"blocks": blocks, "workers": workers, "rows": [asdict(found) for found in costs]})
+    write(
+        path,
+        {"blocks": blocks, "workers": workers, "rows": [asdict(total) for total in costs]},
+    )
 
 
 @main.command()

@@ -68,8 +68,10 @@ def pairwise(reader: int, ranks: int) -> list[int]:
 
 def left_right(reader: int, ranks: int) -> list[int]:
     """Read from the right and left neighbours, in order of distance."""
-    both = [(reader + sign * far) % ranks for far in range(1, ranks // 2 + 1) for sign in (1, -1)]
-    return list(dict.fromkeys(both))
+    readers = [
+        (reader + sign * far) % ranks for far in range(1, ranks // 2 + 1) for sign in (1, -1)
+    ]
+    return list(dict.fromkeys(readers))
 
 
 def two_levels(reader: int, ranks: int) -> list[int]:
@@ -116,7 +118,7 @@ class Links:
         self._interfaces = hosts * per_host
         self.gbs = np.repeat([NVLINK_GBS, gbs], [2 * self.ranks, 2 * self._interfaces])
 
-    def of(self, holders: Any, readers: Any) -> Any:
+    def of_pairs(self, holders: Any, readers: Any) -> Any:
         """Return the two links of each read: an array of shape (reads, 2)."""
         within = np.stack([holders, self.ranks + readers], axis=1)
         ends = np.stack([holders, readers + self._interfaces * self._sharing], axis=1)
@@ -126,7 +128,7 @@ class Links:
     def bound_s(self) -> float:
         """Return the lower bound for regions of 1 GB between all pairs of ranks."""
         holders, readers = np.divmod(np.arange(self.ranks**2), self.ranks)
-        used = self.of(holders, readers)[holders != readers]
+        used = self.of_pairs(holders, readers)[holders != readers]
         return float((np.bincount(used.ravel(), minlength=len(self.gbs)) / self.gbs).max())
 
     def shares_gbs(self, used: Any) -> Any:
@@ -146,10 +148,10 @@ class Links:
         return shares
 
 
-def queues(order: str, reader: int, ranks: int, beside: bool) -> list[deque[int]]:
+def queues(order: str, reader: int, ranks: int, is_concurrent: bool) -> list[deque[int]]:
     """Return the queues of sources that a reader works through concurrently."""
     ranked = ORDERS[order](reader, ranks)
-    if not beside:
+    if not is_concurrent:
         return [deque(ranked)]
     near = [rank for rank in ranked if is_near(rank, reader)]
     return [deque(rank for rank in ranked if not is_near(rank, reader)), deque(near)]
@@ -160,7 +162,7 @@ def is_near(holder: int, reader: int) -> bool:
     return holder // GPUS == reader // GPUS
 
 
-def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -> Found:
+def simulated(network: str, hosts: int, order: str, is_concurrent: bool, late: float) -> Found:
     """Simulate a transpose with a region of 1 GB between all pairs of ranks."""
     links = Links(hosts, network)
     ranks, bound_s = links.ranks, links.bound_s()
@@ -168,7 +170,7 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
     slots = [
         (rank, queue)
         for rank in range(ranks)
-        for queue in queues(order, rank, ranks, beside)
+        for queue in queues(order, rank, ranks, is_concurrent)
         for _ in range(OPEN_READS)
     ]
     readers = np.array([rank for rank, _ in slots])
@@ -190,16 +192,16 @@ def simulated(network: str, hosts: int, order: str, beside: bool, late: float) -
         reading = np.flatnonzero(holders >= 0)
         next_s = due_s[(holders < 0) & (due_s > time_s)].min(initial=np.inf)
         if not len(reading) and np.isinf(next_s):
-            return Found(network, hosts, order, beside, late, time_s / bound_s)
+            return Found(network, hosts, order, is_concurrent, late, time_s / bound_s)
         step_s = next_s - time_s
         if len(reading):
-            gbs = links.shares_gbs(links.of(holders[reading], readers[reading]))
+            gbs = links.shares_gbs(links.of_pairs(holders[reading], readers[reading]))
             step_s = min(step_s, max((left_gb[reading] / gbs).min(), grain_s))
             # A step may end a read too late; up to a grain of the excess counts for the next.
             left_gb[reading] -= gbs * step_s
         time_s += step_s
-        done = reading[left_gb[reading] <= 1e-9]
-        holders[done], due_s[done] = -1, time_s
+        finished = reading[left_gb[reading] <= 1e-9]
+        holders[finished], due_s[finished] = -1, time_s
 
 
 @click.command()
@@ -211,15 +213,15 @@ def main(
     hosts: tuple[int, ...], networks: tuple[str, ...], late: tuple[float, ...], path: Path | None
 ) -> None:
     """Compare orders on hosts of 8 GPUs without data or a cluster."""
-    found = []
+    simulations = []
     cases = product(networks or NETWORKS, hosts, late, (False, True))
-    for network, count, share, beside in cases:
-        row = [simulated(network, count, order, beside, share) for order in ORDERS]
-        found += row
+    for network, count, share, is_concurrent in cases:
+        row = [simulated(network, count, order, is_concurrent, share) for order in ORDERS]
+        simulations += row
         print(
             f"{network:<20} {count:>3} hosts, last reader {share:.0%} late, within the host "
-            f"{'concurrently' if beside else 'in turn'}: "
-            + ", ".join(f"{each.order} {each.bounds:.3f}" for each in row),
+            f"{'concurrently' if is_concurrent else 'in turn'}: "
+            + ", ".join(f"{simulation.order} {simulation.bounds:.3f}" for simulation in row),
             flush=True,
         )
     assumed = {
@@ -230,7 +232,7 @@ def main(
         "grain": GRAIN,
     }
     if path is not None:
-        rows = [asdict(each) for each in found]
+        rows = [asdict(simulation) for simulation in simulations]
         path.write_text(json.dumps({**assumed, "rows": rows}, indent=1) + "\n")
 
 

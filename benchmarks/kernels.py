@@ -152,17 +152,17 @@ def fill(cupy: Any, array: Any) -> None:
         flat[start : start + step] = (places * 2654435761 >> 13).astype("u1")
 
 
-def same(cupy: Any, one: Any, other: Any) -> bool:
+def same(cupy: Any, one: Any, candidate: Any) -> bool:
     """Compare bits, part by part along the first axis."""
     words = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
     kind = words.get(one.dtype.itemsize)
     if kind is None:  # 16 bytes: as two halves
         return all(
-            same(cupy, getattr(one, half), getattr(other, half)) for half in ("real", "imag")
+            same(cupy, getattr(one, half), getattr(candidate, half)) for half in ("real", "imag")
         )
     step = max(1, one.shape[0] // 16)
     return all(
-        bool((one.view(kind)[n : n + step] == other.view(kind)[n : n + step]).all())
+        bool((one.view(kind)[n : n + step] == candidate.view(kind)[n : n + step]).all())
         for n in range(0, one.shape[0], step)
     )
 

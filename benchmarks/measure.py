@@ -78,7 +78,7 @@ class Case:
         """
         return 0.0
 
-    def wrong(self, y: DaskArray) -> int:
+    def count_wrong(self, y: DaskArray) -> int:
         """Count the elements of a result that are not where they belong."""
         return int(count_wrong(y, self.shape, self.axes, self.kind, self.dtype).compute())
 
@@ -280,7 +280,7 @@ def _run_once(
             row["least_bytes"] = least_bytes(client, x, plan, y)
             row["least_anywhere_bytes"] = least_bytes(client, x, plan)
     if last and way.checked:
-        row["wrong"] = case.wrong(y)
+        row["wrong"] = case.count_wrong(y)
     del y  # the next run must neither reuse this result nor share memory with it
     time.sleep(_SETTLE_S)
 

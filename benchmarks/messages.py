@@ -33,18 +33,18 @@ _SIZES = (8, 1 << 20, 1 << 26)
 
 def timed(ctx: Any, size_bytes: int, rounds: int) -> Any:
     """Return a rank's seconds of each way."""
-    own, into = np.zeros(size_bytes // 8), np.zeros(size_bytes // 8)
-    other, options = 1 - ctx.rank, mpi_messages.rounds_of(size_bytes, rounds)
+    sent, into = np.zeros(size_bytes // 8), np.zeros(size_bytes // 8)
+    peer, options = 1 - ctx.rank, mpi_messages.rounds_of(size_bytes, rounds)
 
     def messages(value: Any, out: Any = None) -> float:
-        call = ping_pong(ctx.rank, lambda: ctx.send(value, other), lambda: ctx.recv(other, out=out))
+        call = ping_pong(ctx.rank, lambda: ctx.send(value, peer), lambda: ctx.recv(peer, out=out))
         return least_s(ctx.barrier, call, *options) / 2
 
-    found = [np.nan] * 3
+    seconds = [np.nan] * 3
     if ctx.size == 2:
         number = messages(0.5) if size_bytes == mpi_messages.NUMBER_BYTES else np.nan
-        found = [number, messages(own), messages(own, into)]
-    return np.array([*found, least_s(ctx.barrier, lambda: ctx.allreduce(own), *options)])
+        seconds = [number, messages(sent), messages(sent, into)]
+    return np.array([*seconds, least_s(ctx.barrier, lambda: ctx.allreduce(sent), *options)])
 
 
 def of_section(size_bytes: int, ranks: int, rounds: int) -> dict[str, float]:
@@ -52,19 +52,23 @@ def of_section(size_bytes: int, ranks: int, rounds: int) -> dict[str, float]:
     options: dict[str, Any] = {"size_bytes": size_bytes, "rounds": rounds, "ranks": ranks}
     y: Any = dask_p2p.spmd(timed, outputs=dask_p2p.PerRank(np.zeros(len(_WAYS))), **options)
     slowest = y.compute().max(axis=0).tolist()
-    return {way: own for way, own in zip(_WAYS, slowest, strict=True) if own == own}
+    return {
+        way: way_seconds
+        for way, way_seconds in zip(_WAYS, slowest, strict=True)
+        if way_seconds == way_seconds
+    }
 
 
 def in_turn(
     ways: dict[str, Callable[[], dict[str, float]]], repeats: int
 ) -> dict[str, dict[str, float]]:
     """Return the least seconds of each way by each program, whose runs alternate."""
-    found: dict[str, dict[str, float]] = {program: {} for program in ways}
+    results: dict[str, dict[str, float]] = {program: {} for program in ways}
     for _ in range(repeats):
         for program, measure in ways.items():
             for way, own_s in measure().items():
-                found[program][way] = min(own_s, found[program].get(way, own_s))
-    return found
+                results[program][way] = min(own_s, results[program].get(way, own_s))
+    return results
 
 
 @click.command(context_settings={"show_default": True})

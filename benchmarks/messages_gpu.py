@@ -48,7 +48,7 @@ class _Clock:
 
     def least_s(self, call: _Call) -> float:
         """Return the seconds of a call in the fastest round, after one that does not count."""
-        found = []
+        times_s = []
         for _ in range(self._rounds + 1):
             self._wait()
             self._ctx.barrier()
@@ -56,8 +56,8 @@ class _Clock:
             for _ in range(self._count):
                 call()
             self._wait()
-            found.append((time.perf_counter() - start_s) / self._count)
-        return min(found[1:], default=inf)
+            times_s.append((time.perf_counter() - start_s) / self._count)
+        return min(times_s[1:], default=inf)
 
 
 def timed(ctx: Any, like: Any, size_bytes: int, rounds: int) -> Any:
@@ -65,26 +65,26 @@ def timed(ctx: Any, like: Any, size_bytes: int, rounds: int) -> Any:
     module: Any = np
     if not isinstance(like, np.ndarray):
         import cupy as module  # type: ignore[no-redef]
-    other, found = 1 - ctx.rank, dict.fromkeys(_WAYS, np.nan)
-    own = module.full(size_bytes // 4, ctx.rank + 1, "f4")
-    into = module.zeros_like(own)
+    peer, seconds = 1 - ctx.rank, dict.fromkeys(_WAYS, np.nan)
+    sent = module.full(size_bytes // 4, ctx.rank + 1, "f4")
+    into = module.zeros_like(sent)
     clock = _Clock(ctx, module, rounds, 20 if size_bytes < 1 << 26 else 4)
     for way, out in ((NEW, None), (INTO, into)):
-        receive = partial(ctx.recv, other, out=out)
-        call = ping_pong(ctx.rank, lambda: ctx.send(own, other), receive)
-        found[way] = clock.least_s(call) / 2
-    _check(into, other + 1)
+        receive = partial(ctx.recv, peer, out=out)
+        call = ping_pong(ctx.rank, lambda: ctx.send(sent, peer), receive)
+        seconds[way] = clock.least_s(call) / 2
+    _check(into, peer + 1)
     with _plain_copy(ctx.rank, into) as copy:
         copy_s = clock.least_s(copy or (lambda: None))
-        found[COPY] = np.nan if ctx.rank == 0 and copy is None else copy_s
+        seconds[COPY] = np.nan if ctx.rank == 0 and copy is None else copy_s
     if size_bytes in _SUMMED:
-        found[ALLREDUCE] = clock.least_s(lambda: ctx.allreduce(own))
-        _check(ctx.allreduce(own), 3)
-        with _nccl_sum(ctx, own, into) as by_nccl:
+        seconds[ALLREDUCE] = clock.least_s(lambda: ctx.allreduce(sent))
+        _check(ctx.allreduce(sent), 3)
+        with _nccl_sum(ctx, sent, into) as by_nccl:
             if by_nccl is not None:
-                found[NCCL] = clock.least_s(by_nccl)
+                seconds[NCCL] = clock.least_s(by_nccl)
                 _check(into, 3)
-    return np.array([*found.values()])
+    return np.array([*seconds.values()])
 
 
 def _check(array: Any, value: float) -> None:
@@ -101,25 +101,25 @@ def _plain_copy(rank: int, into: Any) -> Iterator[_Call | None]:
     import cupy
 
     runtime, stream = cupy.cuda.runtime, cupy.cuda.get_current_stream()
-    own = runtime.getDevice()
-    other = next((n for n in range(runtime.getDeviceCount()) if n != own), None)
-    if other is None or not runtime.deviceCanAccessPeer(own, other):
+    device = runtime.getDevice()
+    peer_device = next((n for n in range(runtime.getDeviceCount()) if n != device), None)
+    if peer_device is None or not runtime.deviceCanAccessPeer(device, peer_device):
         yield None
         return
     with suppress(runtime.CUDARuntimeError):  # it is enabled already
-        runtime.deviceEnablePeerAccess(other)
-    with cupy.cuda.Device(other):
+        runtime.deviceEnablePeerAccess(peer_device)
+    with cupy.cuda.Device(peer_device):
         source = runtime.malloc(into.nbytes)
     try:
-        given = into.data.ptr, own, source, other, into.nbytes, stream.ptr
-        yield lambda: runtime.memcpyPeerAsync(*given)
+        copy_arguments = into.data.ptr, device, source, peer_device, into.nbytes, stream.ptr
+        yield lambda: runtime.memcpyPeerAsync(*copy_arguments)
         stream.synchronize()
     finally:
         runtime.free(source)
 
 
 @contextmanager
-def _nccl_sum(ctx: Any, own: Any, into: Any) -> Iterator[_Call | None]:
+def _nccl_sum(ctx: Any, sent: Any, into: Any) -> Iterator[_Call | None]:
     """Yield a sum of all ranks' arrays by NCCL; None without NCCL."""
     try:
         import cupy
@@ -127,17 +127,19 @@ def _nccl_sum(ctx: Any, own: Any, into: Any) -> Iterator[_Call | None]:
     except ImportError:
         yield None
         return
-    if isinstance(own, np.ndarray) or not nccl.available:
+    if isinstance(sent, np.ndarray) or not nccl.available:
         yield None
         return
     stream = cupy.cuda.get_current_stream()
-    made = nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)
+    communicator = nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)
     kinds = nccl.NCCL_FLOAT32, nccl.NCCL_SUM
     try:
-        yield lambda: made.allReduce(own.data.ptr, into.data.ptr, own.size, *kinds, stream.ptr)
+        yield lambda: communicator.allReduce(
+            sent.data.ptr, into.data.ptr, sent.size, *kinds, stream.ptr
+        )
         stream.synchronize()
     finally:
-        made.destroy()
+        communicator.destroy()
 
 
 def _times_of(x: Any, size_bytes: int, rounds: int) -> dict[str, float]:

@@ -32,13 +32,13 @@ def least_bytes(client: Any, x: DaskArray, plan: Plan, y: DaskArray = None) -> i
     readers = None if y is None else client.who_has(y)
     elements = 0
     for index, block in block_plans(plan):
-        held: Counter[str] = Counter()
+        held_bytes: Counter[str] = Counter()
         for piece in block.pieces:
             size = box_size(piece.src)
             elements += size
-            held.update(dict.fromkeys(holders[x.name, *block.sources[piece.source]], size))
-        makers = held if readers is None else readers[y.name, *index]
-        elements -= max((held[worker] for worker in makers), default=0)
+            held_bytes.update(dict.fromkeys(holders[x.name, *block.sources[piece.source]], size))
+        makers = held_bytes if readers is None else readers[y.name, *index]
+        elements -= max((held_bytes[worker] for worker in makers), default=0)
     return elements * int(x.dtype.itemsize)
 
 

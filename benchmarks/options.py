@@ -12,25 +12,25 @@ import click
 import numpy as np
 
 from dask_p2p import cli as _options
-from dask_p2p.backends.host import on_gpu
+from dask_p2p.backends.host import computes_on_gpu
 from dask_p2p.cli import ClusterSpec, connect, own_cluster
-from dask_p2p.geometry import normal_axes
+from dask_p2p.geometry import normalize_axes
 from dask_p2p.plugins.registration import workers_of
 
 _WORKERS_WAIT_S = 10
 
 
 def reader(
-    read: Callable[[str], Any], what: str, right: Callable[[Any], bool] = lambda value: True
+    read: Callable[[str], Any], description: str, right: Callable[[Any], bool] = lambda value: True
 ) -> Any:
-    """Return a click type that reads a valid value, or names `what` it expects."""
+    """Return a click type that reads a valid value, or names `description` it expects."""
 
     def convert(value: str) -> Any:
         with contextlib.suppress(ValueError, OverflowError):
             result = read(value)
             if right(result):
                 return result
-        raise click.BadParameter(f"{value!r}: give {what}")
+        raise click.BadParameter(f"{value!r}: give {description}")
 
     return convert
 
@@ -91,7 +91,7 @@ json_option = click.option(
 def order_of_axes(axes: tuple[int, ...] | None, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the permutation of ``--axes``, without negative numbers."""
     ndim = len(shape)
-    order = normal_axes(axes, ndim)
+    order = normalize_axes(axes, ndim)
     if order is None:
         raise click.BadParameter(
             f"give the {ndim} axes of the shape, {','.join(map(str, range(ndim)))}, in any order",
@@ -116,7 +116,7 @@ def choose_cluster(workers: int | None, cpu: bool, scheduler: str | None = None)
         raise click.UsageError("--workers and --cpu are for a cluster that is started here")
     with connect(scheduler) as client:
         client.wait_for_workers(1, timeout=_WORKERS_WAIT_S)
-        on_gpus = client.run(on_gpu)
+        on_gpus = client.run(computes_on_gpu)
         gpus = (*on_gpus,) if all(on_gpus.values()) else ()
         return AnyClusterSpec(len(on_gpus), gpus, None, _free_bytes(client, bool(gpus)), scheduler)
 

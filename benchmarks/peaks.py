@@ -23,7 +23,7 @@ def peak_bytes(client: Any, run: Callable[[], object]) -> int:
     start_bytes = client.run(_reset)
     run()
     peaks = client.run(_resident_bytes, "VmHWM")
-    return int(sum(peaks[each] - start_bytes[each] for each in start_bytes))
+    return int(sum(peaks[pid] - start_bytes[pid] for pid in start_bytes))
 
 
 def _reset() -> int:
@@ -35,5 +35,9 @@ def _reset() -> int:
 
 
 def _resident_bytes(name: str) -> int:
-    line = next(each for each in _STATUS.read_text().splitlines() if each.startswith(name))
+    line = next(
+        status_line
+        for status_line in _STATUS.read_text().splitlines()
+        if status_line.startswith(name)
+    )
     return int(line.split()[1]) * 2**10

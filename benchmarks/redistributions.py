@@ -25,7 +25,7 @@ import dask.array as da
 import numpy as np
 
 import dask_p2p
-from benchmarks.finished import done
+from benchmarks.finished import with_finished_kernels
 from benchmarks.measure import Case, Measured, Row, Way, no_op
 from benchmarks.options import AnyClusterSpec, choose_cluster, commit_option, json_option
 from benchmarks.report import NO_OP, Report
@@ -43,7 +43,7 @@ from benchmarks.tables import (
 from benchmarks.transforms import DASK, Spectrum, transforms
 from dask_p2p.cli import COUNT, check_fits, one_line_errors
 from dask_p2p.geometry import split_evenly
-from dask_p2p.plans import Plan, halo_plan
+from dask_p2p.plans import Plan, plan_halo
 
 _CPU_MEGABYTES = (50, 800)
 _GPU_MEGABYTES = (17180,)  # 16 GiB
@@ -63,12 +63,12 @@ class Redistribution(Case):
 
     def ways(self, on_gpus: bool) -> dict[str, Way]:
         """Return the ways to measure, by name; Dask's p2p fails on GPUs."""
-        ours = Way(partial(dask_p2p.transpose, chunks=self.after), required=True)
-        ways = {OURS: ours, NO_OP: Way(no_op, checked=False)}
+        p2p_way = Way(partial(dask_p2p.transpose, chunks=self.after), required=True)
+        ways = {OURS: p2p_way, NO_OP: Way(no_op, checked=False)}
         if on_gpus:
             tasks = partial(self._dask, "tasks")
             return ways | {
-                f"{DASK}tasks": Way(lambda x, axes: done(tasks(x, axes))),
+                f"{DASK}tasks": Way(lambda x, axes: with_finished_kernels(tasks(x, axes))),
                 f"{TOO_EARLY}tasks": Way(tasks),
             }
         methods = ("tasks", "p2p")
@@ -107,16 +107,16 @@ class Stencil(Case):
         return map_overlap(function, x, meta=x._meta, **options)
 
     def _dask(self, x: Any, axes: Any) -> Any:
-        # `done` is unnecessary: the function waits for its kernel.
+        # `with_finished_kernels` is unnecessary: the function waits for its kernel.
         return self.mapped(da.map_overlap, x, axes, chunks=x.chunks, allow_rechunk=False)
 
     def plan(self, y: Any) -> Plan:
         """Return the plan of a star's halo, which has no corners."""
         ndim = len(self.shape)
         depth = ((self.depth, self.depth),) * ndim
-        return halo_plan(self.chunks, depth, ("periodic",) * ndim, has_corners=False)
+        return plan_halo(self.chunks, depth, ("periodic",) * ndim, has_corners=False)
 
-    def wrong(self, y: Any) -> int:
+    def count_wrong(self, y: Any) -> int:
         """Count the elements that differ from Dask's."""
         return int((y != self._dask(self.make(), self.axes)).sum().compute())
 
@@ -145,8 +145,8 @@ def star(block: Any, depth: int) -> Any:
         out = block[tuple(inner)].copy()
         for axis, length in enumerate(block.shape):
             for start in (start for start in range(2 * depth + 1) if start != depth):
-                beside = slice(start, length - 2 * depth + start)
-                out += block[(*inner[:axis], beside, *inner[axis + 1 :])]
+                window = slice(start, length - 2 * depth + start)
+                out += block[(*inner[:axis], window, *inner[axis + 1 :])]
         return out
     import cupy  # blocks of three axes, in C order
 
@@ -214,8 +214,8 @@ def fixed_cases(workers: int, kind: str) -> Iterator[AnyCase]:
     yield Stencil((224,) * 3, box, (0, 1, 2), f8, kind, "25-point map_overlap", 4, 3.0)
 
 
-def _multiple(length: float, of: int) -> int:
-    return max(of, round(length / of) * of)
+def _multiple(length: float, divisor: int) -> int:
+    return max(divisor, round(length / divisor) * divisor)
 
 
 def _shifted(sizes: Sequence[int], share: float) -> tuple[int, ...]:
@@ -227,50 +227,50 @@ def _shifted(sizes: Sequence[int], share: float) -> tuple[int, ...]:
 def judged(rows: Sequence[Row], case: AnyCase, workers: int) -> None:
     """Add the goals to this package's row, and its measured ratios."""
     ways = {row["way"]: row for row in rows if "failed" not in row}
-    ours = ways[OURS]
+    p2p_way = ways[OURS]
     dask_s = [row["median_s"] for way, row in ways.items() if way.startswith(DASK)]
-    ours["reach"] = case.reach
-    ours["faster_by"] = min(dask_s) / ours["median_s"] if dask_s else None
+    p2p_way["reach"] = case.reach
+    p2p_way["faster_by"] = min(dask_s) / p2p_way["median_s"] if dask_s else None
     if mpi_fftn.WAY in ways:
-        ours["to_mpi"] = ours["median_s"] / ways[mpi_fftn.WAY]["median_s"]
+        p2p_way["to_mpi"] = p2p_way["median_s"] / ways[mpi_fftn.WAY]["median_s"]
     if case.kind == "cupy":
-        link_s = ours["moved_bytes"] / workers / _LINK_GBS / 1e9
+        link_s = p2p_way["moved_bytes"] / workers / _LINK_GBS / 1e9
         floor_s = ways[FUNCTION if FUNCTION in ways else NO_OP]["median_s"]
-        ours["budget_s"] = floor_s + link_s + _SLACK_S
+        p2p_way["budget_s"] = floor_s + link_s + _SLACK_S
 
 
 def _summary(measured: Measured) -> Any:
     """Return a table with one line for each array."""
-    made = table("case", "MB", "ms", "budget", "faster by", "reach", "CPU s", "moved", "least")
+    summary = table("case", "MB", "ms", "budget", "faster by", "reach", "CPU s", "moved", "least")
     for case, rows in measured.items():
-        ours = next((row for row in rows if "reach" in row), None)
-        if ours is None:
+        p2p_row = next((row for row in rows if "reach" in row), None)
+        if p2p_row is None:
             continue
-        budget_s, faster, size = ours.get("budget_s"), ours["faster_by"], case.size_bytes
-        made.add_row(
+        budget_s, faster, size = p2p_row.get("budget_s"), p2p_row["faster_by"], case.size_bytes
+        summary.add_row(
             case.name,
             f"{size / 1e6:.0f}",
-            f"{ours['median_s'] * 1e3:.1f}",
+            f"{p2p_row['median_s'] * 1e3:.1f}",
             f"{budget_s * 1e3:.1f}" if budget_s else "",
             f"{faster:.2f}" if faster else "",
-            f"{ours['reach']:g}",
+            f"{p2p_row['reach']:g}",
             " / ".join(f"{median(row['cpu_s']):.2f}" for row in rows if "cpu_s" in row),
-            f"{ours['moved_bytes'] / size:.2%}",
-            f"{ours['least_anywhere_bytes'] / size:.2%}",
+            f"{p2p_row['moved_bytes'] / size:.2%}",
+            f"{p2p_row['least_anywhere_bytes'] / size:.2%}",
         )
-    return made
+    return summary
 
 
-def is_wanted(case: AnyCase, wanted: Sequence[str], spec: AnyClusterSpec) -> bool:
+def is_wanted(case: AnyCase, patterns: Sequence[str], spec: AnyClusterSpec) -> bool:
     """Return true if the name has a wanted part or, with no wanted parts, if the array fits."""
-    if wanted:
-        return any(part in case.name for part in wanted)
+    if patterns:
+        return any(part in case.name for part in patterns)
     return not isinstance(case, Spectrum) or case.is_usual(spec.memory_bytes)
 
 
 @click.command(context_settings={"show_default": True})
 @click.option(
-    "--case", "wanted", multiple=True, help="Part of a name; repeatable.  [default: all that fit]"
+    "--case", "patterns", multiple=True, help="Part of a name; repeatable.  [default: all that fit]"
 )
 @click.option(
     "--megabytes",
@@ -285,7 +285,7 @@ def is_wanted(case: AnyCase, wanted: Sequence[str], spec: AnyClusterSpec) -> boo
 @commit_option
 @json_option
 def main(
-    wanted: Sequence[str],
+    patterns: Sequence[str],
     megabytes: Sequence[int],
     repeats: int,
     first: bool,
@@ -303,7 +303,7 @@ def main(
         sizes = megabytes or (_GPU_MEGABYTES if gpus else _CPU_MEGABYTES)
         every: list[AnyCase] = [*fixed_cases(spec.workers, spec.kind)]
         every[:0] = (c for size in sizes for c in scaled_cases(size, spec.workers, spec.kind))
-        cases = [case for case in every if is_wanted(case, wanted, spec)]
+        cases = [case for case in every if is_wanted(case, patterns, spec)]
         if not cases:
             names = ", ".join(dict.fromkeys(case.name for case in every))
             raise click.BadParameter(f"no case has this name; choose {names}", param_hint="--case")

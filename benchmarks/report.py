@@ -111,8 +111,12 @@ class Report:
                         started(client)
                         step = bar.enter_context(progress(steps, doing))
                     for case, some in ways.items():
-                        here = {n: way for n, way in some.items() if way.protocol == protocol}
-                        rows = compare(client, here, case, self.repeats, step, anew=anew)
+                        ways_of_protocol = {
+                            n: way for n, way in some.items() if way.protocol == protocol
+                        }
+                        rows = compare(
+                            client, ways_of_protocol, case, self.repeats, step, anew=anew
+                        )
                         self.measured[case] += rows
                         self._save()
 
@@ -191,8 +195,8 @@ def slabs(
     check_fits(spec, shape, dtype, axes, hint)
     if spec.gpus and (dtype.char in "gG" or not dtype.isnative):
         raise click.BadParameter(f"CuPy has no dtype {dtype}", param_hint="--dtype")
-    rest = ((length,) for length in shape[1:])
-    return Case(shape, (split_evenly(shape[0], spec.workers), *rest), axes, dtype, spec.kind)
+    whole_axes = ((length,) for length in shape[1:])
+    return Case(shape, (split_evenly(shape[0], spec.workers), *whole_axes), axes, dtype, spec.kind)
 
 
 def even_cases(
@@ -206,11 +210,11 @@ def even_cases(
     cases: list[Case] = []
     for dtype in dict.fromkeys(dtypes):
         sides = [rows_of(size_bytes, dtype.itemsize) for size_bytes in all_bytes]
-        wanted = {*shapes, *((side, side) for side in sides)}
+        requested_shapes = {*shapes, *((side, side) for side in sides)}
         side = default_side(spec, dtype.itemsize)
         cases += (
             slabs(spec, shape, dtype, order_of_axes(axes, shape), "--shape")
-            for shape in sorted(wanted, key=prod) or [(side, side)]
+            for shape in sorted(requested_shapes, key=prod) or [(side, side)]
         )
     return cases
 
@@ -266,8 +270,10 @@ def ways_on(
         NO_OP: Way(no_op, required=True, checked=False),
     }
     if variants:
-        other = "ucx" if spec.gpus else "comm"
-        ways[f"{OURS}, {other}"] = Way(p2p_with({"p2p.transports.order": [other]}))
+        fallback_protocol = "ucx" if spec.gpus else "comm"
+        ways[f"{OURS}, {fallback_protocol}"] = Way(
+            p2p_with({"p2p.transports.order": [fallback_protocol]})
+        )
         for name, size in _STAGING.items() if spec.gpus else ():
             ways[f"{OURS}, {name}"] = Way(p2p_with({"p2p.transports.ipc.staging-bytes": size}))
     if rivals:
@@ -306,10 +312,10 @@ def _without_dask(
     command += [word for size in sizes for word in ("--size", str(size))]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "rows.json")
-        done = subprocess.run(
+        process = subprocess.run(
             [*command, "--json", str(path)], cwd=_ROOT, stdout=subprocess.DEVNULL, check=False
         )
         if path.exists():
             return list(json.loads(path.read_text("utf-8")))
-    reason = f"python -m benchmarks.rivals ended with {done.returncode}"
+    reason = f"python -m benchmarks.rivals ended with {process.returncode}"
     return [{"way": "rivals", "size": size, "dtype": dtype, "failed": reason} for size in sizes]

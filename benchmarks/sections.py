@@ -52,8 +52,8 @@ def least_of(client: Any, x: Any, steps: int) -> float:
     """Return the seconds of a step in the fastest consecutive steps of `iterate`."""
     client.run(least_noted)
     seconds(partial(iterated, step=noted), x, steps)
-    found: dict[str, float] = client.run(least_noted)
-    return max(found.values())
+    least_by_worker: dict[str, float] = client.run(least_noted)
+    return max(least_by_worker.values())
 
 
 def layers(map_overlap: Callable[..., Any], x: Any, steps: int) -> Any:
@@ -87,15 +87,15 @@ def counts(side: int) -> tuple[int, int]:
 def ways(client: Any, x: Any) -> dict[str, Callable[[], float]]:
     """Return by way a function that measures the seconds of a step."""
     workers, side = x.numblocks[0], x.shape[1]
-    steps, few = counts(side)
+    steps, few_steps = counts(side)
 
-    def of_many(make: Callable[[Any, int], Any], many: int) -> float:
-        return (seconds(make, x, many + 1) - seconds(make, x, 1)) / many
+    def of_many(make: Callable[[Any, int], Any], step_count: int) -> float:
+        return (seconds(make, x, step_count + 1) - seconds(make, x, 1)) / step_count
 
     def of_layers(map_overlap: Callable[..., Any]) -> float:
-        return seconds(partial(layers, map_overlap), x, few) / few
+        return seconds(partial(layers, map_overlap), x, few_steps) / few_steps
 
-    found: dict[str, Callable[[], float]] = {
+    measurements: dict[str, Callable[[], float]] = {
         OURS: partial(of_many, iterated, steps),
         OURS + LEAST: partial(least_of, client, x, steps),
         FIXED: partial(seconds, iterated, x, 1),
@@ -105,33 +105,39 @@ def ways(client: Any, x: Any) -> dict[str, Callable[[], float]]:
     }
     if find_spec("mpi4py") is not None:
         run = partial(mpi_stencil.seconds, side, workers, steps)
-        for suffix, of in (("", "seconds"), (LEAST, "least_s")):
-            found[MPI + suffix] = partial(run, of=of)
-            found[KERNEL + suffix] = partial(run, exchanges=False, of=of)
-    return found
+        for suffix, figure in (("", "seconds"), (LEAST, "least_s")):
+            measurements[MPI + suffix] = partial(run, of=figure)
+            measurements[KERNEL + suffix] = partial(run, exchanges=False, of=figure)
+    return measurements
 
 
-def wrong(x: Any) -> int:
+def count_wrong(x: Any) -> int:
     """Count the elements that differ from NumPy's result for the whole array."""
-    whole = x.compute()
+    values = x.compute()
     for _ in range(3):
-        halo_array = np.pad(whole, 1, "wrap")
-        five_points(halo_array, whole)
-    return int((iterated(x, 3).compute() != whole).sum())
+        halo_array = np.pad(values, 1, "wrap")
+        five_points(halo_array, values)
+    return int((iterated(x, 3).compute() != values).sum())
 
 
 def ratios(times: dict[str, list[float]]) -> dict[str, float]:
     """Return ratios of the medians, this package against the other ways."""
-    of = {way: median(each) for way, each in times.items()}
-    found = {f"{way} / ours": of[way] / of[OURS] for way in (OUR_LAYERS, DASK_LAYERS)}
-    found |= {f"ours / {way}": of[OURS] / of[way] for way in (MPI, KERNEL) if way in of}
-    return found | {"one step / one layer": of[FIXED] / of[OUR_LAYER]}
+    medians = {way: median(times_s) for way, times_s in times.items()}
+    quotients = {f"{way} / ours": medians[way] / medians[OURS] for way in (OUR_LAYERS, DASK_LAYERS)}
+    quotients |= {
+        f"ours / {way}": medians[OURS] / medians[way] for way in (MPI, KERNEL) if way in medians
+    }
+    return quotients | {"one step / one layer": medians[FIXED] / medians[OUR_LAYER]}
 
 
 def exchanges(times: dict[str, list[float]]) -> dict[str, float]:
     """Return the seconds of an exchange: the time of consecutive steps less the kernel's."""
-    of = {way: min(times[way + LEAST]) for way in (OURS, MPI, KERNEL) if way + LEAST in times}
-    return {way: of[way] - of[KERNEL] for way in of if way != KERNEL and KERNEL in of}
+    least_s = {way: min(times[way + LEAST]) for way in (OURS, MPI, KERNEL) if way + LEAST in times}
+    return {
+        way: least_s[way] - least_s[KERNEL]
+        for way in least_s
+        if way != KERNEL and KERNEL in least_s
+    }
 
 
 @click.command(context_settings={"show_default": True})
@@ -154,7 +160,7 @@ def main(sides: Sequence[int], workers: int, repeats: int, path: Path | None) ->
         for side in sides:
             shape, rng = (side * workers, side), da.random.default_rng(0)
             x = client.persist(rng.random(shape, chunks=(side, side)))
-            if count := wrong(x):
+            if count := count_wrong(x):
                 raise click.ClickException(f"{count} elements are wrong")
             measured = ways(client, x)
             times: dict[str, list[float]] = {way: [] for way in measured}
@@ -163,10 +169,10 @@ def main(sides: Sequence[int], workers: int, repeats: int, path: Path | None) ->
                     step_s = measure()
                     if repeat:
                         times[way].append(step_s)
-            for way, each in times.items():
+            for way, times_s in times.items():
                 print(
-                    f"{side:>5} {way:>32}: median {median(each) * 1e3:9.3f} ms, "
-                    f"least {min(each) * 1e3:9.3f} ms",
+                    f"{side:>5} {way:>32}: median {median(times_s) * 1e3:9.3f} ms, "
+                    f"least {min(times_s) * 1e3:9.3f} ms",
                     flush=True,
                 )
             rows.append({"side": side, "step_s": times, "ratios": ratios(times)})

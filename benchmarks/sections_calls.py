@@ -32,12 +32,12 @@ _CALLS = 8  # consecutive transforms or transposes in a section
 _POLL_S = 0.01
 
 
-def attempt(what: str, measure: Callable[[], Any]) -> Any:
+def attempt(description: str, measure: Callable[[], Any]) -> Any:
     """Return the measurement; after a failure, print its reason and return None."""
     try:
         return measure()
     except Exception as exc:
-        print(f"{what} failed: {type(exc).__name__}: {str(exc)[:500]}", flush=True)
+        print(f"{description} failed: {type(exc).__name__}: {str(exc)[:500]}", flush=True)
         return None
 
 
@@ -88,17 +88,17 @@ def _rounds(ctx: Any, x: Any, call: Callable[[], Any], rounds: int) -> Any:
     """Return the slowest rank's seconds of a call in each round."""
     times = []
     for _ in range(rounds):
-        _done(x)
+        wait_for_kernels(x)
         ctx.barrier()
         start_s = time.perf_counter()
         for _ in range(_CALLS):
             call()
-        _done(x)
+        wait_for_kernels(x)
         times.append(ctx.allreduce((time.perf_counter() - start_s) / _CALLS, "max"))
     return np.array(times)
 
 
-def _done(array: Any) -> None:
+def wait_for_kernels(array: Any) -> None:
     """Wait for the rank's stream, if arrays are on a GPU."""
     if not isinstance(array, np.ndarray):
         import cupy
@@ -125,9 +125,9 @@ def transposes_of(
         y, times = client.persist(
             dask_p2p.spmd(transposed, x, per_rank=per_rank, exchange=exchange, **spread)
         )
-        found = client.compute(times).result(timeout=timeout_s)
+        rank_times = client.compute(times).result(timeout=timeout_s)
         checked(y)
-        return [float(each) for each in found.max(axis=0)[1:]]
+        return [float(time_s) for time_s in rank_times.max(axis=0)[1:]]
 
     def as_layer() -> list[float]:
         y = dask_p2p.transpose(x)
@@ -146,10 +146,10 @@ def transformed(
     ctx: Any, x: Any, is_real: bool, shape: Any, partitions: Any, rounds: int
 ) -> tuple[float, Any]:
     """Return an array's error after a round trip, and the seconds of a call in each round."""
-    there, back = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
+    forward, inverse = (ctx.rfftn, ctx.irfftn) if is_real else (ctx.fftn, ctx.ifftn)
     before, after = partitions
-    transform = partial(there, x, partition=after, from_partition=before, shape=shape)
-    error = abs(back(transform(), partition=before, from_partition=after, shape=shape) - x).max()
+    transform = partial(forward, x, partition=after, from_partition=before, shape=shape)
+    error = abs(inverse(transform(), partition=before, from_partition=after, shape=shape) - x).max()
     return float(error), _rounds(ctx, x, transform, rounds)
 
 
@@ -170,25 +170,25 @@ def transforms_of(
             import cupy
 
             x = x.map_blocks(cupy.asarray)
-        given: dict[str, Any] = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
-        given |= {"partition": partitions[0], "partitions": partitions, "ranks": workers}
+        parameters: dict[str, Any] = {"is_real": is_real, "shape": shape, "rounds": repeats + 1}
+        parameters |= {"partition": partitions[0], "partitions": partitions, "ranks": workers}
         per_rank = [0.0, np.zeros(repeats + 1)]
         of_ranks = dask_p2p.spmd(
-            transformed, client.persist(x), outputs=0, per_rank=per_rank, **given
+            transformed, client.persist(x), outputs=0, per_rank=per_rank, **parameters
         )
-        found = client.compute(list(of_ranks))
-        error, times = (each.result(timeout=timeout_s) for each in found)
+        futures = client.compute(list(of_ranks))
+        error, times = (future.result(timeout=timeout_s) for future in futures)
         if not error.max() < _TOLERANCE:
             raise RuntimeError(f"values differ by {error.max():g} after a round trip")
-        return [float(each) for each in times.max(axis=0)[1:]]
+        return [float(time_s) for time_s in times.max(axis=0)[1:]]
 
     slabs, pencils = ((0,), (1,)), ((0, 1), (1, 2))
     ways: dict[str, Callable[[], list[float]]]
     ways = {way: partial(seconds, real, (workers, 1, 1), slabs) for way, real in REAL.items()}
     if workers > 2 and workers % 2 == 0:
         for way, real in REAL.items():
-            given = real, (workers // 2, 2, 1), pencils
-            ways[f"{way}, {PENCILS}"] = partial(seconds, *given)
+            arguments = real, (workers // 2, 2, 1), pencils
+            ways[f"{way}, {PENCILS}"] = partial(seconds, *arguments)
     return _attempted(shape_text(shape), ways)
 
 

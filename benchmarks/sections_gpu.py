@@ -8,8 +8,10 @@
 
 The wave is a 25-point stencil in float32 on one cube a GPU, with a periodic boundary. The halo lies
 along the first axis; along the others the kernel wraps around. The time of a step of `iterate` is
-the difference between many steps and one, divided by the number of steps. The kernel alone runs in
-a worker, on memory of the same layout, without an exchange. Values are first compared with NumPy's.
+the difference between a long run and a run of 10 steps, divided by the number of steps between
+them: both contain the start of the section, and the checks of its first steps. The kernel alone
+runs in a worker, on memory of the same layout, without an exchange. Values are first compared with
+NumPy's.
 
 Transposes are of float32 squares in slabs of rows, one a worker. `Context.redistribute` makes them
 in a section, in each order of exchange, in several consecutive calls without a wait between them.
@@ -66,6 +68,7 @@ SECONDS_OF = {
 }  # fmt: skip
 _CHECKED = 16  # side of the cubes that are compared with NumPy's result
 _TOLERANCE = 1e-4
+_FIRST_STEPS = 10  # of each timed run; the first steps of a section have checks
 _Extent: TypeAlias = tuple[str, int | str]  # a kind of size, and the size
 _AT_ONCE = 5  # arrays of the transposed one's size in memory, divided among the workers
 
@@ -92,17 +95,17 @@ def iterated(x: Any, steps: int, **options: Any) -> Any:
     return dask_p2p.iterate(wave, (x, x), depths, steps, checkpoint_every=None, **options)[0]
 
 
-def wrong(workers: int, is_on_gpu: bool, timeout_s: float) -> float:
+def largest_error(workers: int, is_on_gpu: bool, timeout_s: float) -> float:
     """Return the largest difference from NumPy after some steps, also captured ones."""
     from distributed import get_client
 
     x = field(_CHECKED, workers, is_on_gpu)
-    each = [iterated(x, 20), iterated(x, 20, capture=True), x]
+    arrays = [iterated(x, 20), iterated(x, 20, capture=True), x]
     client = get_client()
     if is_on_gpu:
-        each = [y.map_blocks(_on_host, meta=np.empty((0, 0, 0), "f4")) for y in each]
-    *found, whole = (y.result(timeout=timeout_s) for y in client.compute(each))
-    return float(abs(np.array(found) - reference(whole, whole, 20)).max())
+        arrays = [y.map_blocks(_on_host, meta=np.empty((0, 0, 0), "f4")) for y in arrays]
+    *results, start = (y.result(timeout=timeout_s) for y in client.compute(arrays))
+    return float(abs(np.array(results) - reference(start, start, 20)).max())
 
 
 def _on_host(block: Any) -> Any:
@@ -131,10 +134,11 @@ def kernel_alone(size: int, steps: int, is_on_gpu: bool) -> float:
     return run(steps) / steps
 
 
-def ours(x: Any, steps: int, timeout_s: float, **options: Any) -> float:
+def step_s(x: Any, steps: int, timeout_s: float, **options: Any) -> float:
     """Return the seconds of a step by `iterate`."""
-    many, one = (computed(iterated(x, n, **options), timeout_s) for n in (steps + 1, 1))
-    return (many - one) / steps
+    counts = steps + _FIRST_STEPS, _FIRST_STEPS
+    long_s, short_s = (computed(iterated(x, count, **options), timeout_s) for count in counts)
+    return (long_s - short_s) / steps
 
 
 def times_of(
@@ -145,35 +149,35 @@ def times_of(
     x = client.persist(field(size, len(workers), is_on_gpu))
 
     def alone() -> float:
-        given = size, steps, is_on_gpu
-        future = client.submit(kernel_alone, *given, workers=workers[:1], pure=False)
-        found: float = future.result(timeout=timeout_s)
-        return found
+        arguments = size, steps, is_on_gpu
+        future = client.submit(kernel_alone, *arguments, workers=workers[:1], pure=False)
+        seconds: float = future.result(timeout=timeout_s)
+        return seconds
 
     ways: dict[str, Callable[[], float]] = {
         KERNEL: alone,
-        OURS: partial(ours, x, steps, timeout_s),
-        NO_OVERLAP: partial(ours, x, steps, timeout_s, overlap=False),
-        CAPTURED: partial(ours, x, steps, timeout_s, capture=True),
+        OURS: partial(step_s, x, steps, timeout_s),
+        NO_OVERLAP: partial(step_s, x, steps, timeout_s, overlap=False),
+        CAPTURED: partial(step_s, x, steps, timeout_s, capture=True),
     }
     times: dict[str, list[float]] = {way: [] for way in ways}
     for repeat in range(repeats + 1):
         for way in [way for way in ways if way in times]:
-            found = attempt(f"{size} {way}", ways[way])
-            if found is None:
+            seconds = attempt(f"{size} {way}", ways[way])
+            if seconds is None:
                 del times[way]
             elif repeat:
-                times[way].append(found)
+                times[way].append(seconds)
     return times
 
 
 def by_jax(module: str, *arguments: object, timeout_s: float) -> list[float]:
     """Return the seconds measured by one of the JAX programs in its own process."""
-    said = run_program(module, *arguments, timeout_s=timeout_s)
-    if said.get("wrong"):
-        raise RuntimeError(f"{said['wrong']} elements are wrong")
-    found: list[float] = said["times_s"]
-    return found
+    report = run_program(module, *arguments, timeout_s=timeout_s)
+    if report.get("wrong"):
+        raise RuntimeError(f"{report['wrong']} elements are wrong")
+    times_s: list[float] = report["times_s"]
+    return times_s
 
 
 @dataclass
@@ -186,10 +190,10 @@ class Results:
 
     def add(self, kind: str, size: int | str, times: dict[str, list[float]]) -> None:
         """Add the seconds of some ways for a kind of size."""
-        for way, each in times.items():
-            print(f"{kind} {size:>6} {way:>34}: {median(each) * 1e3:9.4f} ms", flush=True)
+        for way, times_s in times.items():
+            print(f"{kind} {size:>6} {way:>34}: {median(times_s) * 1e3:9.4f} ms", flush=True)
         self.rows.setdefault((kind, size), {}).update(times)
-        shown = [{of: n, SECONDS_OF[of]: each} for (of, n), each in self.rows.items()]
+        shown = [{kind: n, SECONDS_OF[kind]: times_s} for (kind, n), times_s in self.rows.items()]
         write(self.path, {**self.head, "rows": shown})
 
 
@@ -235,7 +239,7 @@ def main(
         Client(cluster) as client,
     ):
         dask_p2p.register(client)
-        error = wrong(workers, not on_cpu, timeout_s)
+        error = largest_error(workers, not on_cpu, timeout_s)
         if not error < _TOLERANCE:
             raise click.ClickException(f"values differ from NumPy's by {error:g}")
         common: Any = repeats, not on_cpu, timeout_s
@@ -243,8 +247,8 @@ def main(
             results.add("size", size, times_of(client, size, count, *common))
         for side in sides:
             results.add("side", side, transposes_of(client, side, *common))
-        for which, shape in transformed.items():
-            results.add(*which, transforms_of(client, shape, *common))
+        for array, shape in transformed.items():
+            results.add(*array, transforms_of(client, shape, *common))
     # The workers have released the GPUs' memory.
     rivals: list[tuple[str, int | str, str, str, Sequence[object]]] = [
         *(
@@ -253,17 +257,19 @@ def main(
         ),
         *(("side", n, "JAX", "sharded_jax", ("--size", n)) for n in sides),
         *(
-            (*which, f"{JAX}, for {way}", "jax_fft", ("--shape", *shape, *["--real"] * is_real))
-            for which, shape in transformed.items()
+            (*kind, f"{JAX}, for {way}", "jax_fft", ("--shape", *shape, *["--real"] * is_real))
+            for kind, shape in transformed.items()
             for way, is_real in REAL.items()
         ),
     ]
-    given = "--gpus", workers, "--repeats", repeats, *["--cpu"] * on_cpu
-    for kind, extent, way, module, more in rivals if find_spec("jax") is not None else ():
-        measure = partial(by_jax, module, *more, *given, timeout_s=timeout_s)
-        found = attempt(f"{extent} {way}", measure)
-        if found is not None:
-            results.add(kind, extent, {way: found})
+    common_arguments = "--gpus", workers, "--repeats", repeats, *["--cpu"] * on_cpu
+    for kind, extent, way, module, extra_arguments in (
+        rivals if find_spec("jax") is not None else ()
+    ):
+        measure = partial(by_jax, module, *extra_arguments, *common_arguments, timeout_s=timeout_s)
+        times_s = attempt(f"{extent} {way}", measure)
+        if times_s is not None:
+            results.add(kind, extent, {way: times_s})
 
 
 if __name__ == "__main__":

@@ -55,8 +55,8 @@ def divided(fields: Arrays) -> Arrays:
 def by_iterate(name: str, fields: Arrays, steps: int, **options: Any) -> Any:
     """Return the lazy fields after some steps."""
     step, _, depth = PROGRAMS[name]
-    more = {"boundary": "periodic", "ranks": _RANKS, **options}
-    return dask_p2p.iterate(step, fields, depth, steps, **more)
+    settings = {"boundary": "periodic", "ranks": _RANKS, **options}
+    return dask_p2p.iterate(step, fields, depth, steps, **settings)
 
 
 def step_s(client: Any, lazy: Any, is_watched: bool = False) -> float:
@@ -64,12 +64,12 @@ def step_s(client: Any, lazy: Any, is_watched: bool = False) -> float:
     from distributed import wait
 
     client.run(least_noted)
-    (made,) = dask.persist(lazy)
+    (result,) = dask.persist(lazy)
     if is_watched:
-        dask_p2p.progress(made, file=io.StringIO())
-    wait(made)
-    found: dict[str, float] = client.run(least_noted)
-    return max(found.values())
+        dask_p2p.progress(result, file=io.StringIO())
+    wait(result)
+    least_by_worker: dict[str, float] = client.run(least_noted)
+    return max(least_by_worker.values())
 
 
 def saved_s(client: Any, make: Callable[..., Any]) -> float:
@@ -94,9 +94,9 @@ def of_program(client: Any, name: str, side: int, steps: int, repeats: int) -> d
     first = PROGRAMS[name][1](side)
     fields = dask.persist(divided(first))[0]
     wait(fields)
-    (found,) = dask.compute(by_iterate(name, fields, 3))
-    wanted = by_numpy(name, first, 3)
-    if not all(np.array_equal(found[key], wanted[key]) for key in wanted):
+    (result,) = dask.compute(by_iterate(name, fields, 3))
+    expected = by_numpy(name, first, 3)
+    if not all(np.array_equal(result[key], expected[key]) for key in expected):
         raise click.ClickException(f"{name}: other values than NumPy's")
     make = partial(by_iterate, name, fields, steps)
     ways: dict[str, Callable[[], float]] = {
@@ -109,7 +109,7 @@ def of_program(client: Any, name: str, side: int, steps: int, repeats: int) -> d
     for _ in range(repeats):
         for way, measure in ways.items():
             times[way].append(measure())
-    return {way: min(each) for way, each in times.items()}
+    return {way: min(times_s) for way, times_s in times.items()}
 
 
 # --- halos
@@ -131,8 +131,10 @@ def exchanged(ctx: Any, x: Any) -> Any:
 def of_halos() -> dict[str, float]:
     """Return the least seconds of both exchanges, for fields of 64 x 128 a rank."""
     x = da.zeros((128, 128), chunks=(64, 128))
-    found: Any = dask_p2p.spmd(exchanged, x, outputs=dask_p2p.PerRank(np.zeros(2)), ranks=_RANKS)
-    one_s, eight_s = found.compute().max(axis=0).tolist()
+    rank_times: Any = dask_p2p.spmd(
+        exchanged, x, outputs=dask_p2p.PerRank(np.zeros(2)), ranks=_RANKS
+    )
+    one_s, eight_s = rank_times.compute().max(axis=0).tolist()
     return {ONE: one_s, EIGHT: eight_s}
 
 
@@ -153,15 +155,15 @@ def processor_s(client: Any) -> float:
 
 def of_progress(client: Any, naps: int, repeats: int) -> dict[str, float]:
     """Return the least processor time by a second of a run, without and with a line of progress."""
-    x, found = da.zeros(2, chunks=1), dict.fromkeys((ALONE, WATCHED), inf)
+    x, least_s = da.zeros(2, chunks=1), dict.fromkeys((ALONE, WATCHED), inf)
     for _ in range(repeats):
-        for way in found:
+        for way in least_s:
             lazy = dask_p2p.iterate(sleeping, {"u": x}, 0, naps, ranks=_RANKS)
             before_s, start_s = processor_s(client), time.perf_counter()
             step_s(client, lazy, way == WATCHED)
             elapsed_s = time.perf_counter() - start_s
-            found[way] = min(found[way], (processor_s(client) - before_s) / elapsed_s)
-    return found
+            least_s[way] = min(least_s[way], (processor_s(client) - before_s) / elapsed_s)
+    return least_s
 
 
 @click.command(context_settings={"show_default": True})

@@ -61,8 +61,8 @@ def by_part(count: int) -> Issued:
     [('up', 0), ('run', 0), ('down', 0), ('up', 1), ('run', 1), ('down', 1)]
     """
     for part in range(count):
-        for what in ("up", "run", "down"):
-            yield what, part
+        for action in ("up", "run", "down"):
+            yield action, part
 
 
 def by_kind(count: int) -> Issued:
@@ -71,9 +71,9 @@ def by_kind(count: int) -> Issued:
     >>> list(by_kind(2))
     [('up', 0), ('up', 1), ('run', 0), ('run', 1), ('down', 0), ('down', 1)]
     """
-    for what in ("up", "run", "down"):
+    for action in ("up", "run", "down"):
         for part in range(count):
-            yield what, part
+            yield action, part
 
 
 class Issuer:
@@ -100,18 +100,18 @@ class Issuer:
         copy = self._cupy.cuda.runtime.memcpyAsync
         size = -(-self._source.size // count)
         results: dict[int, Any] = {}
-        for what, number in issued:
+        for action, number in issued:
             part = slice(number * size, (number + 1) * size)
             stream = self._streams[number % _STREAMS]
             host, memory = self._source[part], self._memory[part]
             with stream:
-                if what == "up":
+                if action == "up":
                     copy(memory.data.ptr, host.ctypes.data, host.nbytes, 4, stream.ptr)
-                elif what == "run":
+                elif action == "run":
                     results[number] = self._work(memory)
                 else:
-                    made, to = results[number], self._out[part]
-                    copy(to.ctypes.data, made.data.ptr, made.nbytes, 4, stream.ptr)
+                    result, to = results[number], self._out[part]
+                    copy(to.ctypes.data, result.data.ptr, result.nbytes, 4, stream.ptr)
         for stream in self._streams:
             stream.synchronize()
 
@@ -152,8 +152,8 @@ def mapping(
     """Return functions that time each way with Dask, from `persist` to `wait`."""
     x = client.persist(da.arange(size, dtype="f4", chunks=-(-size // _BLOCKS)))
 
-    def on_gpu(of: Any, by: Callable[..., Any] = function) -> Any:
-        return dask_p2p.map_on_gpu(by, of, dtype="f4", fallback=fallback)
+    def on_gpu(x_block: Any, by: Callable[..., Any] = function) -> Any:
+        return dask_p2p.map_on_gpu(by, x_block, dtype="f4", fallback=fallback)
 
     def by_users() -> Any:
         import cupy
@@ -163,7 +163,7 @@ def mapping(
     same = client.persist(on_gpu(x, by=unchanged))  # its blocks lie in pinned memory
     pageable = {PAGEABLE: _AS_IT_IS, REGISTERED: (1, 2)}
     pageable |= {f"{PAGEABLE}, {count} thread(s)": (count, 0) for count in threads}
-    measure = partial(_of_dask, client, wanted=function(x))
+    measure = partial(_of_dask, client, expected=function(x))
     return {
         PINNED: measure(partial(on_gpu, same)),
         FIRST: measure(partial(on_gpu, x), before=partial(_forget_all, client)),
@@ -175,9 +175,9 @@ def mapping(
     }
 
 
-def _fill_by(most: int, few: int) -> None:
-    """Set the number of threads that fill slots; below `few`, a worker pins blocks in place."""
-    host_threads._MOST, host_copies._FEW_THREADS = most, few
+def _fill_by(thread_limit: int, pin_limit: int) -> None:
+    """Set the number of threads that fill slots; with less than `pin_limit`, blocks are pinned."""
+    host_threads._MOST, host_copies._FEW_THREADS = thread_limit, pin_limit
     host_threads.thread_count.cache_clear()
     host_threads.pool.cache_clear()
 
@@ -206,7 +206,7 @@ def unchanged(a: Any) -> Any:
 def _of_dask(
     client: Any,
     make: Callable[[], Any],
-    wanted: Any,
+    expected: Any,
     before: Callable[[], Any] = lambda: None,
 ) -> Callable[[], float]:
     def run() -> Any:
@@ -221,7 +221,7 @@ def _of_dask(
             time.sleep(0.001)
         before()
 
-    return _measuring(run, lambda y: not (y != wanted).any().compute(), prepare)
+    return _measuring(run, lambda y: not (y != expected).any().compute(), prepare)
 
 
 def _has_tasks(name: str, dask_scheduler: Any) -> bool:
@@ -276,9 +276,9 @@ def main(
                     elapsed_s = measure()
                     if repeat:
                         times[way].append(elapsed_s)
-            for way, each in times.items():
-                gbs = 8 * size / median(each) / 1e9
-                print(f"{megabytes:>6} MiB {way:>33}: {median(each) * 1e3:9.3f} ms, ", end="")
+            for way, times_s in times.items():
+                gbs = 8 * size / median(times_s) / 1e9
+                print(f"{megabytes:>6} MiB {way:>33}: {median(times_s) * 1e3:9.3f} ms, ", end="")
                 print(f"{gbs:6.1f} GB/s both ways", flush=True)
             rows.append({"megabytes": megabytes, "times_s": times})
     write(path, {**environment(), "repeats": repeats, "rows": rows})

@@ -164,15 +164,15 @@ def report_correctness(console: Console, measured: Measured) -> None:
     click.ClickException
         If some elements are wrong: exit status 1.
     """
-    wrong = []
+    wrong_rows = []
     for case, rows in measured.items():
         for row in rows:
             if "failed" in row:
                 console.print(f"{row['way']} failed: {row['failed']}")
             elif row["wrong"]:
-                wrong.append(f"{row['wrong']} of {prod(case.shape)} of {row['way']}")
-    if wrong:
-        raise click.ClickException(f"some elements are wrong: {', '.join(wrong)}")
+                wrong_rows.append(f"{row['wrong']} of {prod(case.shape)} of {row['way']}")
+    if wrong_rows:
+        raise click.ClickException(f"some elements are wrong: {', '.join(wrong_rows)}")
     count = sum(prod(case.shape) for case in measured)
     console.print(f"All {count} elements are where they belong.")
 

@@ -54,16 +54,16 @@ class Spectrum(Case):
 
     def ways(self, on_gpus: bool) -> dict[str, Way]:
         """Return the ways to measure, by name; on GPUs JAX instead of Dask's p2p and MPI."""
-        ours, workers = fft.rfftn if self.is_real else fft.fftn, len(self.chunks[0])
+        p2p_transform, workers = fft.rfftn if self.is_real else fft.fftn, len(self.chunks[0])
         ways = {
-            OURS: Way(lambda x, _: ours(x), required=True),
+            OURS: Way(lambda x, _: p2p_transform(x), required=True),
             NO_OP: Way(no_op, checked=False),
             f"{DASK}tasks": Way(lambda x, _: self.by_rechunk(x, "tasks")),
         }
         if on_gpus:
-            left: list[float] = []
-            given = self.shape, self.is_real, workers, left
-            ways[jax_fft.WAY] = Way(lambda *_: jax_fft.seconds(*given))
+            remaining_s: list[float] = []
+            arguments = self.shape, self.is_real, workers, remaining_s
+            ways[jax_fft.WAY] = Way(lambda *_: jax_fft.seconds(*arguments))
         else:
             ways[f"{DASK}p2p"] = Way(lambda x, _: self.by_rechunk(x, "p2p"))
             ways[mpi_fftn.WAY] = Way(lambda *_: mpi_fftn.seconds(self, workers))
@@ -71,8 +71,8 @@ class Spectrum(Case):
 
     def by_rechunk(self, x: Any, method: str) -> Any:
         """Return a Dask user's code: transform unchunked axes, rechunk, transform the other."""
-        there = dask_fft.rfftn if self.is_real else dask_fft.fftn
-        return self._along_the_first(there(x, axes=(1, 2)), method)
+        transform = dask_fft.rfftn if self.is_real else dask_fft.fftn
+        return self._along_the_first(transform(x, axes=(1, 2)), method)
 
     def _along_the_first(self, half: Any, method: str) -> Any:
         parts = split_evenly(self.shape[1], len(self.chunks[0]))
@@ -93,19 +93,19 @@ class Spectrum(Case):
         before, after = (*self.chunks[:2], columns), (*y.chunks[:2], columns)
         return redistribution(before, self.axes, after)
 
-    def wrong(self, y: Any) -> int:
+    def count_wrong(self, y: Any) -> int:
         """Count the elements that differ from Dask's; large arrays go by ranges of columns."""
         x, workers = self.make(), len(self.chunks[0])
         # No element is negative, so the spectrum's first element, their sum, is the largest.
         largest = float(da.abs(x).sum(dtype="f8").compute())
-        most = _TOLERANCE * float(np.finfo(self.dtype).eps) * largest
+        tolerance = _TOLERANCE * float(np.finfo(self.dtype).eps) * largest
         parts = -(-self.size_bytes // workers // _CHECKED_BYTES)
         count = 0
         for columns in np.array_split(np.arange(y.shape[2]), parts):
             place = (..., slice(columns[0], columns[-1] + 1))
             last = (dask_fft.rfft if self.is_real else dask_fft.fft)(x, axis=2)
             expected = self._along_the_first(dask_fft.fft(last[place], axis=1), "tasks")
-            is_right = da.abs(y[place] - expected) <= most  # false for NaN
+            is_right = da.abs(y[place] - expected) <= tolerance  # false for NaN
             count += int((~is_right).sum().compute())
         return count
 
@@ -157,12 +157,14 @@ def main(gpus: bool, workers: int | None) -> None:
         spec = choose_cluster(workers, cpu=not gpus)
         if gpus and not spec.gpus:
             raise click.BadParameter("there are no two usable GPUs", param_hint="--gpus")
-        made = table("fftn", "complex64", "complex128")
+        error_table = table("fftn", "complex64", "complex128")
         with start(spec):
             for shape in _SHAPES:
-                found = [error(shape, dtype, spec.workers, spec.kind) for dtype in ("c8", "c16")]
-                made.add_row(" x ".join(map(str, shape)), *(f"{each:.1e}" for each in found))
-        console.print(made)
+                errors = [error(shape, dtype, spec.workers, spec.kind) for dtype in ("c8", "c16")]
+                error_table.add_row(
+                    " x ".join(map(str, shape)), *(f"{dtype_error:.1e}" for dtype_error in errors)
+                )
+        console.print(error_table)
 
 
 if __name__ == "__main__":

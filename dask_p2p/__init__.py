@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dask_p2p import errors as errors
 from dask_p2p.config import ensure_defaults
 from dask_p2p.errors import *  # noqa: F403  # all names of its __all__
-from dask_p2p.loading import loaded, when_imported
+from dask_p2p.loading import call_when_imported, load_module
 
 if TYPE_CHECKING:
     from dask_p2p import fft as fft
@@ -103,10 +103,10 @@ def __getattr__(name: str) -> Any:
         return version("dask-p2p")
     with _loading:
         if name == "fft":
-            return loaded("dask_p2p.fft")
+            return load_module("dask_p2p.fft")
         if name not in _FUNCTIONS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = function = getattr(loaded(_FUNCTIONS[name]), name)
+        globals()[name] = function = getattr(load_module(_FUNCTIONS[name]), name)
         return function
 
 
@@ -119,13 +119,13 @@ def _put_option_in_place(_: ModuleType) -> None:
 def _put_option_of_expressions_in_place(_: ModuleType) -> None:
     from dask_p2p.fusing.option import put_in_place_of_expressions
 
-    when_imported("distributed.client", put_in_place_of_expressions)
+    call_when_imported("distributed.client", put_in_place_of_expressions)
 
 
 def __dir__() -> list[str]:
     return [*__all__, "fft", "__version__", *(name for name in globals() if name.startswith("__"))]
 
 
-when_imported("dask.array", _put_option_in_place)
+call_when_imported("dask.array", _put_option_in_place)
 for _expressions in ("dask.array._array_expr", "dask_array"):
-    when_imported(_expressions, _put_option_of_expressions_in_place)
+    call_when_imported(_expressions, _put_option_of_expressions_in_place)

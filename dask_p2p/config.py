@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from difflib import SequenceMatcher
 from functools import cache, lru_cache
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ import yaml
 from dask.utils import parse_bytes, parse_timedelta
 
 from dask_p2p.errors import ConfigError
+from dask_p2p.inputs import nearest_name
 from dask_p2p.shared import shared
 from dask_p2p.types import Kind
 
@@ -30,46 +30,46 @@ _T = TypeVar("_T")
 # --- readers of values: a `ValueError` names the expected value ---
 
 
-def yes_or_no(value: Any) -> bool:
+def parse_bool(value: Any) -> bool:
     """Read a truth value."""
     if not isinstance(value, bool):
         raise ValueError("expected true or false")
     return value
 
 
-def _fuse(value: Any) -> str:
+def _parse_fuse(value: Any) -> str:
     # YAML reads the plain words on and off as truth values.
-    return _one_of("off", "auto", "on")({False: "off", True: "on"}.get(value, value))
+    return _parse_choice("off", "auto", "on")({False: "off", True: "on"}.get(value, value))
 
 
-def positive_int(value: Any) -> int:
+def parse_positive_int(value: Any) -> int:
     """Read a whole number of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError("expected a whole number of at least 1")
     return value
 
 
-def positive_bytes(value: Any) -> int:
+def parse_positive_bytes(value: Any) -> int:
     """Read a size of at least one byte."""
-    return int(_number(value, parse_bytes, 1, "a size of at least one byte, like '16 MiB'"))
+    return int(_parse_number(value, parse_bytes, 1, "a size of at least one byte, like '16 MiB'"))
 
 
 def size_bytes(value: Any) -> int:
     """Read a size, in bytes."""
-    return int(_number(value, parse_bytes, 0, "a size, like '16 MiB'"))
+    return int(_parse_number(value, parse_bytes, 0, "a size, like '16 MiB'"))
 
 
-def duration_s(value: Any) -> float:
+def parse_duration(value: Any) -> float:
     """Read a duration, in seconds."""
-    return _number(value, parse_timedelta, 0, "a duration of at least zero, like '50 ms'")
+    return _parse_number(value, parse_timedelta, 0, "a duration of at least zero, like '50 ms'")
 
 
-def limit_s(value: Any) -> float:
+def parse_time_limit(value: Any) -> float:
     """Read a time limit of at least 1 ms, in seconds."""
-    return _number(value, parse_timedelta, 1e-3, "a duration of at least 1 ms, like '30 s'")
+    return _parse_number(value, parse_timedelta, 1e-3, "a duration of at least 1 ms, like '30 s'")
 
 
-def _number(value: Any, parse: Callable[[Any], float], least: float, expected: str) -> float:
+def _parse_number(value: Any, parse: Callable[[Any], float], least: float, expected: str) -> float:
     with suppress(ValueError, AttributeError, KeyError, TypeError):
         number = float(parse(value))
         if number >= least:
@@ -77,7 +77,7 @@ def _number(value: Any, parse: Callable[[Any], float], least: float, expected: s
     raise ValueError(f"expected {expected}")
 
 
-def _one_of(*names: str) -> Callable[[Any], str]:
+def _parse_choice(*names: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if value not in names:
             raise ValueError(f"expected one of {', '.join(names)}")
@@ -86,7 +86,7 @@ def _one_of(*names: str) -> Callable[[Any], str]:
     return parse
 
 
-def _groups(value: Any) -> int | None:
+def _parse_groups(value: Any) -> int | None:
     if value == "auto":
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -94,11 +94,11 @@ def _groups(value: Any) -> int | None:
     return value
 
 
-def _part_bytes(value: Any) -> int | None:
-    return None if value == "auto" else positive_bytes(value)
+def _parse_size(value: Any) -> int | None:
+    return None if value == "auto" else parse_positive_bytes(value)
 
 
-def _transports(value: Any) -> tuple[str, ...] | None:
+def _parse_transports(value: Any) -> tuple[str, ...] | None:
     if value == "auto":
         return None
     transport_names = transport_classes()
@@ -124,19 +124,19 @@ def option(name: str, parse: Callable[[Any], _T]) -> _T:
 class Options:
     """The options of tasks; made by `options`."""
 
-    attempts: int = option("attempts", positive_int)
-    groups: int | None = option("groups", _groups)  # 0: no groups; None: chosen by the graph
-    producer_streams: str = option("producer-streams", _one_of("any", "default"))
-    staging_limit_bytes: int = option("memory.staging-limit", positive_bytes)
-    retain_outputs_s: float = option("memory.retain-outputs", duration_s)
-    transports: tuple[str, ...] | None = option("transports.order", _transports)
-    part_bytes: int | None = option("transports.part-bytes", _part_bytes)  # None: the transport's
+    attempts: int = option("attempts", parse_positive_int)
+    groups: int | None = option("groups", _parse_groups)  # 0: no groups; None: chosen by the graph
+    producer_streams: str = option("producer-streams", _parse_choice("any", "default"))
+    staging_limit_bytes: int = option("memory.staging-limit", parse_positive_bytes)
+    retain_outputs_s: float = option("memory.retain-outputs", parse_duration)
+    transports: tuple[str, ...] | None = option("transports.order", _parse_transports)
+    part_bytes: int | None = option("transports.part-bytes", _parse_size)  # None: the transport's
     ipc_staging_bytes: int = option("transports.ipc.staging-bytes", size_bytes)
-    retain_blocks_s: float = option("transports.directory.retain", duration_s)
-    allow_unencrypted: bool = option("transports.ucx.allow-unencrypted", yes_or_no)
-    request_timeout_s: float = option("timeouts.request", limit_s)
-    warn_after_s: float = option("sections.warn-after", duration_s)
-    resident_idle_s: float = option("sections.resident-idle", duration_s)
+    retain_blocks_s: float = option("transports.directory.retain", parse_duration)
+    allow_unencrypted: bool = option("transports.ucx.allow-unencrypted", parse_bool)
+    request_timeout_s: float = option("timeouts.request", parse_time_limit)
+    warn_after_s: float = option("sections.warn-after", parse_duration)
+    resident_idle_s: float = option("sections.resident-idle", parse_duration)
 
     @property
     def any_producer_stream(self) -> bool:
@@ -181,15 +181,15 @@ def _defaults() -> dict[str, Any]:
 
 @cache
 def _defaults_by_name() -> dict[str, Any]:
-    return dict(_by_name(_defaults()))
+    return dict(_flatten_options(_defaults()))
 
 
-def _by_name(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_options(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the full name and the value of each option, ``p2p.memory.staging-limit``."""
     for part, value in tree.items():
         name = prefix + str(part).replace("_", "-")  # Dask treats both as equal
         if isinstance(value, Mapping):
-            yield from _by_name(value, f"{name}.")
+            yield from _flatten_options(value, f"{name}.")
         else:
             yield name, value
 
@@ -235,7 +235,7 @@ def checked_options() -> Options:
 def _checked_options(_user_values: str, _transports: tuple[Any, ...]) -> Options:
     """Return the checked options. The arguments are all that they depend on."""
     defaults = _defaults_by_name()
-    for name, value in _by_name({"p2p": dask.config.get("p2p", {})}):
+    for name, value in _flatten_options({"p2p": dask.config.get("p2p", {})}):
         if name in _REMOVED:
             raise ConfigError(
                 f"expected the name of an option, got {name}, which earlier versions had. Remove "
@@ -253,13 +253,8 @@ def _checked_options(_user_values: str, _transports: tuple[Any, ...]) -> Options
 
 def _nearest(name: str, option_names: Iterable[str]) -> str:
     """Return the first option of a section of this name, or else the most similar name."""
-
-    def likeness(candidate: str) -> float:
-        pairs = [(name, candidate), (name.split(".")[-1], candidate.split(".")[-1])]
-        return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
-
-    of_section = [option_name for option_name in option_names if option_name.startswith(f"{name}.")]
-    return of_section[0] if of_section else max(option_names, key=likeness)
+    options_of_section = (option for option in option_names if option.startswith(f"{name}."))
+    return next(options_of_section, None) or nearest_name(name, option_names)
 
 
 def options() -> Options:
@@ -270,12 +265,12 @@ def options() -> Options:
 
 def installs_with_preload() -> bool:
     """Return true if `dask_p2p.preload` calls `dask_p2p.install`; `ConfigError` if invalid."""
-    return _read("install", yes_or_no)
+    return _read("install", parse_bool)
 
 
-def fuse_mode() -> str:
+def read_fuse_mode() -> str:
     """Return the option `p2p.fuse`: "off", "auto" or "on"; `ConfigError` if invalid."""
-    return _read("fuse", _fuse)
+    return _read("fuse", _parse_fuse)
 
 
 def _read(name: str, parse: Callable[[Any], _T]) -> _T:

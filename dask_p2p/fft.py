@@ -26,7 +26,7 @@ Errors of all functions:
 from __future__ import annotations
 
 from dask_p2p.inputs import checked_count
-from dask_p2p.ops.estimate import MemoryEstimate, exchanges_estimate
+from dask_p2p.ops.estimate import MemoryEstimate, estimate_exchanges
 from dask_p2p.ops.fft.stages import (
     Axes,
     Length,
@@ -36,7 +36,7 @@ from dask_p2p.ops.fft.stages import (
     fftshift,
     ifftshift,
     rfftfreq,
-    transformed,
+    transform_array,
 )
 from dask_p2p.types import ChunksLike, DaskArray
 
@@ -182,7 +182,7 @@ def fftn(
     >>> y.chunks, ifftn(y).chunks
     (((4,), (3, 3), (8,)), ((2, 2), (6,), (8,)))
     """
-    return transformed("fft", x, s, axes, norm, chunks)
+    return transform_array("fft", x, s, axes, norm, chunks)
 
 
 def ifftn(
@@ -194,7 +194,7 @@ def ifftn(
     chunks: ChunksLike = None,
 ) -> DaskArray:
     """Undo `fftn`, as `numpy.fft.ifftn` does. See `fftn` for parameters and errors."""
-    return transformed("ifft", x, s, axes, norm, chunks)
+    return transform_array("ifft", x, s, axes, norm, chunks)
 
 
 def rfftn(
@@ -206,7 +206,7 @@ def rfftn(
     chunks: ChunksLike = None,
 ) -> DaskArray:
     """Transform real numbers: as `rfft` along the last of `axes`, as `fftn` along the others."""
-    return transformed("rfft", x, s, axes, norm, chunks)
+    return transform_array("rfft", x, s, axes, norm, chunks)
 
 
 def irfftn(
@@ -221,7 +221,7 @@ def irfftn(
 
     In `s`, None is the default length, and -1 the number of elements of `x` along the axis.
     """
-    return transformed("irfft", x, s, axes, norm, chunks)
+    return transform_array("irfft", x, s, axes, norm, chunks)
 
 
 def fft2(
@@ -276,7 +276,7 @@ def _along_one(
     kind: str, x: DaskArray, n: Length, axis: int, norm: Norm, chunks: ChunksLike
 ) -> DaskArray:
     length = None if n is None else checked_count("elements", n=n)
-    return transformed(kind, x, (length,), (axis,), norm, chunks)
+    return transform_array(kind, x, (length,), (axis,), norm, chunks)
 
 
 def estimate(y: DaskArray, *, workers: int | None = None) -> MemoryEstimate:
@@ -313,4 +313,4 @@ def estimate(y: DaskArray, *, workers: int | None = None) -> MemoryEstimate:
     >>> need.exchanges, need.moved_bytes == x.nbytes * 3 / 4
     (1, True)
     """
-    return exchanges_estimate(y, workers)
+    return estimate_exchanges(y, workers)

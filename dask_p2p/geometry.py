@@ -40,7 +40,7 @@ def split_evenly(length: int, parts: int) -> tuple[int, ...]:
     return (size + 1,) * longer + (size,) * (parts - longer)
 
 
-def normal_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None:
+def normalize_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | None:
     """Return a permutation of `ndim` axes without negative numbers, or None if it is invalid.
 
     The default is the reversed order, as in `numpy.transpose`.
@@ -220,7 +220,7 @@ def _cut_for_runs(
     return runs.axis if is_last and (stop - start) * max_elements // size < runs.least else later
 
 
-def gapless_from(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+def first_gapless_axis(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the first axis such that it and all later axes are contiguous in memory.
 
     >>> gapless_from((4, 5, 6), (240, 48, 8), 8), gapless_from((4, 5, 3), (240, 48, 8), 8)

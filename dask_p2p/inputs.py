@@ -88,7 +88,7 @@ def checked_dtype(name: str, dtype_like: Any) -> Any:
     return dtype
 
 
-def name_of_function(function: Any) -> str:
+def describe_function(function: Any) -> str:
     """Return the name of a user's function in errors, with its place.
 
     >>> name_of_function(len)
@@ -101,7 +101,7 @@ def name_of_function(function: Any) -> str:
     return f"{name} at {basename(code.co_filename)}, line {code.co_firstlineno}"
 
 
-def nearest(name: str, candidates: Iterable[str]) -> str:
+def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """Return the known name that is most similar to another one.
 
     >>> nearest("workers", ["name", "n_workers", "worker_class"])

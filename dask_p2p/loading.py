@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 
-def loaded(name: str) -> ModuleType:
+def load_module(name: str) -> ModuleType:
     """Return a module, after its first import if it is new in this process.
 
     An import makes thousands of objects, and all of them stay. During the import no garbage is
@@ -30,7 +30,7 @@ def loaded(name: str) -> ModuleType:
             gc.set_threshold(threshold)
 
 
-def when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
+def call_when_imported(name: str, action: Callable[[ModuleType], None]) -> Callable[[], None]:
     """Call `action` with a module, now or after its import; return a function that forgets it."""
     if name in sys.modules:
         action(importlib.import_module(name))  # which waits for another thread that imports it

@@ -12,7 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from dask_p2p.errors import RegistrationError
-from dask_p2p.loading import loaded
+from dask_p2p.loading import load_module
 
 #: Releases of Dask that pass the tests, as in pyproject.toml. Other releases are unsupported,
 #: because the plugins replace private parts of Dask (see tests/plugins/test_canary.py).
@@ -34,7 +34,7 @@ def plugin_of_version(version: str, module: str, name: str) -> Any:
     Raises `RegistrationError` for another version.
     """
     check_version(version)
-    return getattr(loaded(module), name)()
+    return getattr(load_module(module), name)()
 
 
 def check_version(version: str) -> None:

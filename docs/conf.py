@@ -45,6 +45,7 @@ nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
+toc_object_entries = False  # a page has one object
 autodoc_typehints = "none"  # the docstrings contain more
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False  # autodoc does
@@ -52,6 +53,8 @@ numpydoc_show_class_members = False  # autodoc does
 copybutton_exclude = ".gp, .go"  # prompts and printed results
 
 html_theme = "pydata_sphinx_theme"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = "dask-p2p"
 html_theme_options = {
     "github_url": "https://github.com/dask-p2p/dask-p2p",
@@ -61,7 +64,14 @@ html_theme_options = {
 }
 # Pages without pages below them have no sidebar.
 html_sidebars = {
-    page: [] for page in ("benchmarks", "coming-from", "security", "when")
+    page: []
+    for page in (
+        "benchmarks",
+        "coming-from",
+        "gallery/index",
+        "security",
+        "when",
+    )
 }
 
 generated = HERE / "_generated"

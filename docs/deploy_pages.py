@@ -14,10 +14,10 @@ FOLDER = "/_generated/deploy"  # absolute paths start at the folder of the pages
 
 def pages() -> dict[str, str]:
     """Return the text of each page by its name in the site: "index", "slurm"."""
-    found = sorted((ROOT / "deploy").rglob("README.md"))
-    texts = {_name(page): _moved(page) for page in found}
-    others = "\n".join(name for name in texts if name != "index")
-    texts["index"] += f"\n```{{toctree}}\n:hidden:\n\n{others}\n```\n"
+    paths = sorted((ROOT / "deploy").rglob("README.md"))
+    texts = {_name(page): _moved(page) for page in paths}
+    other_names = "\n".join(name for name in texts if name != "index")
+    texts["index"] += f"\n```{{toctree}}\n:hidden:\n\n{other_names}\n```\n"
     return texts
 
 
@@ -44,14 +44,14 @@ def _name(readme: Path) -> str:
 def _moved(readme: Path) -> str:
     """Return a page with links that hold in another folder."""
 
-    def link(found: re.Match[str]) -> str:
-        if found[1].startswith(("http", "#")):
-            return found[0]
-        path = (readme.parent / found[1]).resolve()
+    def link(match: re.Match[str]) -> str:
+        if match[1].startswith(("http", "#")):
+            return match[0]
+        path = (readme.parent / match[1]).resolve()
         if path.name == "README.md" and ROOT / "deploy" in path.parents:
-            return f"]({FOLDER}/{_name(path)}.md{found[2] or ''})"
+            return f"]({FOLDER}/{_name(path)}.md{match[2] or ''})"
         kind = "tree" if path.is_dir() else "blob"
-        return f"]({REPOSITORY}/{kind}/main/{path.relative_to(ROOT)}{found[2] or ''})"
+        return f"]({REPOSITORY}/{kind}/main/{path.relative_to(ROOT)}{match[2] or ''})"
 
     text = readme.read_text("utf-8")
     return re.sub(r"\]\(([^)#\s]+)(#[^)\s]*)?\)", link, text)

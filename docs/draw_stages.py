@@ -74,8 +74,8 @@ def picture() -> str:
 
 def _panel(place, title, text, holder, is_new) -> str:
     """Draw a matrix of tiles, each in the colour of the worker whose slab it comes from."""
-    left = LEFT + place * (PANEL + GAP)
-    middle = left + PANEL / 2
+    left_edge = LEFT + place * (PANEL + GAP)
+    middle = left_edge + PANEL / 2
     parts = [
         f'<text class="title" x="{middle:g}" y="{TOP - 14}">{title}</text>',
         f'<text x="{middle:g}" y="{TOP + PANEL + 24}">{text}</text>',
@@ -83,9 +83,9 @@ def _panel(place, title, text, holder, is_new) -> str:
     new = []
     for r in range(WORKERS):
         for c in range(WORKERS):
-            box = f'x="{left + c * CELL}" y="{TOP + r * CELL}" width="{CELL}" height="{CELL}"'
-            if (of := holder(r, c)) is not None:
-                parts.append(f'<rect {box} fill="{COLOURS[of]}"/>')
+            box = f'x="{left_edge + c * CELL}" y="{TOP + r * CELL}" width="{CELL}" height="{CELL}"'
+            if (holder_rank := holder(r, c)) is not None:
+                parts.append(f'<rect {box} fill="{COLOURS[holder_rank]}"/>')
             parts.append(f'<rect class="cell" {box}/>')
             if is_new(r, c):
                 new.append(box)

@@ -31,16 +31,19 @@ OTHERS = ("bench", "docs", "test")  # for contributors
 def project() -> dict[str, Any]:
     """Return the section ``[project]`` of ``pyproject.toml``."""
     text = (ROOT / "pyproject.toml").read_text("utf-8")
-    found: dict[str, Any] = tomllib.loads(text)["project"]
-    return found
+    table: dict[str, Any] = tomllib.loads(text)["project"]
+    return table
 
 
 def setups() -> dict[str, dict[str, str]]:
     """Return the releases of each package, by setup: on CPUs, and by extra for GPUs."""
-    of = project()
-    base = {"dask-p2p": of["version"], "Python": _pythons(of)}
-    base |= _releases(of["dependencies"])
-    extras = of["optional-dependencies"]
+    project_table = project()
+    base = {
+        "dask-p2p": project_table["version"],
+        "Python": _pythons(project_table),
+    }
+    base |= _releases(project_table["dependencies"])
+    extras = project_table["optional-dependencies"]
     return {"CPUs": base} | {
         f"`{extra}`": {**base, "CUDA": cuda, **_releases(extras[extra])}
         for extra, cuda in GPUS.items()
@@ -54,7 +57,7 @@ def tested() -> list[tuple[str, str]]:
         "strategy"
     ]
     return [
-        (each["python"], each["dask"]) for each in strategy["matrix"]["include"]
+        (job["python"], job["dask"]) for job in strategy["matrix"]["include"]
     ]
 
 
@@ -85,16 +88,21 @@ def tables() -> str:
     )
 
 
-def _pythons(of: dict[str, Any]) -> str:
-    found = re.findall(r"Python :: 3\.(\d+)", "\n".join(of["classifiers"]))
+def _pythons(project_table: dict[str, Any]) -> str:
+    found = re.findall(
+        r"Python :: 3\.(\d+)", "\n".join(project_table["classifiers"])
+    )
     minors = sorted(map(int, found))
     return f"3.{minors[0]} to 3.{minors[-1]}"
 
 
 def _releases(requirements: list[str]) -> dict[str, str]:
     """Return the releases by package; those for one CUDA release share a name."""
-    found = map(Requirement, requirements)
-    return {_shared(each.name): _plain(each.specifier) for each in found}
+    parsed = map(Requirement, requirements)
+    return {
+        _shared(requirement.name): _plain(requirement.specifier)
+        for requirement in parsed
+    }
 
 
 def _shared(name: str) -> str:
@@ -108,13 +116,13 @@ def _plain(releases: SpecifierSet) -> str:
     ('3.1 to below 3.9', '26.10')
     """
     least, below, exact = "", "", ""
-    for each in releases:
-        if each.operator == ">=":
-            least = each.version
-        elif each.operator == "<":
-            below = each.version
-        elif each.operator == "==":
-            exact = each.version.removesuffix(".*")
+    for release in releases:
+        if release.operator == ">=":
+            least = release.version
+        elif release.operator == "<":
+            below = release.version
+        elif release.operator == "==":
+            exact = release.version.removesuffix(".*")
         else:
             raise ValueError(
                 f"expected a range with >=, < or ==, got {releases}."
@@ -127,8 +135,11 @@ def _plain(releases: SpecifierSet) -> str:
 
 
 def _listed(requirements: list[str]) -> str:
-    found = map(Requirement, requirements)
-    return ", ".join(f"{each.name} {_plain(each.specifier)}" for each in found)
+    parsed = map(Requirement, requirements)
+    return ", ".join(
+        f"{requirement.name} {_plain(requirement.specifier)}"
+        for requirement in parsed
+    )
 
 
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:

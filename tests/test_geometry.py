@@ -13,7 +13,7 @@ from dask_p2p.geometry import (
     box_shape,
     box_size,
     box_slices,
-    normal_axes,
+    normalize_axes,
     split_box,
     taper_last,
 )
@@ -92,7 +92,7 @@ def test_tapered_parts_keep_runs():
     ],
 )
 def test_normal_axes(axes, ndim, expected):
-    assert normal_axes(axes, ndim) == expected
+    assert normalize_axes(axes, ndim) == expected
 
 
 def test_block_indices_and_shapes():

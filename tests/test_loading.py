@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dask_p2p.loading import loaded, when_imported
+from dask_p2p.loading import call_when_imported, load_module
 from tests.support import output_of
 
 
@@ -42,13 +42,13 @@ def collections():
 
 
 def test_a_threshold_that_an_import_sets_stays(module, collections):
-    loaded(module("import gc\ngc.set_threshold(5000)"))
+    load_module(module("import gc\ngc.set_threshold(5000)"))
     assert gc.get_threshold()[0] == 5000
 
 
 def test_collections_go_on_after_an_import_that_fails(module, collections):
     with pytest.raises(ZeroDivisionError):
-        loaded(module("1 / 0"))
+        load_module(module("1 / 0"))
     assert gc.get_threshold() == (700, 10, 10)
 
 
@@ -81,14 +81,14 @@ of_later_imports = pytest.mark.usefixtures("_finders")
 
 def test_an_action_on_a_module_that_is_imported_already():
     modules = []
-    forget = when_imported("sys", modules.append)
+    forget = call_when_imported("sys", modules.append)
     assert modules == [sys]
     forget()
 
 
 @of_later_imports
 def test_an_action_on_a_module_that_does_not_exist():
-    forget = when_imported("missing_in_a_test", lambda module: pytest.fail("called"))
+    forget = call_when_imported("missing_in_a_test", lambda module: pytest.fail("called"))
     with pytest.raises(ModuleNotFoundError, match="missing_in_a_test"):
         importlib.import_module("missing_in_a_test")
     forget()
@@ -97,7 +97,7 @@ def test_an_action_on_a_module_that_does_not_exist():
 @of_later_imports
 def test_an_action_on_a_module_whose_first_import_fails(module):
     name, modules = module("import sys\nif not hasattr(sys, 'may_load'): 1 / 0"), []
-    when_imported(name, modules.append)
+    call_when_imported(name, modules.append)
     with pytest.raises(ZeroDivisionError):
         importlib.import_module(name)
     assert not modules

@@ -115,10 +115,12 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     """Read the command line, run, print, write."""
-    made = parser(__doc__)
-    made.add_argument("--timeout", type=float, default=120, help="limit of each rival, seconds")
-    made.add_argument("--only", action="append", help="library of a rival; repeatable")
-    options = made.parse_args()
+    argument_parser = parser(__doc__)
+    argument_parser.add_argument(
+        "--timeout", type=float, default=120, help="limit of each rival, seconds"
+    )
+    argument_parser.add_argument("--only", action="append", help="library of a rival; repeatable")
+    options = argument_parser.parse_args()
     rows = []
     for way, module, library in RIVALS:
         if library not in (options.only or LIBRARIES[options.cpu]):

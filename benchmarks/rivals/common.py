@@ -120,7 +120,7 @@ def time_forms(forms: Mapping[str, Callable[[], float]], repeats: int, trials: i
     return Timing(form, first_s[form], [forms[form]() for _ in range(repeats)], forms_s)
 
 
-def row(way: str, case: Case, timing: Timing, wrong: int, **more: Any) -> dict[str, Any]:
+def row(way: str, case: Case, timing: Timing, wrong_count: int, **figures: Any) -> dict[str, Any]:
     """Return a row of measurements, with the field names of `python -m benchmarks`."""
     median_s = median(timing.times_s)
     return {
@@ -133,17 +133,17 @@ def row(way: str, case: Case, timing: Timing, wrong: int, **more: Any) -> dict[s
         "times_s": timing.times_s,
         "median_s": median_s,
         "bandwidth_gbs": 2 * case.matrix_bytes / median_s / 1e9,
-        "wrong": wrong,
+        "wrong": wrong_count,
         "link_gbs": case.received_bytes / median_s / 1e9,
         "form": timing.form,
         "forms_s": timing.forms_s,
-        **more,
+        **figures,
     }
 
 
-def emit(made: Mapping[str, Any], path: str | None) -> None:
+def emit(report: Mapping[str, Any], path: str | None) -> None:
     """Print a row as a line of JSON, and append it to a file in case the program ends early."""
-    line = json.dumps(made)
+    line = json.dumps(report)
     print(line, flush=True)
     if path is not None:
         with open(path, "a", encoding="utf-8") as file:
@@ -152,21 +152,27 @@ def emit(made: Mapping[str, Any], path: str | None) -> None:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the command line of a rival."""
-    made = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    made.add_argument("--gpus", type=int, required=True, help="number of GPUs, from the first on")
-    made.add_argument(
+    argument_parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    argument_parser.add_argument(
+        "--gpus", type=int, required=True, help="number of GPUs, from the first on"
+    )
+    argument_parser.add_argument(
         "--size", type=int, action="append", required=True, help="rows of the matrix; repeatable"
     )
-    made.add_argument("--dtype", choices=sorted(MODULI), default="float32")
-    made.add_argument("--repeats", type=int, default=9, help="timed runs of the fastest form")
-    made.add_argument("--cpu", action="store_true", help="use CPUs, only to try the program")
-    made.add_argument("--json", metavar="FILE", help="write the rows there too")
-    return made
+    argument_parser.add_argument("--dtype", choices=sorted(MODULI), default="float32")
+    argument_parser.add_argument(
+        "--repeats", type=int, default=9, help="timed runs of the fastest form"
+    )
+    argument_parser.add_argument(
+        "--cpu", action="store_true", help="use CPUs, only to try the program"
+    )
+    argument_parser.add_argument("--json", metavar="FILE", help="write the rows there too")
+    return argument_parser
 
 
-def read(made: argparse.ArgumentParser) -> argparse.Namespace:
+def read(argument_parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Read the command line, and set the environment that the rivals' libraries read."""
-    options = made.parse_args()
+    options = argument_parser.parse_args()
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     return options
@@ -199,7 +205,7 @@ def run_program(
     RuntimeError
         If it fails.
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", f"benchmarks.rivals.{module}", *map(str, arguments)],
         cwd=ROOT,
         env={**os.environ, **environment},
@@ -208,18 +214,18 @@ def run_program(
         text=True,
         timeout=timeout_s,
     )
-    if done.returncode:
-        raise RuntimeError(why(done.stderr))
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return said
+    if process.returncode:
+        raise RuntimeError(why(process.stderr))
+    report: dict[str, Any] = json.loads(process.stdout.splitlines()[-1])
+    return report
 
 
-def why(said: str) -> str:
+def why(errors: str) -> str:
     r"""Return the line of a program's error output that names the error.
 
     >>> why("Traceback (most recent call last):\n  File ...\nValueError: too small\n\n")
     'ValueError: too small'
     """
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
     named = [line for line in lines if "Error: " in line]
     return (named or lines or ["it ended without a message"])[-1][:300]

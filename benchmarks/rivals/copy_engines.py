@@ -48,9 +48,9 @@ class Gpus:
 
         self.module = cupy
         self.runtime = cupy.cuda.runtime
-        there = self.runtime.getDeviceCount()
-        if there < count:
-            sys.exit(f"expected {count} GPUs, CuPy finds {there}")
+        device_count = self.runtime.getDeviceCount()
+        if device_count < count:
+            sys.exit(f"expected {count} GPUs, CuPy finds {device_count}")
         self.streams = []
         for gpu in range(count):
             with self.on(gpu):
@@ -153,22 +153,24 @@ def measure(case: Case, device: Any) -> dict[str, Any]:
         with device.on(gpu):
             slab.fill(MODULUS)  # different from all words
     forms[timing.form]()
-    wrong = sum(
+    wrong_count = sum(
         count_wrong(device, received[receiver], receiver, sender, tile_words)
         for receiver, sender in permutations(range(case.gpus), 2)
     )
-    return row(WAY, case, timing, wrong, versions=device.versions)
+    return row(WAY, case, timing, wrong_count, versions=device.versions)
 
 
 def count_wrong(device: Any, slab: Any, receiver: int, sender: int, tile_words: int) -> int:
     """Count the wrong words of one received tile."""
-    wrong = 0
+    wrong_count = 0
     first = (sender * (slab.size // tile_words) + receiver) * tile_words
-    got = tile(slab, sender, tile_words)
+    received = tile(slab, sender, tile_words)
     with device.on(receiver):
         for start, stop in bands(tile_words):
-            wrong += int((got[start:stop] != words(device.module, first, start, stop)).sum())
-    return wrong
+            wrong_count += int(
+                (received[start:stop] != words(device.module, first, start, stop)).sum()
+            )
+    return wrong_count
 
 
 def words(module: Any, first: int, start: int, stop: int) -> Any:

@@ -24,16 +24,18 @@ _TIMEOUT_S = 60
 _TOLERANCE = 1e-4  # of the largest value
 
 
-def seconds(shape: tuple[int, ...], is_real: bool, gpus: int, left: list[float]) -> float:
-    """Return the seconds of one transform: the next in `left`, which a process fills if empty.
+def seconds(shape: tuple[int, ...], is_real: bool, gpus: int, times_s: list[float]) -> float:
+    """Return the seconds of one transform: the next in `times_s`, which a process fills if empty.
 
     The process allocates memory as it needs it, because workers may hold most of it.
     """
-    if not left:
-        given = "--gpus", gpus, "--shape", *shape, *["--real"] * is_real
+    if not times_s:
+        arguments = "--gpus", gpus, "--shape", *shape, *["--real"] * is_real
         environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        left += run_program("jax_fft", *given, timeout_s=_TIMEOUT_S, **environment)["times_s"]
-    return left.pop(0)
+        times_s += run_program("jax_fft", *arguments, timeout_s=_TIMEOUT_S, **environment)[
+            "times_s"
+        ]
+    return times_s.pop(0)
 
 
 def transform_of(mesh: Any, is_real: bool) -> Any:
@@ -103,12 +105,12 @@ def main() -> None:
     error = jax.jit(partial(error_of, peak=peak))(run(x)) / peak
     if not error < _TOLERANCE:
         raise ValueError(f"values differ by {error:g} of the largest one")
-    found = []
+    times_s = []
     for _ in range(options.repeats):
         start_s = time.perf_counter()
         run(x).block_until_ready()
-        found.append(time.perf_counter() - start_s)
-    print(json.dumps({"jax": jax.__version__, "times_s": found}), flush=True)
+        times_s.append(time.perf_counter() - start_s)
+    print(json.dumps({"jax": jax.__version__, "times_s": times_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def steps_of(size: int, gpus: int, steps: int, devices: Any) -> Any:
     up = [(i, (i + 1) % gpus) for i in range(gpus)]
     down = [(after, before) for before, after in up]
 
-    def step(_: Any, both: Any) -> Any:
-        u, before = both
+    def step(_: Any, levels: Any) -> Any:
+        u, before = levels
         first = lax.ppermute(u[-RADIUS:], "x", up)
         last = lax.ppermute(u[:RADIUS], "x", down)
         padded = jnp.concatenate([first, u, last])
@@ -48,8 +48,8 @@ def steps_of(size: int, gpus: int, steps: int, devices: Any) -> Any:
     def all_steps(u: Any, before: Any) -> Any:
         return lax.fori_loop(0, steps, step, (u, before))
 
-    both = (spec, spec)
-    return jax.jit(jax.shard_map(all_steps, mesh=mesh, in_specs=both, out_specs=both))
+    specs = (spec, spec)
+    return jax.jit(jax.shard_map(all_steps, mesh=mesh, in_specs=specs, out_specs=specs))
 
 
 def main() -> None:
@@ -69,15 +69,15 @@ def main() -> None:
 
     shape = (options.gpus * options.size, options.size, options.size)
     run = steps_of(options.size, options.gpus, options.steps, jax.devices()[: options.gpus])
-    both = run(jnp.ones(shape, "f4"), jnp.ones(shape, "f4"))
-    jax.block_until_ready(both)
-    found = []
+    levels = run(jnp.ones(shape, "f4"), jnp.ones(shape, "f4"))
+    jax.block_until_ready(levels)
+    times_s = []
     for _ in range(options.repeats):
         start_s = time.perf_counter()
-        both = run(*both)
-        jax.block_until_ready(both)
-        found.append((time.perf_counter() - start_s) / options.steps)
-    print(json.dumps({"jax": jax.__version__, "times_s": found}), flush=True)
+        levels = run(*levels)
+        jax.block_until_ready(levels)
+        times_s.append((time.perf_counter() - start_s) / options.steps)
+    print(json.dumps({"jax": jax.__version__, "times_s": times_s}), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ __all__ = ["seconds"]
 
 def seconds(side: int, processes: int, rounds: int) -> dict[str, float]:
     """Return the median seconds of a redistribution by each of the two calls."""
-    said = run_once(__name__, processes, side, rounds)
-    if said.pop("wrong"):
+    report = run_once(__name__, processes, side, rounds)
+    if report.pop("wrong"):
         raise AssertionError("the columns are wrong")
-    return {name: float(value) for name, value in said.items()}
+    return {name: float(value) for name, value in report.items()}
 
 
 def measure(side: int, rounds: int, world: Any) -> dict[str, Any]:
@@ -34,8 +34,8 @@ def measure(side: int, rounds: int, world: Any) -> dict[str, Any]:
     bounds = [side * rank // world.size for rank in range(world.size + 1)]
     own, width = bounds[world.rank], bounds[world.rank + 1] - bounds[world.rank]
     rows = np.arange(side, dtype=float) + side * np.arange(own, own + width)[:, None]
-    wanted = side * np.arange(side, dtype=float)[:, None] + np.arange(own, own + width)
-    columns = np.empty_like(wanted)
+    expected = side * np.arange(side, dtype=float)[:, None] + np.arange(own, own + width)
+    columns = np.empty_like(expected)
     parts = [bounds[rank + 1] - bounds[rank] for rank in range(world.size)]
 
     def part(shape: tuple[int, int], size: tuple[int, int], start: tuple[int, int]) -> Any:
@@ -43,13 +43,16 @@ def measure(side: int, rounds: int, world: Any) -> dict[str, Any]:
 
     ranks = range(world.size)
     sent = [part(rows.shape, (width, parts[r]), (0, bounds[r])) for r in ranks]
-    got = [part(columns.shape, (parts[r], width), (bounds[r], 0)) for r in ranks]
+    parts_received = [part(columns.shape, (parts[r], width), (bounds[r], 0)) for r in ranks]
     ones, zeros = [1] * world.size, [0] * world.size
 
     def by_types() -> None:
-        world.Alltoallw([rows, ones, zeros, sent], [columns, ones, zeros, got])
+        world.Alltoallw([rows, ones, zeros, sent], [columns, ones, zeros, parts_received])
 
-    counts, starts = [width * each for each in parts], [width * start for start in bounds[:-1]]
+    counts, starts = (
+        [width * part_rows for part_rows in parts],
+        [width * start for start in bounds[:-1]],
+    )
     packed = np.empty(width * side)
 
     def by_packing() -> None:
@@ -68,19 +71,19 @@ def measure(side: int, rounds: int, world: Any) -> dict[str, Any]:
             times.append(world.allreduce(time.perf_counter() - start_s, MPI.MAX))
         return float(np.median(times[1:]))
 
-    said = {}
-    wrong = 0
+    report = {}
+    wrong_count = 0
     for name, run in (("Alltoallw", by_types), ("Alltoallv", by_packing)):
         columns[...] = -1
-        said[name] = median_s(run)
-        wrong += world.allreduce(int((columns != wanted).sum()))
-    return {**said, "wrong": wrong}
+        report[name] = median_s(run)
+        wrong_count += world.allreduce(int((columns != expected).sum()))
+    return {**report, "wrong": wrong_count}
 
 
 if __name__ == "__main__":
     from mpi4py import MPI
 
     side, rounds = map(int, sys.argv[1:])
-    made = measure(side, rounds, MPI.COMM_WORLD)
+    report = measure(side, rounds, MPI.COMM_WORLD)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(made))
+        print(json.dumps(report))

@@ -99,11 +99,11 @@ def measure(case: Case, world: Any) -> dict[str, Any]:
     y.view(np.uint8).fill(0xA5)
     columns.view(np.uint8).fill(0xA5)
     seconds(runs[timing.form])
-    wrong = world.allreduce(int((y != values(case, world.rank, transposed=True)).sum()))
+    wrong_count = world.allreduce(int((y != values(case, world.rank, transposed=True)).sum()))
     versions = {"mpi4py": mpi4py.__version__, "mpi": MPI.Get_library_version().partition(",")[0]}
     versions["mpi4py-fft"] = mpi4py_fft.__version__
     alone_s = alone.forms_s["alone"]
-    return row(WAY, case, timing, wrong, all_to_all_s=alone_s, versions=versions)
+    return row(WAY, case, timing, wrong_count, all_to_all_s=alone_s, versions=versions)
 
 
 def launcher() -> str:
@@ -132,7 +132,7 @@ def run_once(module: str, processes: int, *numbers: int) -> dict[str, Any]:
         If a process fails.
     """
     command = [launcher(), "-n", str(processes), sys.executable, "-m", module]
-    done = subprocess.run(
+    process = subprocess.run(
         [*command, *map(str, numbers)],
         env=_ENVIRONMENT,
         check=False,
@@ -140,10 +140,12 @@ def run_once(module: str, processes: int, *numbers: int) -> dict[str, Any]:
         text=True,
         timeout=_TIMEOUT_S,
     )
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().rpartition("\n")[2] or "it ended without a message")
-    said: dict[str, Any] = json.loads(done.stdout)
-    return said
+    if process.returncode:
+        raise RuntimeError(
+            process.stderr.strip().rpartition("\n")[2] or "it ended without a message"
+        )
+    report: dict[str, Any] = json.loads(process.stdout)
+    return report
 
 
 def main() -> None:
@@ -161,9 +163,9 @@ def main() -> None:
     if world.size != options.gpus:
         sys.exit(f"expected {options.gpus} processes, MPI has {world.size}")
     for case in cases(options):
-        made = measure(case, world)
+        report = measure(case, world)
         if world.rank == 0:
-            emit(made, options.json)
+            emit(report, options.json)
 
 
 if __name__ == "__main__":

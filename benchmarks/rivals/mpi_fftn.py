@@ -21,10 +21,10 @@ __all__ = ["WAY", "seconds"]
 
 def seconds(case: Case, processes: int) -> float:
     """Start the processes, and return the slowest one's seconds for its second transform."""
-    said = run_once(__name__, processes, case.shape[0])
-    if said["wrong"]:
-        raise AssertionError(f"{said['wrong']} elements are wrong")
-    return float(said["seconds"])
+    report = run_once(__name__, processes, case.shape[0])
+    if report["wrong"]:
+        raise AssertionError(f"{report['wrong']} elements are wrong")
+    return float(report["seconds"])
 
 
 def measure(side: int, world: Any) -> dict[str, Any]:
@@ -46,13 +46,13 @@ def measure(side: int, world: Any) -> dict[str, Any]:
     expected = np.zeros((side,) * 3)[:, rows]
     if rows.start <= 2 < rows.stop:
         expected[1, 2 - rows.start, 3] = side**3
-    wrong = world.allreduce(int((abs(y - expected) > 1e-12 * side**3).sum()))
-    return {"seconds": elapsed_s, "wrong": wrong}
+    wrong_count = world.allreduce(int((abs(y - expected) > 1e-12 * side**3).sum()))
+    return {"seconds": elapsed_s, "wrong": wrong_count}
 
 
 if __name__ == "__main__":
     from mpi4py import MPI
 
-    made = measure(int(sys.argv[1]), MPI.COMM_WORLD)
+    report = measure(int(sys.argv[1]), MPI.COMM_WORLD)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(made))
+        print(json.dumps(report))

@@ -55,47 +55,47 @@ def ping_pong(rank: int, send: Callable[[], Any], receive: Callable[[], Any]) ->
 
 def least_s(barrier: Callable[[], Any], call: Callable[[], Any], rounds: int, count: int) -> float:
     """Return the seconds of a call in the fastest round of several calls."""
-    found = inf
+    best_s = inf
     for _ in range(rounds):
         barrier()
         start_s = time.perf_counter()
         for _ in range(count):
             call()
-        found = min(found, (time.perf_counter() - start_s) / count)
-    return found
+        best_s = min(best_s, (time.perf_counter() - start_s) / count)
+    return best_s
 
 
 def seconds(size_bytes: int, processes: int, rounds: int) -> dict[str, float]:
     """Return the seconds of a message, and of a sum, by each way."""
-    said = run_once(__name__, processes, size_bytes, rounds)
-    return {name: float(value) for name, value in said.items()}
+    report = run_once(__name__, processes, size_bytes, rounds)
+    return {name: float(value) for name, value in report.items()}
 
 
 def measure(size_bytes: int, rounds: int, world: Any) -> dict[str, float]:
     """Time all ways."""
-    own, into = np.zeros(size_bytes // 8), np.zeros(size_bytes // 8)
-    other, options = 1 - world.rank, rounds_of(size_bytes, rounds)
+    sent, into = np.zeros(size_bytes // 8), np.zeros(size_bytes // 8)
+    peer, options = 1 - world.rank, rounds_of(size_bytes, rounds)
 
     def messages(send: Callable[[], Any], receive: Callable[[], Any]) -> float:
         call = ping_pong(world.rank, send, receive)
         return least_s(world.Barrier, call, *options) / 2
 
-    found = {}
+    seconds = {}
     if world.size == 2:
         if size_bytes == NUMBER_BYTES:
-            found[NUMBER] = messages(
-                lambda: world.send(0.5, other), lambda: world.recv(source=other)
+            seconds[NUMBER] = messages(
+                lambda: world.send(0.5, peer), lambda: world.recv(source=peer)
             )
-        found[NEW] = messages(lambda: world.send(own, other), lambda: world.recv(source=other))
-        found[INTO] = messages(lambda: world.Send(own, other), lambda: world.Recv(into, other))
-    found[ALLREDUCE] = least_s(world.Barrier, lambda: world.Allreduce(own, into), *options)
-    return found
+        seconds[NEW] = messages(lambda: world.send(sent, peer), lambda: world.recv(source=peer))
+        seconds[INTO] = messages(lambda: world.Send(sent, peer), lambda: world.Recv(into, peer))
+    seconds[ALLREDUCE] = least_s(world.Barrier, lambda: world.Allreduce(sent, into), *options)
+    return seconds
 
 
 if __name__ == "__main__":
     from mpi4py import MPI
 
     size_bytes, rounds = map(int, sys.argv[1:])
-    made = measure(size_bytes, rounds, MPI.COMM_WORLD)
+    report = measure(size_bytes, rounds, MPI.COMM_WORLD)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(made))
+        print(json.dumps(report))

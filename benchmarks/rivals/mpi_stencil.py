@@ -45,7 +45,7 @@ def least_noted() -> float:
 
 
 def seconds(
-    side: int, processes: int, steps: int, exchanges: bool = True, of: str = "seconds"
+    side: int, processes: int, steps: int, exchanges: bool = True, figure: str = "seconds"
 ) -> float:
     """Return the seconds of a step on stacked squares, one for each process.
 
@@ -58,10 +58,10 @@ def seconds(
     of
         "seconds": mean of all steps. "least_s": mean of the fastest consecutive steps.
     """
-    said = run_once(__name__, processes, side, steps, int(exchanges))
-    if said["wrong"]:
+    report = run_once(__name__, processes, side, steps, int(exchanges))
+    if report["wrong"]:
         raise AssertionError("the halo is wrong")
-    return float(said[of])
+    return float(report[figure])
 
 
 def measure(side: int, steps: int, exchanges: bool, world: Any) -> dict[str, Any]:
@@ -87,16 +87,16 @@ def measure(side: int, steps: int, exchanges: bool, world: Any) -> dict[str, Any
     arrays = [np.full((side + 2, side + 2), float(world.rank)) for _ in range(2)]
     prepared = [requests(u) for u in arrays]
 
-    def fill(which: int) -> None:
-        u = arrays[which]
+    def fill(level: int) -> None:
+        u = arrays[level]
         if exchanges:
-            MPI.Prequest.Startall(prepared[which])
+            MPI.Prequest.Startall(prepared[level])
         u[1:-1, 0], u[1:-1, -1] = u[1:-1, -2], u[1:-1, 1]  # periodic along the undivided axis
         if exchanges:
-            MPI.Prequest.Waitall(prepared[which])
+            MPI.Prequest.Waitall(prepared[level])
 
     fill(0)
-    wrong = exchanges and not (arrays[0][0, 1:-1] == up).all()
+    is_wrong = exchanges and not (arrays[0][0, 1:-1] == up).all()
     elapsed_s = 0.0
     for _ in range(2):
         least_noted()
@@ -109,7 +109,7 @@ def measure(side: int, steps: int, exchanges: bool, world: Any) -> dict[str, Any
     return {
         "seconds": elapsed_s / steps,
         "least_s": world.allreduce(least_noted(), MPI.MAX),
-        "wrong": world.allreduce(int(wrong)),
+        "wrong": world.allreduce(int(is_wrong)),
     }
 
 
@@ -117,6 +117,6 @@ if __name__ == "__main__":
     from mpi4py import MPI
 
     side, steps, exchanges = map(int, sys.argv[1:])
-    made = measure(side, steps, bool(exchanges), MPI.COMM_WORLD)
+    report = measure(side, steps, bool(exchanges), MPI.COMM_WORLD)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(made))
+        print(json.dumps(report))

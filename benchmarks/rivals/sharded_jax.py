@@ -82,8 +82,8 @@ def measure(case: Case, devices: Any) -> dict[str, Any]:
     y = ways[timing.form](x)
     if y.shape != x.shape or y.dtype != x.dtype or not y.sharding.is_equivalent_to(by_rows, 2):
         sys.exit(f"the result is {y.dtype} of {y.shape}, sharded as {y.sharding}")
-    wrong = jax.jit(on_slabs(count_wrong, in_specs=spec))(y)
-    return row(WAY, case, timing, int(wrong.sum()), versions={"jax": jax.__version__})
+    wrong_count = jax.jit(on_slabs(count_wrong, in_specs=spec))(y)
+    return row(WAY, case, timing, int(wrong_count.sum()), versions={"jax": jax.__version__})
 
 
 def main() -> None:

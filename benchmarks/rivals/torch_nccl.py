@@ -127,9 +127,9 @@ def one_of_many(rank: int, store: str, options: Namespace) -> None:
             "nccl", rank=rank, world_size=options.gpus, device_id=device, **place
         )
     for case in cases(options):
-        made = measure(case, rank, device)
+        report = measure(case, rank, device)
         if rank == 0:
-            emit(made, options.json)
+            emit(report, options.json)
     dist.destroy_process_group()
 
 
@@ -168,12 +168,12 @@ def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
     for stale in (y, *buffers):
         stale.fill_(POISON)
     seconds(runs[timing.form])
-    wrong = count_wrong(case, rank, y, device)
+    wrong_count = count_wrong(case, rank, y, device)
     versions = {"torch": torch.__version__}
     if not case.cpu:
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     alone_s = alone.forms_s["all-to-all"]
-    return row(WAY, case, timing, wrong, all_to_all_s=alone_s, versions=versions)
+    return row(WAY, case, timing, wrong_count, all_to_all_s=alone_s, versions=versions)
 
 
 def forms(
@@ -195,11 +195,11 @@ def count_wrong(case: Case, rank: int, y: Any, device: Any) -> int:
     import torch
     import torch.distributed as dist
 
-    wrong = torch.zeros(1, dtype=torch.int64, device=device)
+    wrong_count = torch.zeros(1, dtype=torch.int64, device=device)
     for start, stop in case.bands():
-        wrong += (y[start:stop] != expected(case, rank, start, stop, device)).sum()
-    dist.all_reduce(wrong)
-    return int(wrong.item())
+        wrong_count += (y[start:stop] != expected(case, rank, start, stop, device)).sum()
+    dist.all_reduce(wrong_count)
+    return int(wrong_count.item())
 
 
 def expected(
@@ -230,9 +230,9 @@ def main() -> None:
     options = read(parser(__doc__))
     import torch
 
-    there = torch.cuda.device_count()
-    if not options.cpu and there < options.gpus:
-        sys.exit(f"expected {options.gpus} GPUs, torch finds {there}")
+    device_count = torch.cuda.device_count()
+    if not options.cpu and device_count < options.gpus:
+        sys.exit(f"expected {options.gpus} GPUs, torch finds {device_count}")
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(
             one_of_many, args=(os.path.join(folder, "store"), options), nprocs=options.gpus

@@ -87,7 +87,7 @@ _PLANES = 16  # at least, of a block: it reads eight more
 
 def source() -> str:
     """Return the kernel's text."""
-    factors = ", ".join(f"{each!r}f" for each in COEFFICIENTS)
+    factors = ", ".join(f"{coefficient!r}f" for coefficient in COEFFICIENTS)
     text = _SOURCE.replace("FACTORS", factors).replace("FACTOR", f"{FACTOR!r}f")
     return text.replace("WIDE", str(_WIDE)).replace("HIGH", str(_HIGH))
 
@@ -117,24 +117,26 @@ def wave(u: Any, before: Any, out: Any) -> None:
         return
     grid, block, planes = launch(out.shape)
     strides = [
-        of(s // 4) for a in (u, before, out) for of, s in zip(_STRIDES, a.strides[:2], strict=True)
+        stride_type(s // 4)
+        for a in (u, before, out)
+        for stride_type, s in zip(_STRIDES, a.strides[:2], strict=True)
     ]
     sizes = map(np.int32, (*out.shape, planes))
     _kernel()(grid, block, (u, before, out, *sizes, *strides))
 
 
 def _on_host(u: Any, before: Any, out: Any) -> None:
-    own = u[RADIUS:-RADIUS]
+    interior = u[RADIUS:-RADIUS]
 
     def at(axis: int, by: int) -> Any:
-        return np.roll(own, -by, axis) if axis else u[RADIUS + by : len(u) - RADIUS + by]
+        return np.roll(interior, -by, axis) if axis else u[RADIUS + by : len(u) - RADIUS + by]
 
-    out[...] = 3 * COEFFICIENTS[0] * own
+    out[...] = 3 * COEFFICIENTS[0] * interior
     for by, factor in enumerate(COEFFICIENTS[1:], 1):
         for axis in range(3):
             out += factor * (at(axis, -by) + at(axis, by))
     out *= FACTOR
-    out += 2 * own - before
+    out += 2 * interior - before
 
 
 def reference(u: Any, before: Any, steps: int) -> Any:

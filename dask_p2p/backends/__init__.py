@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import MOST_UNREAD, PLAIN, SLOTS, Backend, Queue, Timer, order_of
+from dask_p2p.backends.base import MOST_UNREAD, PLAIN, SLOTS, Backend, Queue, Timer, memory_order
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
@@ -45,7 +45,7 @@ __all__ = [
     "backend_for",
     "backend_named",
     "device_of",
-    "order_of",
+    "memory_order",
     "worker_backend",
 ]
 

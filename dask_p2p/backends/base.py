@@ -216,7 +216,7 @@ class Queue(Protocol):
         """Wait until all queued work is finished."""
 
 
-def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
+def transpose_view(dst: Array, src: Array, axes: Sequence[int]) -> Any:
     """Return ``src.transpose(axes)`` after a check that `dst` has its shape and dtype.
 
     NumPy and CuPy would silently broadcast or convert if shapes or dtypes differ.
@@ -241,16 +241,9 @@ def transposed(dst: Array, src: Array, axes: Sequence[int]) -> Any:
     return view
 
 
-def order_of(strides: Sequence[int]) -> tuple[int, ...]:
+def memory_order(strides: Sequence[int]) -> tuple[int, ...]:
     """Return the memory order of the axes of an array with these strides."""
     return tuple(sorted(range(len(strides)), key=lambda axis: -abs(strides[axis])))
-
-
-def as_it_lies(array: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return a view with its axes in memory order, and the function that reverses this."""
-    order = order_of(array.strides)
-    inverse_order = tuple(map(order.index, range(array.ndim)))
-    return array.transpose(order), lambda lies: lies.transpose(inverse_order)
 
 
 @lru_cache(maxsize=64)  # one object for each dtype: NaN equals only itself

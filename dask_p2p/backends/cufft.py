@@ -23,17 +23,17 @@ _COMPLEX, _REAL = ("complex64", "complex128"), ("float32", "float64")
 _DTYPES = {"C2C": _COMPLEX, "C2R": _COMPLEX, "R2C": _REAL}
 
 
-class _OfThread(threading.local):
+class _ThreadPlans(threading.local):
     """A thread's plans, one for each stream, because a plan has a single work area."""
 
     def __init__(self) -> None:
         self.plans: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 
 
-_thread_plans = _OfThread()
+_thread_plans = _ThreadPlans()
 
 
-def _transformed(
+def _transform(
     name: str,
     block: Array,
     lengths: Sequence[int],
@@ -44,9 +44,9 @@ def _transformed(
     """Call the function of this name in `cupyx.scipy.fft` on a C-ordered array, or its plan."""
     values, direction = _KINDS[name]
     is_unscaled = norm == ("forward" if direction > 0 else "backward")
-    plan = _plan(values, block, tuple(lengths), tuple(axes)) if is_unscaled else None
+    plan = _find_plan(values, block, tuple(lengths), tuple(axes)) if is_unscaled else None
     if plan is None:
-        return _by_cupy(name, block, lengths, axes, norm=norm, overwrite_x=overwrite_x)
+        return _transform_by_cupy(name, block, lengths, axes, norm=norm, overwrite_x=overwrite_x)
     if values == "C2R" and not overwrite_x:
         block = block.copy()  # cuFFT overwrites it
     is_in_place = values == "C2C" and overwrite_x
@@ -55,21 +55,21 @@ def _transformed(
     return out
 
 
-def _by_cupy(name: str, block: Array, *args: Any, **options: Any) -> Array:
-    result: Array = getattr(_library(), name)(block, *args, **options)
+def _transform_by_cupy(name: str, block: Array, *args: Any, **options: Any) -> Array:
+    result: Array = getattr(_import_library(), name)(block, *args, **options)
     return result
 
 
-def _along_one_axis(name: str, block: Array, length: int, axis: int, **options: Any) -> Array:
-    return _transformed(name, block, (length,), (axis,), **options)
+def _transform_axis(name: str, block: Array, length: int, axis: int, **options: Any) -> Array:
+    return _transform(name, block, (length,), (axis,), **options)
 
 
-fftn, ifftn, rfftn, irfftn = (partial(_transformed, name) for name in _KINDS)
-rfft, irfft = (partial(_along_one_axis, name) for name in ("rfftn", "irfftn"))
-hfft, ihfft = (partial(_by_cupy, name) for name in ("hfft", "ihfft"))
+fftn, ifftn, rfftn, irfftn = (partial(_transform, name) for name in _KINDS)
+rfft, irfft = (partial(_transform_axis, name) for name in ("rfftn", "irfftn"))
+hfft, ihfft = (partial(_transform_by_cupy, name) for name in ("hfft", "ihfft"))
 
 
-def _plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+def _find_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
     """Return a cached or new plan for the current stream; None if there is no suitable plan."""
     import cupy
 
@@ -79,13 +79,13 @@ def _plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, 
     if key in plans:
         plans.move_to_end(key)
     else:
-        plans[key] = _new_plan(values, block, lengths, axes)
+        plans[key] = _make_plan(values, block, lengths, axes)
         if len(plans) > _MOST_PLANS:
             plans.popitem(last=False)
     return plans[key]
 
 
-def _new_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
+def _make_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[int, ...]) -> Any:
     input_lengths = list(lengths)
     if values == "C2R":
         input_lengths[-1] = input_lengths[-1] // 2 + 1
@@ -96,10 +96,10 @@ def _new_plan(values: str, block: Array, lengths: tuple[int, ...], axes: tuple[i
     if in_order != [*range(block.ndim)][-len(axes) :]:
         return None
     try:
-        return _library().get_fft_plan(block, lengths, axes, values)
+        return _import_library().get_fft_plan(block, lengths, axes, values)
     except ValueError:  # from CuPy: cuFFT has no such plan
         return None
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     return import_module("cupyx.scipy.fft")

@@ -16,7 +16,7 @@ import numpy as np
 from dask_p2p.backends.base import Backend, HostLink
 from dask_p2p.backends.device import device_work, gpu_obstacle, is_shareable, private_stream
 from dask_p2p.backends.device_queue import DeviceQueue, Slot
-from dask_p2p.backends.host import link_gbs, on_gpu
+from dask_p2p.backends.host import computes_on_gpu, link_gbs
 from dask_p2p.backends.host_memory import is_pinned
 from dask_p2p.backends.pipelines import HostStreams
 from dask_p2p.errors import UnsupportedArrayError, install_command
@@ -41,30 +41,30 @@ class CupyBackend(Backend):
 
     @property
     def module(self) -> Any:
-        return _cupy()
+        return _import_cupy()
 
     def check(self, block: Array) -> None:
-        if not isinstance(block, _cupy().ndarray):
+        if not isinstance(block, _import_cupy().ndarray):
             raise UnsupportedArrayError(
                 f"expected a cupy.ndarray, got {type(block).__name__} of CuPy. Convert it first: "
                 "map_blocks(cupy.asarray)."
             )
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        return _cupy().empty(tuple(shape), dtype)
+        return _import_cupy().empty(tuple(shape), dtype)
 
     def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        _kernels().permute_into(dst, src, axes)
+        _import_kernels().permute_into(dst, src, axes)
 
     def queue(self, *, leave_bandwidth: bool = False) -> DeviceQueue:
-        _cupy()  # raises an error with the remedy
+        _import_cupy()  # raises an error with the remedy
         return DeviceQueue(self.name, leave_bandwidth)
 
     def to_host(self, array: Array) -> Any:
         return array.get()
 
     def allocate(self, size_bytes: int) -> Any:
-        cuda = _cupy().cuda
+        cuda = _import_cupy().cuda
         stream = private_stream()
         with stream:
             memory = cuda.alloc(size_bytes)
@@ -78,15 +78,15 @@ class CupyBackend(Backend):
         return cuda.MemoryPointer(cuda.Memory(size_bytes), 0)
 
     def bytes_of(self, memory: Any, size_bytes: int, owner: Any) -> Any:
-        cupy = _cupy()
+        cupy = _import_cupy()
         unowned = cupy.cuda.UnownedMemory(memory.ptr, size_bytes, owner, memory.device_id)
         return cupy.ndarray((size_bytes,), np.uint8, cupy.cuda.MemoryPointer(unowned, 0))
 
     def is_in_use(self) -> bool:
-        return on_gpu()
+        return computes_on_gpu()
 
     def memory_below(self, wanted_bytes: int, worker_limit_bytes: int | None) -> int | None:
-        if wanted_bytes <= _total_bytes(_cupy().cuda.runtime.getDevice()):
+        if wanted_bytes <= _total_bytes(_import_cupy().cuda.runtime.getDevice()):
             return None
         return self.device_bytes() or None
 
@@ -94,15 +94,15 @@ class CupyBackend(Backend):
         resources = _rmm_resources()
         if resources and type(resources[-1]).__name__ not in _WITHIN_THE_GPU:
             return 0
-        return _total_bytes(_cupy().cuda.runtime.getDevice())
+        return _total_bytes(_import_cupy().cuda.runtime.getDevice())
 
     def device_name(self) -> str:
-        runtime = _cupy().cuda.runtime
+        runtime = _import_cupy().cuda.runtime
         name = runtime.getDeviceProperties(runtime.getDevice())["name"]
         return name.decode() if isinstance(name, bytes) else str(name)
 
     def device_status(self) -> dict[str, Any]:
-        cupy = _cupy()
+        cupy = _import_cupy()
         runtime = cupy.cuda.runtime
         try:
             properties = runtime.getDeviceProperties(runtime.getDevice())
@@ -123,10 +123,10 @@ class CupyBackend(Backend):
         if gpu_obstacle() is not None:
             return None
         with device_work():
-            return measured_host_link(warn)
+            return measure_host_link(warn)
 
     def warm_up(self) -> None:
-        _kernels().load_all()
+        _import_kernels().load_all()
 
     def device_of(self, block: Array) -> Any:
         return block.device
@@ -136,12 +136,12 @@ class CupyBackend(Backend):
             return 0
         # On the null stream it would wait for tasks' work.
         with array.device, private_stream("checksums"):
-            data = _cupy().ascontiguousarray(array).reshape(-1).view(np.uint8)
-            total: int = _kernels().mixed_sum(data)
+            data = _import_cupy().ascontiguousarray(array).reshape(-1).view(np.uint8)
+            total: int = _import_kernels().mixed_sum(data)
             return total
 
 
-def _cupy() -> Any:
+def _import_cupy() -> Any:
     try:
         import cupy
     except ImportError as error:
@@ -153,20 +153,19 @@ def _cupy() -> Any:
 
 
 @cache
-def _kernels() -> Any:
-    """Return the module of kernels, which imports CuPy."""
-    _cupy()
+def _import_kernels() -> Any:
+    _import_cupy()
     return import_module("dask_p2p.backends.kernels.cuda")
 
 
 def region_batch() -> Any:
     """Return an object that enqueues copies of many small regions together: a `RegionBatch`."""
-    return _kernels().RegionBatch()
+    return _import_kernels().RegionBatch()
 
 
 @cache  # a driver call that each task would repeat
 def _total_bytes(device_id: int) -> int:
-    cuda = _cupy().cuda
+    cuda = _import_cupy().cuda
     with cuda.Device(device_id):
         return int(cuda.runtime.memGetInfo()[1])
 
@@ -206,7 +205,7 @@ CUPY = CupyBackend()
 # Functions import CuPy; the import of this module does not.
 
 
-def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
+def measure_host_link(warn: Callable[..., None]) -> HostLink | None:
     """Measure the link of the current GPU.
 
     If no memory can be pinned, call `warn` with the reason and return None. The call blocks: make
@@ -224,7 +223,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         streams.copy_up(memory.memory[:slot_bytes], host.memory[:slot_bytes])
         streams.synchronize()
         up_s, down_s, both_s = (
-            min(_seconds(streams, memory, host, directions) for _ in range(copies))
+            min(_time_copies(streams, memory, host, directions) for _ in range(copies))
             for directions in (("up",), ("down",), ("up", "down"))
         )
         return HostLink(*(n * half / s / 1e9 for n, s in ((1, up_s), (1, down_s), (2, both_s))))
@@ -233,7 +232,7 @@ def measured_host_link(warn: Callable[..., None]) -> HostLink | None:
         streams.keep(slots, host_slots)
 
 
-def _seconds(link: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
+def _time_copies(link: HostStreams, memory: Slot, host: Slot, directions: tuple[str, ...]) -> float:
     """Return the seconds of copies that start together, until the end of the last one."""
     half = LINK_COPY_BYTES
     cuda = link.cupy.cuda

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dask_p2p.backends import device as device_module
-from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, as_it_lies
+from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, memory_order
 from dask_p2p.backends.device import MEMCPY_DEFAULT, StreamTimings, is_managed
 from dask_p2p.backends.host import MakeTimer, RepeatingTimer
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch
@@ -35,7 +35,7 @@ class Slot:
     results: dict[Any, Any] = field(default_factory=dict)
 
 
-class KeptSlots:
+class SlotCache:
     """Unused slots that are kept for the next queue, whose first copy an allocation would delay.
 
     They are freed after a while without use, or when memory runs out.
@@ -85,7 +85,7 @@ class KeptSlots:
         return False
 
 
-class BeingRead:
+class UnreadArrays:
     """Arrays that are kept until a device has read them, because their memory may be reused.
 
     At most `max_arrays` arrays are kept; adding another one waits for the oldest.
@@ -145,7 +145,7 @@ class DeviceQueue:
 
     pinned_output = False
     _per_thread = threading.local()  # streams by device
-    _kept_slots = KeptSlots()
+    _kept_slots = SlotCache()
 
     def __init__(
         self, kind: Kind, leave_bandwidth: bool = False, has_own_streams: bool = False
@@ -170,7 +170,7 @@ class DeviceQueue:
         self._stream, self._copies, self._concurrent, self._emptying = self._all
         self._slots: deque[Slot] = deque()  # least recently used first
         self._in_place = False  # true without memory for slots
-        self._unread = BeingRead(MOST_UNREAD)
+        self._unread = UnreadArrays(MOST_UNREAD)
         self._private = device_module.private_stream()
         self._timings = StreamTimings(cupy.cuda.Event, cupy.cuda.get_elapsed_time)
         self._allocated: list[Any] = []  # arrays of `empty` since the last `synchronize`
@@ -261,10 +261,12 @@ class DeviceQueue:
         self._permute_on(self._stream, dst, everywhere, range(dst.ndim))
 
     def prefetch(self, src: Array, slot_bytes: int) -> _Prefetched:
-        lies, reverse_axes, pitch = src, None, engine_pitch(src.shape, src.strides, src.itemsize)
+        view, order = src, tuple(range(src.ndim))
+        pitch = engine_pitch(src.shape, src.strides, src.itemsize)
         if pitch is None:
-            lies, reverse_axes = as_it_lies(src)
-            pitch = engine_pitch(lies.shape, lies.strides, lies.itemsize)
+            order = memory_order(src.strides)
+            view = src.transpose(order)
+            pitch = engine_pitch(view.shape, view.strides, view.itemsize)
         if pitch is None or src.nbytes > slot_bytes or not self._has_slots(slot_bytes):
             return _Prefetched(src, None)
         slot = self._slots[0]
@@ -273,10 +275,12 @@ class DeviceQueue:
         self._slots.rotate(-1)
         if slot.is_used:
             self._copies.wait_event(slot.free)
-        copy = self._cupy.ndarray(lies.shape, src.dtype, slot.memory.data)
-        self._copy(copy, lies, pitch)
+        copy = self._cupy.ndarray(view.shape, src.dtype, slot.memory.data)
+        self._copy(copy, view, pitch)
         slot.full.record(self._copies)
-        return _Prefetched(copy if reverse_axes is None else reverse_axes(copy), slot)
+        if view is not src:
+            copy = copy.transpose(tuple(map(order.index, range(src.ndim))))
+        return _Prefetched(copy, slot)
 
     def permute_prefetched(self, dst: Array, part: _Prefetched, axes: Sequence[int]) -> None:
         if part.slot is None:

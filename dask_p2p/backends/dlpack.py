@@ -83,18 +83,17 @@ class LibraryFunction:
         return value
 
 
-def in_library(function: Callable[..., Any], library: str | None) -> Callable[..., Any]:
+def wrap_in_library(function: Callable[..., Any], library: str | None) -> Callable[..., Any]:
     """Return a function that calls `function` with arrays of a library; None: unchanged."""
     return function if library is None else LibraryFunction(function, library)
 
 
-def own_function(function: Any) -> Any:
+def copy_for_thread(function: Any) -> Any:
     """Return a function for one thread: that of another library keeps arrays of its own."""
     return copy(function) if isinstance(function, LibraryFunction) else function
 
 
 def _convert_arrays(value: Any, convert: Callable[[Array], Any]) -> Any:
-    """Return a value with its arrays converted."""
     if is_block(value):
         return convert(value)
     if type(value) is tuple:
@@ -157,7 +156,7 @@ class _Library:
         Raises `InputError` if the library cannot hold such an array.
         """
         try:
-            return self._import_array(_writable(array))
+            return self._import_array(_as_writable(array))
         except InputError:
             raise
         except _REFUSALS as exc:
@@ -252,7 +251,7 @@ def _is_on_gpu(array: Any) -> bool:
         return False  # such as an array of several devices, which cannot be exported
 
 
-def _writable(array: Array) -> Array:
+def _as_writable(array: Array) -> Array:
     """Return an array that DLPack exports: a read-only one over writable memory, or a copy."""
     if not isinstance(array, np.ndarray) or array.flags.writeable:
         return array

@@ -42,7 +42,7 @@ from uuid import UUID
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends.base import Backend, Timer, transposed
+from dask_p2p.backends.base import Backend, Timer, transpose_view
 from dask_p2p.backends.device import device_work
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.geometry import box_slices, split_box, whole_box
@@ -53,7 +53,7 @@ _CACHE_WAY_BYTES = 4096  # addresses that are equal modulo this size compete for
 
 def permute_into(dst: Array, src: Array, axes: Sequence[int]) -> None:
     """Do ``dst[...] = src.transpose(axes)``, bit for bit; see `Backend.permute_into`."""
-    view = transposed(dst, src, axes)
+    view = transpose_view(dst, src, axes)
     if dst.dtype.names and not dst.dtype.hasobject:
         # NumPy would copy structures field by field, without their padding.
         raw = f"V{dst.dtype.itemsize}"
@@ -96,18 +96,16 @@ def block_shape(
     column_axis = min(moving, key=lambda a: abs(src_strides[a]))
     # Number of cache lines that are used before the first one is used again.
     lines = prod(shape[a] for a in by_dst[: by_dst.index(column_axis)])
-    sizes, cached_rows = tuning.current, _cached_rows(src_strides[row_axis])
+    sizes = tuning.current
+    # Rows at this distance that fit into the first-level cache.
+    rows_per_way = _CACHE_WAY_BYTES // competing_bytes(src_strides[row_axis])
+    cached_rows = sizes.cache_ways * rows_per_way
     most_rows = sizes.most_block_rows
     if lines <= (sizes.unblocked_rows if cached_rows >= most_rows else cached_rows):
         return None
     columns = min(shape[column_axis], sizes.block_columns)
     rows = max(min(cached_rows, most_rows), sizes.least_block_rows, sizes.block_items // columns)
-    return _grown(shape, by_dst, {column_axis: columns, row_axis: rows})
-
-
-def _cached_rows(stride_bytes: int) -> int:
-    """Return the number of rows at this distance that fit into the first-level cache."""
-    return tuning.current.cache_ways * (_CACHE_WAY_BYTES // competing_bytes(stride_bytes))
+    return _grow(shape, by_dst, {column_axis: columns, row_axis: rows})
 
 
 def competing_bytes(stride_bytes: int) -> int:
@@ -115,7 +113,7 @@ def competing_bytes(stride_bytes: int) -> int:
     return gcd(stride_bytes, _CACHE_WAY_BYTES)
 
 
-def _grown(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
+def _grow(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
     """Extend a two-dimensional tile over the other axes."""
     block, most_items = [1] * len(shape), tuning.current.grown_block_items
     for axis, extent in tile.items():
@@ -148,10 +146,10 @@ _BYTES_EACH = 2**22  # least for each thread: a submission takes as long as a co
 
 def copy_on_host(to: np.ndarray[Any, Any], src: np.ndarray[Any, Any]) -> None:
     """Copy an array of the host, by several threads if it is large, and wait for the end."""
-    begin_copy(to, src)()
+    start_copy(to, src)()
 
 
-def begin_copy(to: np.ndarray[Any, Any], src: np.ndarray[Any, Any]) -> Callable[[], None]:
+def start_copy(to: np.ndarray[Any, Any], src: np.ndarray[Any, Any]) -> Callable[[], None]:
     """Start to copy an array of the host by threads; return a function that waits for the end.
 
     A small array is copied before the call returns.
@@ -252,7 +250,7 @@ def kernel_and_namespace() -> tuple[str, str]:
         return file.read().strip(), os.readlink("/proc/self/ns/pid")
 
 
-def on_gpu() -> bool:
+def computes_on_gpu() -> bool:
     """Return true if this process computes on a GPU, without loading a library.
 
     It has loaded CuPy, or dask-cuda started it; then it may load CuPy with its first block.

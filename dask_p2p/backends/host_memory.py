@@ -58,7 +58,7 @@ def is_pinned(array: Any) -> bool:
     return any(isinstance(getattr(b, "memory", b), Pinned) for b in bases(array))
 
 
-def registered(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
+def pin_in_place(array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
     """Pin an array's memory in place; return the function that unpins it, or None on failure.
 
     Memory cannot be pinned if it, or another part of one of its pages, is pinned already.
@@ -194,7 +194,7 @@ def _libc() -> Any:
 #   of 48. `keep_small_buffers` ends this for the life of the process.
 # - Each temporary array of more than 128 KiB gets new pages from the system, which clears them.
 # Steps
-#   of plain NumPy expressions take up to five times as long. `temporaries_kept` ends this while
+#   of plain NumPy expressions take up to five times as long. `keep_temporaries` ends this while
 #   a rank's function runs, or a task's function of a large block, and for a second afterwards: the
 #   next one may begin then.
 
@@ -223,7 +223,7 @@ _GUARD_BYTES = 2**16
 _HEAP_BYTES = 2**26  # a heap begins at a multiple of its largest size
 
 _lock = threading.Lock()
-_keeping = 0  # contexts of `temporaries_kept` that are open
+_keeping = 0  # contexts of `keep_temporaries` that are open
 _begun = 0  # contexts so far
 _bytes_before = 0  # memory of the process before the first context
 _timer: threading.Timer | None = None  # until free memory returns to the system
@@ -258,7 +258,7 @@ def _resident_bytes() -> int:
 
 
 @contextmanager
-def temporaries_kept() -> Iterator[None]:
+def keep_temporaries() -> Iterator[None]:
     """Keep the memory of freed arrays of up to 32 MiB in the process, within a context.
 
     Later arrays reuse this memory. The process then has as much memory as its arrays had at their
@@ -270,14 +270,14 @@ def temporaries_kept() -> Iterator[None]:
     if glibc is None:
         yield
         return
-    _begin(glibc)
+    _begin_context(glibc)
     try:
         yield
     finally:
-        _end(glibc)
+        _end_context(glibc)
 
 
-def _begin(glibc: Any) -> None:
+def _begin_context(glibc: Any) -> None:
     global _keeping, _begun, _bytes_before
     with _lock:
         if not _keeping and _timer is None:
@@ -287,7 +287,7 @@ def _begin(glibc: Any) -> None:
         _begun += 1
 
 
-def _end(glibc: Any) -> None:
+def _end_context(glibc: Any) -> None:
     global _keeping
     guard = glibc.malloc(_GUARD_BYTES) or 0
     with _lock:
@@ -301,10 +301,10 @@ def _end(glibc: Any) -> None:
             _trim(glibc)
             _set(glibc, _KEPT)
         if _timer is None:
-            _wait(glibc)
+            _schedule_return(glibc)
 
 
-def _wait(glibc: Any) -> None:
+def _schedule_return(glibc: Any) -> None:
     """Return free memory later, unless a context begins first."""
     global _timer
     _timer = threading.Timer(_IDLE_S, _return_unused, (glibc, _begun))
@@ -316,7 +316,7 @@ def _return_unused(glibc: Any, begun: int) -> None:
     global _timer
     with _lock:
         if _keeping or begun < _begun:
-            _wait(glibc)
+            _schedule_return(glibc)
             return
         _set(glibc, _BEFORE)
         _trim(glibc)

@@ -7,10 +7,10 @@
     run                       [part 0][part 1][part 2]        [part 3]
     down                              [part 0][part 1][part 2]
 
-`dask_p2p.plans.base.steps` defines the order of steps and their dependencies. This module executes
-them, with an event for each stream and slot. If an array lies in pinned memory, copies begin or end
-there, and the host does not fill or empty slots. The next block may start when all work of a block
-is queued; it follows in the same memory, slot by slot.
+`dask_p2p.plans.base.schedule_steps` defines the order of steps and their dependencies. This module
+executes them, with an event for each stream and slot. If an array lies in pinned memory, copies
+begin or end there, and the host does not fill or empty slots. The next block may start when all
+work of a block is queued; it follows in the same memory, slot by slot.
 
 Methods import CuPy; the import of this module does not.
 """
@@ -30,11 +30,11 @@ import numpy as np
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import SLOTS, Timer
 from dask_p2p.backends.device import MEMCPY_DEFAULT, StreamTimings
-from dask_p2p.backends.device_queue import KeptSlots, Slot
-from dask_p2p.backends.host import begin_copy, copy_on_host
-from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, is_pinned, registered
+from dask_p2p.backends.device_queue import Slot, SlotCache
+from dask_p2p.backends.host import copy_on_host, start_copy
+from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, is_pinned, pin_in_place
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch
-from dask_p2p.plans.base import Part, PartPlan, Step, steps
+from dask_p2p.plans.base import Part, PartPlan, Step, schedule_steps
 from dask_p2p.types import Array
 
 # Slots in device and host memory, which the parts of one block use in turn.
@@ -87,7 +87,7 @@ class Ring:
         return array
 
     @contextmanager
-    def queued(
+    def queue_action(
         self, action: str, part: int, after: Iterable[tuple[str, int]] = ()
     ) -> Iterator[Any]:
         """Return a context that queues an action of a part, after these actions of parts.
@@ -145,8 +145,8 @@ class HostStreams:
     """
 
     _streams: ClassVar[dict[int, dict[str, Any]]] = {}  # by device
-    _kept_slots = KeptSlots()
-    _kept_host_slots = KeptSlots()
+    _kept_slots = SlotCache()
+    _kept_host_slots = SlotCache()
 
     def __init__(self, warn: Callable[..., None]) -> None:
         import cupy
@@ -166,17 +166,17 @@ class HostStreams:
         if slots := self._kept_slots.take(self._device, size_bytes, count):
             return slots
         with self.streams["up"]:  # the stream that fills it, which therefore does not wait
-            return _slots(self.cupy.empty((count * size_bytes,), np.uint8), count)
+            return _divide_memory(self.cupy.empty((count * size_bytes,), np.uint8), count)
 
     def host_slots(self, count: int, size_bytes: int) -> list[Slot]:
         """Return host memory for `count` parts, pinned if possible."""
         if slots := self._kept_host_slots.take(None, size_bytes, count):
             return slots
         try:
-            return _slots(np.asarray(Pinned(count * size_bytes)), count)
+            return _divide_memory(np.asarray(Pinned(count * size_bytes)), count)
         except (OSError, MemoryError, self.cupy.cuda.runtime.CUDARuntimeError) as exc:
             self._warn(CANNOT_PIN, f"{type(exc).__name__}: {exc}")
-            return _slots(np.empty(count * size_bytes, np.uint8), count)
+            return _divide_memory(np.empty(count * size_bytes, np.uint8), count)
 
     @classmethod
     def drop_slots(cls) -> None:
@@ -194,12 +194,12 @@ class HostStreams:
 
     def copy_up(self, to: Array, src: np.ndarray[Any, Any], pitch: Pitch | None = None) -> None:
         """Queue a copy of a host array with this pitch to device memory; None: it is contiguous."""
-        ptr, pitch = to.data.ptr, pitch or _contiguous(src)
+        ptr, pitch = to.data.ptr, pitch or _contiguous_pitch(src)
         self._copy(ptr, pitch.run_bytes, src.ctypes.data, pitch.stride_bytes, pitch, "up")
 
     def copy_down(self, to: np.ndarray[Any, Any], src: Array, pitch: Pitch | None = None) -> None:
         """Queue a copy of device memory to a host array with this pitch; None: contiguous."""
-        ptr, pitch = src.data.ptr, pitch or _contiguous(to)
+        ptr, pitch = src.data.ptr, pitch or _contiguous_pitch(to)
         self._copy(to.ctypes.data, pitch.stride_bytes, ptr, pitch.run_bytes, pitch, "down")
 
     def _copy(
@@ -220,7 +220,7 @@ class HostStreams:
             stream.synchronize()
 
 
-def _slots(memory: Any, count: int) -> list[Slot]:
+def _divide_memory(memory: Any, count: int) -> list[Slot]:
     size_bytes = memory.nbytes // count
     return [Slot(memory[at * size_bytes :][:size_bytes], None, None) for at in range(count)]
 
@@ -228,11 +228,11 @@ def _slots(memory: Any, count: int) -> list[Slot]:
 def pitch_of(view: np.ndarray[Any, Any]) -> Pitch | None:
     """Return the pitch of a view of host memory; None if copy engines cannot copy it."""
     if view.flags.c_contiguous:
-        return _contiguous(view)
+        return _contiguous_pitch(view)
     return engine_pitch(view.shape, view.strides, view.itemsize)
 
 
-def _contiguous(view: np.ndarray[Any, Any]) -> Pitch:
+def _contiguous_pitch(view: np.ndarray[Any, Any]) -> Pitch:
     return Pitch(1, view.nbytes, view.nbytes)
 
 
@@ -255,12 +255,12 @@ class GpuMapWork(Protocol):
     def call(self, part: Part, inputs: Sequence[Array]) -> Array:
         """Return the function's result for a part in device memory, on the current stream."""
 
-    def combined(self, part: Part, combined: Array | None, result: Array) -> Array:
+    def combine(self, part: Part, combined: Array | None, result: Array) -> Array:
         """Return the combination of the previous parts' results with this part's result."""
 
 
 @dataclass(slots=True)
-class Copied:
+class GpuTraffic:
     """Bytes that went through a GPU, and seconds of the device, without waits."""
 
     up_bytes: int = 0
@@ -294,7 +294,7 @@ class PartStreams(HostStreams):
         on_issued: OnIssued | None = None,
     ) -> None:
         super().__init__(warn)
-        self.copied = Copied()
+        self.copied = GpuTraffic()
         self._register_from_bytes = register_from_bytes
         self._on_issued = on_issued
 
@@ -307,7 +307,7 @@ class PartStreams(HostStreams):
         device_module.order_after_null_stream([self.streams["run"]])
         block = _BlockInTransit(self, work, out)
         try:
-            for step in steps(len(work.plan.parts), SLOTS, work.is_reduced):
+            for step in schedule_steps(len(work.plan.parts), SLOTS, work.is_reduced):
                 block.do(step)
             if self._on_issued is None or not is_pinned(out):  # others need more work
                 block.wait()
@@ -321,9 +321,9 @@ class PartStreams(HostStreams):
         finally:
             block.close()
 
-    def registered(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
+    def pin(self, array: np.ndarray[Any, Any]) -> Callable[[], None] | None:
         """Pin a large array in place; return the function that unpins it, or None."""
-        return registered(array) if array.nbytes >= self._register_from_bytes else None
+        return pin_in_place(array) if array.nbytes >= self._register_from_bytes else None
 
 
 class _BlockInTransit:
@@ -341,7 +341,7 @@ class _BlockInTransit:
         self._reaches_out = is_pinned(out)
 
     def _registers(self, array: np.ndarray[Any, Any]) -> bool:
-        if (unregister := self._streams.registered(array)) is not None:
+        if (unregister := self._streams.pin(array)) is not None:
             self._unregister.append(unregister)
         return unregister is not None
 
@@ -371,7 +371,7 @@ class _BlockInTransit:
             self._wait_until_filled(step.part)
         timer = getattr(self._streams.copied, step.action)
         with (
-            self.ring.queued(step.action, step.part, step.after) as stream,
+            self.ring.queue_action(step.action, step.part, step.after) as stream,
             self._streams.timings.group(timer),
         ):
             self._streams.timings.begin(stream)
@@ -382,7 +382,7 @@ class _BlockInTransit:
         for number, (view, index) in enumerate(self._inputs(step.part)):
             if view.size and self._pitch(number, view) is None:
                 to = self.ring.to_fill(step.part, index, view, step.after)
-                self._filling[step.part].append(begin_copy(to, view))
+                self._filling[step.part].append(start_copy(to, view))
 
     def _wait_until_filled(self, number: int) -> None:
         for wait in self._filling.pop(number, ()):
@@ -404,13 +404,14 @@ class _BlockInTransit:
         with stream:
             result = self._work.call(part, inputs)
             if self._work.is_reduced:
-                result = self._work.combined(part, self._combined, result)
+                result = self._work.combine(part, self._combined, result)
                 if 0 <= result.data.ptr - slot.memory.data.ptr < slot.memory.nbytes:
-                    result = self._copied(result)  # its slot will be filled again
+                    result = self._contiguous_copy(result)  # its slot will be filled again
                 self._combined = result
-            slot.results[self] = result if result.flags.c_contiguous else self._copied(result)
+            is_contiguous = result.flags.c_contiguous
+            slot.results[self] = result if is_contiguous else self._contiguous_copy(result)
 
-    def _copied(self, array: Array) -> Array:
+    def _contiguous_copy(self, array: Array) -> Array:
         copy = self._streams.cupy.empty(array.shape, array.dtype)
         self._streams.cupy.copyto(copy, array)
         return copy

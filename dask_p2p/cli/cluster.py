@@ -62,15 +62,15 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
         if spec.note:
             click.echo(spec.note)
         click.echo("Starting a cluster ...")
-        tried: dict[str, tuple[list[float], int]] = {}  # by method: seconds a run, wrong elements
+        results: dict[str, tuple[list[float], int]] = {}  # by method: seconds a run, wrong elements
         for options, named in methods(bool(spec.gpus)):
-            own = cli.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
-            with own as client, client.as_current():
-                if not tried:
-                    _introduce(client, spec, side, dtype)
+            cluster = cli.own_cluster(spec.workers, gpus=bool(spec.gpus), **options)
+            with cluster as client, client.as_current():
+                if not results:
+                    _print_introduction(client, spec, side, dtype)
                 for name, method in named.items():
                     try:
-                        tried[name] = _tried(client, method, spec, side, dtype)
+                        results[name] = _time_method(client, method, spec, side, dtype)
                     except Exception as exc:
                         if name == _OURS:
                             raise
@@ -78,27 +78,27 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
                         click.echo(f"{name} failed: {type(exc).__name__}: {reason}")
                     if name == _OURS:
                         _print_moved(client)
-        _show(tried, side, dtype)
+        _print_results(results, side, dtype)
 
 
 def methods(on_gpus: bool) -> list[tuple[dict[str, str], dict[str, Callable[[DaskArray], Any]]]]:
     """Return the options of each cluster, with the transpose methods to run on it, by name."""
-    ours: dict[str, Callable[[DaskArray], Any]] = {_OURS: lambda x: transpose(x)}
-    tasks: dict[str, Callable[[DaskArray], Any]] = {"dask tasks": partial(_rechunked, "tasks")}
+    p2p_methods: dict[str, Callable[[DaskArray], Any]] = {_OURS: lambda x: transpose(x)}
+    tasks: dict[str, Callable[[DaskArray], Any]] = {"dask tasks": partial(_rechunk, "tasks")}
     if not on_gpus:
         # A cluster for each: the first of several on one cluster would start its threads.
-        return [({}, ours), ({}, tasks), ({}, {"dask p2p": partial(_rechunked, "p2p")})]
+        return [({}, p2p_methods), ({}, tasks), ({}, {"dask p2p": partial(_rechunk, "p2p")})]
     # Dask's p2p fails with CuPy blocks. Its tasks are fastest over UCX.
     if find_spec("distributed_ucxx") is None:
-        return [({}, ours), ({}, tasks)]
-    return [({}, ours), ({"protocol": "ucx"}, tasks)]
+        return [({}, p2p_methods), ({}, tasks)]
+    return [({}, p2p_methods), ({"protocol": "ucx"}, tasks)]
 
 
-def _rechunked(method: str, x: DaskArray) -> DaskArray:
+def _rechunk(method: str, x: DaskArray) -> DaskArray:
     return x.T.rechunk(slab_chunks(x.chunks, (1, 0)), method=method)
 
 
-def _introduce(client: Any, spec: cli.ClusterSpec, side: int, dtype: Any) -> None:
+def _print_introduction(client: Any, spec: cli.ClusterSpec, side: int, dtype: Any) -> None:
     """Print the workers, the matrix and the algorithm."""
     click.echo(f"Started {cli.devices_text(spec, device_names(client, spec.kind))}.")
     if find_spec("bokeh") is None:
@@ -113,7 +113,7 @@ def _introduce(client: Any, spec: cli.ClusterSpec, side: int, dtype: Any) -> Non
     )
 
 
-def _tried(
+def _time_method(
     client: Any, method: Callable[[DaskArray], Any], spec: cli.ClusterSpec, side: int, dtype: Any
 ) -> tuple[list[float], int]:
     """Return the times of a transpose method, and the number of wrong elements of its last run."""
@@ -131,8 +131,8 @@ def _tried(
         y = client.persist(method(x))
         wait(y)
         times_s.append(time.perf_counter() - start_s)
-    wrong = count_wrong(y, shape, (1, 0), kind, dtype)
-    return times_s, int(wrong.compute())  # raises the error of a failed task
+    wrong_count = count_wrong(y, shape, (1, 0), kind, dtype)
+    return times_s, int(wrong_count.compute())  # raises the error of a failed task
 
 
 def _print_moved(client: Any) -> None:
@@ -143,18 +143,22 @@ def _print_moved(client: Any) -> None:
     )
 
 
-def _show(tried: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -> None:
+def _print_results(results: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -> None:
     """Print the times; raise `click.ClickException` if elements are wrong."""
     rows = [("times in ms", "first", "median", "GB/s", "wrong", "times as long")]
-    ours_s = median(tried[_OURS][0][1:])
+    ours_s = median(results[_OURS][0][1:])
     moved_gb = 2 * side**2 * dtype.itemsize / 1e9  # each element is read once and written once
-    for method, (times_s, wrong) in tried.items():
+    for method, (times_s, wrong_count) in results.items():
         median_s = median(times_s[1:])
         figures = f"{times_s[0] * 1e3:.2f}", f"{median_s * 1e3:.2f}", f"{moved_gb / median_s:.3g}"
-        rows.append((method, *figures, str(wrong), f"{median_s / ours_s:.2f}"))
+        rows.append((method, *figures, str(wrong_count), f"{median_s / ours_s:.2f}"))
     click.echo(f"\n{text_table(rows)}\n")
     click.echo(_LEGEND)
-    wrongs = [f"{wrong} of {side**2} of {method}" for method, (_, wrong) in tried.items() if wrong]
+    wrongs = [
+        f"{wrong_count} of {side**2} of {method}"
+        for method, (_, wrong_count) in results.items()
+        if wrong_count
+    ]
     if wrongs:
         raise click.ClickException(f"some elements are wrong: {', '.join(wrongs)}")
     click.echo(f"All {side**2} elements are where they belong.")
@@ -218,9 +222,9 @@ def indexed_array(shape: Sequence[int], chunks: Any, dtype: DType, kind: Kind = 
 
     template = da.empty(shape, chunks=chunks, dtype=dtype)
     meta = backend_named(kind).module.empty((0,) * template.ndim, dtype)
-    given = {"shape": tuple(shape), "kind": kind, "out_dtype": template.dtype}
+    parameters = {"shape": tuple(shape), "kind": kind, "out_dtype": template.dtype}
     return da.map_blocks(
-        _indexed_block, chunks=template.chunks, dtype=template.dtype, meta=meta, **given
+        _indexed_block, chunks=template.chunks, dtype=template.dtype, meta=meta, **parameters
     )
 
 
@@ -235,8 +239,8 @@ def count_wrong(
     """
     declared = np.dtype(y.dtype if dtype is None else dtype)
     ones, meta = tuple((1,) * count for count in y.numblocks), np.empty((0,) * y.ndim, np.int64)
-    given = {"shape": tuple(shape), "axes": tuple(axes), "kind": kind, "declared": declared}
-    return y.map_blocks(_wrong_in_block, dtype=np.int64, chunks=ones, meta=meta, **given).sum()
+    parameters = {"shape": tuple(shape), "axes": tuple(axes), "kind": kind, "declared": declared}
+    return y.map_blocks(_wrong_in_block, dtype=np.int64, chunks=ones, meta=meta, **parameters).sum()
 
 
 def _indexed_block(shape: Any, kind: Kind, out_dtype: Any, block_info: Any = None) -> Any:
@@ -251,11 +255,11 @@ def _wrong_in_block(
     block: Array, shape: Any, axes: Any, kind: Kind, declared: Any, block_info: Any = None
 ) -> Any:
     location = block_info[0]["array-location"]
-    wrong = prod(stop - start for start, stop in location)
+    wrong_count = prod(stop - start for start, stop in location)
     if block.dtype == declared and block.shape == tuple(stop - start for start, stop in location):
         bands = _bands(location, shape, axes, kind, declared)
-        wrong = sum(int((block[rows] != values).sum()) for rows, values in bands)
-    return np.full((1,) * len(axes), wrong, np.int64)
+        wrong_count = sum(int((block[rows] != values).sum()) for rows, values in bands)
+    return np.full((1,) * len(axes), wrong_count, np.int64)
 
 
 def _bands(

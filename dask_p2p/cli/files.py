@@ -97,13 +97,14 @@ def _run(
     if chunks and output.endswith(".npy"):
         raise click.UsageError("an .npy file has no chunks: leave out --chunks")
     with cli.one_line_errors(), stoppable() as stopped:
-        from dask_p2p.cli import files
-
-        x = files.opened(input)
-        with files.output(output, overwrite=overwrite) as path, _cluster(scheduler, workers) as c:
+        x = open_array(input)
+        with (
+            write_atomically(output, overwrite=overwrite) as path,
+            _cluster(scheduler, workers) as c,
+        ):
             began_s = time.perf_counter()
             y = operation(x, chunks=chunks[0] if chunks and len(chunks) == 1 else chunks or {})
-            blocks = files.written(y, path, c, stopped)
+            blocks = write_blocks(y, path, c, stopped)
             is_shown = sys.stderr.isatty() and not quiet
             bar: Any = click.progressbar(blocks, prod(y.numblocks), file=sys.stderr)
             with bar if is_shown else contextlib.nullcontext(blocks) as steps:
@@ -127,8 +128,8 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
     # Errors come as the command's own error, in one line.
     with silence_logging_cmgr(logging.CRITICAL), contextlib.ExitStack() as stack:
         with ctrl_c_later():  # together the workers may use all of the memory
-            own = cli.own_cluster(workers, gpus=False, memory_limit=1 / workers)
-            client = stack.enter_context(cli.connect(scheduler) if scheduler else own)
+            cluster = cli.own_cluster(workers, gpus=False, memory_limit=1 / workers)
+            client = stack.enter_context(cli.connect(scheduler) if scheduler else cluster)
         cli.worker_count(client)  # raises without workers
         with client.as_current():
             yield client
@@ -143,23 +144,23 @@ def stoppable() -> Iterator[Callable[[], bool]]:
     and a lock may stay locked. Only the second Ctrl-C raises an exception. `nohup` starts programs
     with SIGHUP ignored; it stays ignored.
     """
-    asked = threading.Event()
+    stop_request = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set  # only the main thread may set signal handlers
+        yield stop_request.is_set  # only the main thread may set signal handlers
         return
 
     def ask(number: int, _: object) -> None:
         # A terminal that closes sends SIGHUP, and so does its shell: the second is no impatience.
-        if asked.is_set() and number != signal.SIGHUP:
+        if stop_request.is_set() and number != signal.SIGHUP:
             raise KeyboardInterrupt
-        asked.set()
+        stop_request.set()
 
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, ask) for number in numbers}
     try:
-        yield asked.is_set
+        yield stop_request.is_set
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -219,7 +220,7 @@ class _NpyFile:
         mapped.flush()  # raises if the disk fails
 
 
-def opened(name: str) -> DaskArray:
+def open_array(name: str) -> DaskArray:
     """Return the lazy array in an ``.npy`` file or the folder of a Zarr array.
 
     Blocks are the shards or chunks of a Zarr array, or about 16 MiB of an ``.npy`` file. Raises
@@ -233,8 +234,7 @@ def opened(name: str) -> DaskArray:
         elif path.suffix == ".npy":
             mapped = open_memmap(path, "r")
             array = _NpyFile(str(path), mapped.shape, mapped.dtype)
-            block_bytes = BLOCK_BYTES
-            chunks = normalize_chunks("auto", array.shape, block_bytes, array.dtype)
+            chunks = normalize_chunks("auto", array.shape, BLOCK_BYTES, array.dtype)
         else:
             raise FileError(f"{name} has an unknown file type: pass an .npy file or a Zarr array")
         meta = np.empty((0,) * len(array.shape), array.dtype)
@@ -259,7 +259,7 @@ def _open_zarr(name: str, path: Path) -> Any:
 
 
 @contextlib.contextmanager
-def output(name: str, *, overwrite: bool = False) -> Iterator[Path]:
+def write_atomically(name: str, *, overwrite: bool = False) -> Iterator[Path]:
     """Return a context with a temporary path, which is renamed to `name` at the end.
 
     After an exception the temporary path is removed.
@@ -287,10 +287,12 @@ def _check_free(name: str, final: Path, overwrite: bool) -> None:
     if final.exists() and not overwrite:
         raise FileError(f"{name} is already there; --overwrite replaces it")
     if final.is_dir():
-        opened(name)  # raises for folders that are not arrays: these are never replaced
+        open_array(name)  # raises for folders that are not arrays: these are never replaced
 
 
-def written(x: DaskArray, path: Path, client: Any, stopped: Callable[[], bool]) -> Iterator[None]:
+def write_blocks(
+    x: DaskArray, path: Path, client: Any, stopped: Callable[[], bool]
+) -> Iterator[None]:
     """Write an array, and yield after each block; blocks are equal except the last of an axis.
 
     Raises `KeyboardInterrupt` as soon as ``stopped()`` is true. After an exception no worker

@@ -38,7 +38,7 @@ from dask_p2p.backends import (
     device_of,
 )
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.host_memory import temporaries_kept
+from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.config import Options
 from dask_p2p.engine.context import (
     SMALLER_CHUNKS,
@@ -80,7 +80,6 @@ class OutputSpec:
     chunks: Chunks | None = None  # chunks of the array after `epilogue`, for records
 
     def key(self, source: Index) -> tuple[Any, ...]:
-        """Return the Dask key of an input block."""
         return self.array + source
 
     def need(
@@ -130,8 +129,8 @@ class Assembly:
         keys = [output.key(source) for source in plan.sources]
         self.local = HeldBlocks(plan, keys, output.dtype, self.options, context)
         for number, block in enumerate(blocks):
-            collection = self._remote if self._is_remote(block) else self.local.blocks
-            collection[number] = block
+            is_remote = isinstance(block, BlockRef) and context.address not in block.holders
+            (self._remote if is_remote else self.local.blocks)[number] = block
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # kernels of stage 0
@@ -139,9 +138,6 @@ class Assembly:
         self._local_queued = False
         self._input_bytes = 0  # memory of this worker's own blocks
         self._out: Any = None
-
-    def _is_remote(self, block: Any) -> bool:
-        return isinstance(block, BlockRef) and self.context.address not in block.holders
 
     def key(self, source_number: int) -> tuple[Any, ...]:
         """Dask key of a source."""
@@ -192,7 +188,7 @@ class Assembly:
         if self.output.epilogue is None:
             return block
         is_large = block.nbytes >= _KEEP_FROM_BYTES
-        keeping = temporaries_kept() if is_large else nullcontext()
+        keeping = keep_temporaries() if is_large else nullcontext()
         with device_work(), device_of(block), self.epilogue, keeping:
             # A view: the block itself is marked as written. A function may overwrite its argument
             # on a stream and return it, and then the mark would be false.
@@ -433,19 +429,17 @@ class HeldBlocks:
                 pieces[piece.source].append(piece)
         for number, block_pieces in pieces.items():
             if number in self._being_read:
-                self._put_at_once(out, queue, self._being_read[number], block_pieces)
+                block = self._being_read[number]
+                for piece in block_pieces:
+                    region = block[box_slices(piece.src)]
+                    target = out[box_slices(piece.dst)]
+                    queue.permute(target, region, self._plan.axes, concurrent=True)
             else:
                 self._put_by_parts(out, queue, self._load_block(number), block_pieces)
-
-    def _put_at_once(self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]) -> None:
-        for piece in pieces:
-            region = block[box_slices(piece.src)]
-            queue.permute(out[box_slices(piece.dst)], region, self._plan.axes, concurrent=True)
 
     def _put_by_parts(
         self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]
     ) -> None:
-        """Queue a block's pieces, in parts if the block goes to a GPU."""
         if backend_for(block).on_device:  # unspilled as a whole
             queue.wait_until_written([block], any_stream=self._any_stream)
         for piece in pieces:
@@ -459,7 +453,6 @@ class HeldBlocks:
         return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
 
     def _load_block(self, number: int) -> Any:
-        """Return a block from memory or from disk. A spilled block stays spilled."""
         block, key = self.blocks[number], self._keys[number]
         if isinstance(block, BlockRef):
             try:

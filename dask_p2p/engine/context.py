@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from functools import cached_property, partial
+from typing import Any
 
 from dask.utils import format_bytes
 
@@ -16,10 +17,10 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.host_memory import bases
 from dask_p2p.config import Options
-from dask_p2p.errors import DeviceLostError, MemoryLimitError
+from dask_p2p.errors import DeviceLostError, MemoryLimitError, P2PWarning, TransferError
 from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import PROBE_TIMEOUT_S
+from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
 MOST_TASKS = 10_000  # in the log of failed attempts
@@ -29,85 +30,6 @@ def where_is(worker: Any) -> str:
     """Return the name of a worker (or of a task's context) in errors."""
     address = getattr(worker, "address", "")
     return f"worker {address}" if address else "this process"
-
-
-class TaskContext(Protocol):
-    """The worker of a task, as tasks use it."""
-
-    address: str  # address of the worker; "" on a thread scheduler
-    running: dict[Any, Callable[[], TaskRecord]]  # by key of a running task: its record so far
-
-    @property
-    def router(self) -> Router:
-        """The routes to other workers."""
-
-    def transport(self, name: str) -> Any:
-        """Return the transport with this name; None if the worker has none."""
-
-    def block(self, key: Key) -> Any:
-        """Return a block, as `WorkerContext.block` does."""
-
-    def in_memory(self, key: Key) -> Any:
-        """Return a block in memory. Raises `KeyError` if the block is spilled or not here."""
-
-    def kind_of(self, key: Key) -> Kind | None:
-        """Return the kind of a block in memory or spilled; None if unknown."""
-
-    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
-        """Prepare these blocks of this kind for reads by other workers."""
-
-    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        """Return an uninitialised array for the output of a queue.
-
-        The array is in pinned memory if the queue requests it and some is available.
-        """
-
-    def only_waiting(self) -> AbstractContextManager[None]:
-        """Return a context for waiting: the worker may start another task during it."""
-
-    def warn(self, text: str) -> None:
-        """Send a warning to the user's client."""
-
-    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
-        """Return the worker's memory for blocks of this kind if it is less than wanted, or None."""
-
-    def count_attempt(self, key: Key, cause: str) -> tuple[int, str]:
-        """Record a failed attempt, as `AttemptLog` does."""
-
-    def forget_attempts(self, key: Key) -> None:
-        """Forget the attempts at a task, as `AttemptLog` does."""
-
-    def record(self, record: TaskRecord) -> None:
-        """Record a finished attempt at a task, successful or failed."""
-
-    def on_device_lost(self, error: DeviceLostError) -> bool:
-        """Close the worker because its GPU no longer works. Return whether it closes."""
-
-
-@contextmanager
-def record_attempt(
-    context: TaskContext,
-    key: Key,  # key of the task
-    record: Callable[..., TaskRecord],  # returns the record so far, with additional fields
-    errors: type[BaseException] = Exception,  # other exceptions leave no record
-) -> Iterator[dict[str, Any]]:
-    """Record an attempt at a task with its worker, during this context and at its end.
-
-    Yields the additional fields of the last record, which the attempt may set. During the attempt
-    other threads call ``record(is_running=True)``.
-    """
-    fields: dict[str, Any] = {}
-    context.running[key] = partial(record, is_running=True)
-    try:
-        yield fields
-    except errors as exc:
-        fields["error"] = f"{type(exc).__name__}: {exc}"[:REASON_CHARS]
-        context.record(record(**fields))
-        raise
-    else:
-        context.record(record(**fields))
-    finally:
-        context.running.pop(key, None)
 
 
 # The retry policy of a worker: the number of attempts, their pauses, and the longest total time.
@@ -172,6 +94,98 @@ class AttemptLog:
         """Remove a task from the log. A later run of the task starts at attempt 1."""
         with self._lock:
             self.failed.pop(key, None)
+
+
+class TaskContext(AttemptLog):
+    """The worker of a task, as tasks use it; here that of a process without the plugin.
+
+    Without the plugin all input blocks are arrays of this process, and no attempt is recorded. A
+    task with references to blocks was prepared by a plugin that has left: each use of them raises
+    `TransferError`, so that the scheduler prepares the task again.
+    """
+
+    def __init__(self, address: str = "") -> None:  # of the worker; "" on a thread scheduler
+        super().__init__(address)
+        self.running: dict[Any, Callable[[], TaskRecord]] = {}  # records so far, by key of the task
+
+    @cached_property
+    def router(self) -> Router:
+        """The routes to other workers."""
+        raise _no_plugin()
+
+    def transport(self, name: str) -> Any:
+        """Return the transport with this name; None if the worker has none."""
+
+    def block(self, key: Key) -> Any:
+        """Return a block, as `WorkerContext.block` does."""
+        raise _no_plugin()
+
+    def in_memory(self, key: Key) -> Any:
+        """Return a block in memory. Raises `KeyError` if the block is spilled or not here."""
+        raise _no_plugin()
+
+    def kind_of(self, key: Key) -> Kind | None:
+        """Return the kind of a block in memory or spilled; None if unknown."""
+        return None
+
+    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
+        """Prepare these blocks of this kind for reads by other workers."""
+
+    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
+        """Return an uninitialised array for the output of a queue.
+
+        The array is in pinned memory if the queue requests it and some is available.
+        """
+        return queue.empty(shape, dtype)
+
+    def only_waiting(self) -> AbstractContextManager[None]:
+        """Return a context for waiting: the worker may start another task during it."""
+        return nullcontext()
+
+    def warn(self, text: str) -> None:
+        """Send a warning to the user's client."""
+        warnings.warn(text, P2PWarning, stacklevel=2)
+
+    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
+        """Return the worker's memory for blocks of this kind if it is less than wanted, or None."""
+        return None
+
+    def record(self, record: TaskRecord) -> None:
+        """Record a finished attempt at a task, successful or failed."""
+
+    def on_device_lost(self, error: DeviceLostError) -> bool:
+        """Close the worker because its GPU no longer works. Return whether it closes."""
+        return False
+
+
+def _no_plugin() -> TransferError:
+    return TransferError("the worker's plugin was unregistered while the task waited")
+
+
+@contextmanager
+def record_attempt(
+    context: TaskContext,
+    key: Key,  # key of the task
+    record: Callable[..., TaskRecord],  # returns the record so far, with additional fields
+    errors: type[BaseException] = Exception,  # other exceptions leave no record
+) -> Iterator[dict[str, Any]]:
+    """Record an attempt at a task with its worker, during this context and at its end.
+
+    Yields the additional fields of the last record, which the attempt may set. During the attempt
+    other threads call ``record(is_running=True)``.
+    """
+    fields: dict[str, Any] = {}
+    context.running[key] = partial(record, is_running=True)
+    try:
+        yield fields
+    except errors as exc:
+        fields["error"] = f"{type(exc).__name__}: {exc}"[:REASON_CHARS]
+        context.record(record(**fields))
+        raise
+    else:
+        context.record(record(**fields))
+    finally:
+        context.running.pop(key, None)
 
 
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation, and the driver's CUDA_ERROR_OUT_OF_MEMORY

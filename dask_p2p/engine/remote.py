@@ -17,8 +17,8 @@ from dask_p2p.errors import TransferError, without_frames
 from dask_p2p.geometry import box_size
 from dask_p2p.monitoring.records import REASON_CHARS, Fallback, Stage
 from dask_p2p.plans import BlockPlan, Piece, stage_order
-from dask_p2p.transports import Route
 from dask_p2p.transports.base import Reading, Region, Request
+from dask_p2p.transports.router import Route
 from dask_p2p.types import Array, DType, Key, Kind
 
 _T = TypeVar("_T")
@@ -50,7 +50,6 @@ class RemoteSource:
 
     @property
     def route(self) -> Route:
-        """The current route."""
         return self.routes[0]
 
     @property
@@ -123,7 +122,7 @@ class Fetch:
         regions = iter(self.reading)
         try:
             while True:
-                yield self._timed(next, regions)
+                yield self._time_wait(next, regions)
         except StopIteration:
             return
 
@@ -136,15 +135,14 @@ class Fetch:
         """
         limit_s = self.options.request_timeout_s + tuning.current.event_loop_grace_s
         try:
-            return self._timed(region.result, limit_s, target)
+            return self._time_wait(region.result, limit_s, target)
         except TimeoutError:  # the event loop enforces the deadlines: it is blocked or closed
             raise TransferError(
                 f"no answer from {self.route.holder} in time, and the worker's event loop did not "
                 "respond"
             ) from None
 
-    def _timed(self, wait: Callable[..., _T], *args: Any) -> _T:
-        """Call a function that waits for the holder."""
+    def _time_wait(self, wait: Callable[..., _T], *args: Any) -> _T:
         start_s = perf_counter()
         try:
             return wait(*args)
@@ -185,7 +183,6 @@ class Fetch:
         return self._stage((perf_counter() if is_coming else self.last_s) - self.begun_s)
 
     def stage(self) -> Stage:
-        """Return the stage's final record."""
         copied_s = self.copies.seconds or None
         return self._stage(copied_s if self.in_place else self.last_s - self.begun_s)
 
@@ -239,14 +236,14 @@ class RemoteSources:
         for number, ref in refs.items():
             if ref.holders not in routes_by_holders:
                 holders = self._nearest_first(ref.holders)
-                routes = self.context.router.routes(holders, kind, self.dtype, order)
+                routes = self.context.router.find_routes(holders, kind, self.dtype, order)
                 routes_by_holders[ref.holders] = holders[0], routes
             nearest, routes = routes_by_holders[ref.holders]
             sources.append(RemoteSource(number, ref.key, nearest, pieces[number], [*routes]))
         # A worker with local blocks is one of the holders. Its rank among them keeps the workers
         # in step: each holder serves one reader per stage.
         read = {source.nearest for source in sources}
-        hosts = self.context.router.hosts([own_address, *read])
+        hosts = self.context.router.find_hosts([own_address, *read])
         ranked = [*read, *([own_address] if has_local else [])]
         stages = stage_order(ranked, own_address, hosts.__getitem__)
         stage_of = {holder: stage for stage, holder in enumerate(stages)}
@@ -261,7 +258,7 @@ class RemoteSources:
         if len(holders) == 1:
             return holders
         own_address, router = self.context.address, self.context.router
-        hosts = router.hosts([own_address, *holders])
+        hosts = router.find_hosts([own_address, *holders])
         order = stage_order(holders, own_address)
         return tuple(sorted(order, key=lambda h: hosts[h] != hosts[own_address]))
 
@@ -297,7 +294,6 @@ class RemoteSources:
         return given_up
 
     def _next_route(self, source: RemoteSource) -> None:
-        """Leave the failed route. Raise `TransferError` if none is left."""
         assert source.error is not None
         route, error = source.route, source.error
         source.leave_route()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial, wraps
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
@@ -21,10 +19,9 @@ from weakref import WeakKeyDictionary
 from dask.base import tokenize
 from dask.task_spec import GraphNode, Task
 
-from dask_p2p.backends.base import Queue
 from dask_p2p.config import Options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
-from dask_p2p.engine.context import AttemptLog, TaskContext, pause_s, record_attempt
+from dask_p2p.engine.context import TaskContext, pause_s, record_attempt
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -33,7 +30,6 @@ from dask_p2p.errors import (
     FileError,
     InputError,
     MissingPackageError,
-    P2PWarning,
     SectionError,
     TransferError,
     without_frames,
@@ -41,61 +37,7 @@ from dask_p2p.errors import (
 from dask_p2p.geometry import Index
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
-from dask_p2p.types import Array, DType, Key, Kind
-
-
-class LocalContext(AttemptLog):
-    """The `TaskContext` of a process without the plugin.
-
-    All input blocks are arrays of this process, and no attempt is recorded. A task with references
-    to blocks was prepared by a plugin that has left: each use of them raises `TransferError`, so
-    that the scheduler prepares the task again.
-    """
-
-    def __init__(self, worker: Any = None) -> None:  # None: a thread scheduler
-        super().__init__("" if worker is None else worker.address)
-        self.running: dict[Any, Callable[[], TaskRecord]] = {}
-
-    @property
-    def router(self) -> Any:
-        self._raise_no_plugin()
-
-    def in_memory(self, key: Key) -> Any:
-        self._raise_no_plugin()
-
-    def block(self, key: Key) -> Any:
-        self._raise_no_plugin()
-
-    def _raise_no_plugin(self) -> NoReturn:
-        raise TransferError("the worker's plugin was unregistered while the task waited")
-
-    def transport(self, name: str) -> None:
-        return None
-
-    def kind_of(self, key: Key) -> Kind | None:
-        return None
-
-    def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:
-        """Do nothing: no other process reads these blocks."""
-
-    def empty_output(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        return queue.empty(shape, dtype)
-
-    def only_waiting(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warn(self, text: str) -> None:
-        warnings.warn(text, P2PWarning, stacklevel=2)
-
-    def memory_below(self, wanted_bytes: int, kind: Kind) -> int | None:
-        return None
-
-    def record(self, record: TaskRecord) -> None:
-        """Do nothing: only a plugin keeps records."""
-
-    def on_device_lost(self, error: DeviceLostError) -> bool:
-        return False
-
+from dask_p2p.types import Key
 
 # Frames of tasks that fail: users see those of their program, and none keeps its arrays.
 #
@@ -161,12 +103,12 @@ def keep_user_frames(exc: BaseException) -> None:
     link: BaseException | None = exc
     while link is not None and id(link) not in visited:
         visited.add(id(link))
-        link.__traceback__ = _user_frames(link)
+        link.__traceback__ = _select_user_frames(link)
         link = link.__cause__ or link.__context__
 
 
-def _user_frames(exc: BaseException) -> TracebackType | None:
-    frames = [*_linked(exc.__traceback__)]
+def _select_user_frames(exc: BaseException) -> TracebackType | None:
+    frames = [*_iterate_traceback(exc.__traceback__)]
     packages = [str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0] for tb in frames]
     runs_tasks = [package == _PACKAGE or package in _RUNNERS for package in packages]
     if isinstance(exc, _ABOUT_USERS):
@@ -188,7 +130,7 @@ def _user_frames(exc: BaseException) -> TracebackType | None:
     return result
 
 
-def _linked(tb: TracebackType | None) -> Iterator[TracebackType]:
+def _iterate_traceback(tb: TracebackType | None) -> Iterator[TracebackType]:
     while tb is not None:
         yield tb
         tb = tb.tb_next
@@ -208,7 +150,7 @@ OnMissing: TypeAlias = Callable[[Any, Sequence[Key]], None]
 
 _name_of = lru_cache(maxsize=256)(str)  # name of a dtype, which takes NumPy 20 µs
 
-_unplugged: WeakKeyDictionary[Any, LocalContext] = WeakKeyDictionary()  # workers without plugin
+_unplugged: WeakKeyDictionary[Any, TaskContext] = WeakKeyDictionary()  # workers without plugin
 
 
 class Blocks(GraphNode):  # type: ignore[misc]
@@ -385,9 +327,9 @@ def assemble_block(
             fields |= _describe_block(block)
             return block
     except TransferError as exc:
-        try_again(key, exc, context, output.options)
+        reschedule_failed(key, exc, context, output.options)
     except DeviceLostError as exc:
-        go_elsewhere(context, exc)
+        reschedule_elsewhere(context, exc)
 
 
 def _record(
@@ -426,7 +368,9 @@ def _describe_block(block: Any) -> dict[str, Any]:
     }
 
 
-def try_again(key: Key, error: TransferError, log: TaskContext, options: Options) -> NoReturn:
+def reschedule_failed(
+    key: Key, error: TransferError, log: TaskContext, options: Options
+) -> NoReturn:
     """Return the task to the scheduler, which has current data on workers and blocks.
 
     Dask neither counts nor bounds `Reschedule`, so `log` counts the attempts. The last one raises
@@ -448,7 +392,7 @@ def try_again(key: Key, error: TransferError, log: TaskContext, options: Options
     raise Reschedule() from error
 
 
-def go_elsewhere(context: TaskContext, error: DeviceLostError) -> NoReturn:
+def reschedule_elsewhere(context: TaskContext, error: DeviceLostError) -> NoReturn:
     """Return the task to the scheduler if this worker closes. Otherwise raise the error."""
     from distributed import Reschedule
 
@@ -464,9 +408,9 @@ def current_worker() -> tuple[Any, TaskContext]:
 
         worker = get_worker()
     except (ImportError, ValueError):
-        return None, LocalContext()
+        return None, TaskContext()
     if (context := plugin_context(worker)) is None:
-        return worker, _unplugged.setdefault(worker, LocalContext(worker))
+        return worker, _unplugged.setdefault(worker, TaskContext(worker.address))
     _unplugged.pop(worker, None)
     return worker, context
 

@@ -41,7 +41,7 @@ from dask_p2p.fusing.planning.tasks import (
     tasks_of_layer,
 )
 from dask_p2p.fusing.running.gang import array_of_tasks, fused_gang
-from dask_p2p.graph.arrays import expression_array, is_expression, optimised_tasks
+from dask_p2p.graph.arrays import array_of_layer, is_expression, optimize_tasks
 from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.graph import GangLayer, GangTasks, most_ranks
 from dask_p2p.types import DaskArray, Key
@@ -135,7 +135,7 @@ def _fused(arrays: Sequence[DaskArray], most: int) -> list[DaskArray]:
     given = read.tasks, programs, names, first, kind, options, arrays
     if is_expression(arrays[0]):
         work = fused_gang(*given, kept=read.kept)
-        return [expression_array(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
+        return [array_of_layer(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
     gang = GangTasks.for_inputs(fused_gang(*given))
     inputs, dependencies = _input_layers(graph, gang.token)
     dependencies[gang.name] = {*inputs}
@@ -324,7 +324,7 @@ def graph_of(
     """
     tasks_of: dict[str, Mapping[Key, Any]]
     if is_expression(arrays[0]):
-        found, keys = zip(*map(optimised_tasks, arrays), strict=True)
+        found, keys = zip(*map(optimize_tasks, arrays), strict=True)
         layers = HighLevelGraph({}, {})
         tasks_of = {"": {key: task for each in found for key, task in each.items()}}
     else:
@@ -344,7 +344,7 @@ def graph_as_optimised(arrays: Sequence[DaskArray]) -> tuple[list[str], HighLeve
     It has the tasks that Dask computes, since the scheduler may have some of them under their keys.
     """
     if is_expression(arrays[0]):
-        found, keys = zip(*map(optimised_tasks, arrays), strict=True)
+        found, keys = zip(*map(optimize_tasks, arrays), strict=True)
         names = [str(name_of(of_array[0])) for of_array in keys]
         optimised = dict(zip(names, map(MaterializedLayer, found), strict=True))
         return names, HighLevelGraph(optimised, {name: set() for name in optimised})

@@ -17,7 +17,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from dask_p2p.config import fuse_mode
+from dask_p2p.config import read_fuse_mode
 from dask_p2p.types import Key
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Optimization:
         from dask.array.optimization import optimize
 
         of_dask = self._of_dask.__get__(instance, owner)
-        mode = fuse_mode()
+        mode = read_fuse_mode()
         # Another function is that of the user's option `array_optimize`.
         if mode == "off" or of_dask is not optimize:
             return of_dask
@@ -96,7 +96,7 @@ def fused_expression(client: Any, expr: Any, keys: Sequence[Key], of_call: Any) 
     `of_call` are the client's arguments. Raises `UnsupportedArrayError` if the
     option is "on", and no gang can run the arrays.
     """
-    mode = fuse_mode()
+    mode = read_fuse_mode()
     arrays = [] if mode == "off" else arrays_of(expr)
     from dask_p2p.fusing.optimizer import optimizer_unless_dask
     from dask_p2p.plugins.registration import current_client

@@ -23,27 +23,27 @@ from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, Blocks
 from dask_p2p.geometry import Chunks, Index, block_indices
-from dask_p2p.graph.libraries import is_of_dask_array, rechunk_by_tasks, with_fixed_blocks
-from dask_p2p.plans import GridPlan, Plan, grouped, redistribution
+from dask_p2p.graph.libraries import fix_blocks, is_of_dask_array, rechunk_by_tasks
+from dask_p2p.plans import GridPlan, Plan, group_blocks, redistribution
 from dask_p2p.plugins.registration import cluster_size, on_missing_plugin, register_if_possible
 from dask_p2p.shared import named_fields
 from dask_p2p.types import Array, DaskArray
 from dask_p2p.versions import check_dask_array
 
 
-def redistributed(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:
+def redistribute(x: DaskArray, order: tuple[int, ...], after: Chunks) -> DaskArray:
     """Return an array with other chunks and axis order; the caller has checked all arguments."""
     same = tuple(range(x.ndim))
     if after == x.chunks and order == same:
         return x
-    if (before := _before_transpose(x)) is not None:  # read its blocks, and permute them once
+    if (before := _undo_transpose(x)) is not None:  # read its blocks, and permute them once
         x, axes = before
-        return redistributed(x, tuple(axes[axis] for axis in order), after)
+        return redistribute(x, tuple(axes[axis] for axis in order), after)
     register_if_possible()
     options = checked_options()
     prefix = "p2p-rechunk" if order == same else "p2p-transpose"
     plan = plan_redistribution(x.chunks, order, after, options)
-    x = planned_array(prefix, x, plan, options)
+    x = array_of_plan(prefix, x, plan, options)
     # Larger blocks than requested are only split: views, on the same worker.
     return x if plan.chunks == after else rechunk_by_tasks(x, after)
 
@@ -66,10 +66,10 @@ def plan_redistribution(
     The plan's blocks may be larger than the chunks `after`, to limit the graph's edges. Then the
     caller splits them.
     """
-    return grouped(redistribution(before, axes, after), options.groups, threads)
+    return group_blocks(redistribution(before, axes, after), options.groups, threads)
 
 
-def _before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
+def _undo_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return the array that `x` is the lazy transpose of, and the order of its axes in `x`.
 
     None if `x` is no lazy transpose, or an expression.
@@ -81,12 +81,12 @@ def _before_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
         return None
     ((before, indices),) = layer.indices
     axes = tuple(map(indices.index, layer.output_indices))
-    if before not in x.dask.layers or not _permutes(layer.task, axes):
+    if before not in x.dask.layers or not _is_permutation(layer.task, axes):
         return None
-    return _below(x, before, axes), axes
+    return _input_array(x, before, axes), axes
 
 
-def _permutes(task: Any, axes: tuple[int, ...]) -> bool:
+def _is_permutation(task: Any, axes: tuple[int, ...]) -> bool:
     """Return whether a task only permutes the axes of its block in this order."""
     function, keywords = getattr(task, "func", None), getattr(task, "kwargs", {})
     if function is np.transpose:
@@ -99,7 +99,7 @@ def _permutes(task: Any, axes: tuple[int, ...]) -> bool:
     return axes == tuple(order)
 
 
-def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:
+def _input_array(x: Any, before: str, axes: tuple[int, ...]) -> Any:
     """Return the array of the layer `before`; `x` is its transpose."""
     layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
     graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
@@ -108,7 +108,7 @@ def _below(x: Any, before: str, axes: tuple[int, ...]) -> Any:
     return new_da_object(graph, before, chunks, meta=x._meta.transpose(inverse), dtype=x.dtype)
 
 
-def planned_array(
+def array_of_plan(
     prefix: str,  # prefix of the new array's name, and so of its tasks
     x: Any,
     plan: Plan,  # assembly of the output's blocks from those of `x`
@@ -118,7 +118,7 @@ def planned_array(
     """Return the lazy array of a plan's output, of the library of `x`."""
     layer = PlannedLayer(prefix, plan, options, epilogue)
     if is_expression(x):
-        return expression_array(x, layer, [x])
+        return array_of_layer(x, layer, [x])
     name = layer.name(tokenize(x.name, *map(named_fields, (plan, options, epilogue))))
     tasks = layer.tasks(name, [x])
     # Dask checks that each dependency is used. Empty output blocks have no input blocks.
@@ -136,9 +136,7 @@ def arrays_with_halos(
 ) -> list[Any]:
     """Return arrays of blocks with halos. Arrays without a halo keep their blocks."""
     return [
-        with_fixed_blocks(x)
-        if plan.chunks == x.chunks
-        else planned_array("p2p-overlap", x, plan, options)
+        fix_blocks(x) if plan.chunks == x.chunks else array_of_plan("p2p-overlap", x, plan, options)
         for x, plan in zip(arrays, plans, strict=True)
     ]
 
@@ -165,7 +163,7 @@ def is_expression(x: Any) -> bool:
     return hasattr(x, "expr")
 
 
-def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
+def array_of_layer(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     """Return the array of a layer, as an expression of the library of `like`.
 
     The inputs keep their chunks when they are optimised. Raises `RegistrationError` if the release
@@ -175,7 +173,7 @@ def expression_array(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
     if is_package := is_of_dask_array(like):
         check_dask_array()
     kind = _expression_class("PackageExpr" if is_package else "DaskExpr")
-    return type(like)(kind(layer, *[with_fixed_blocks(x).expr for x in inputs]))
+    return type(like)(kind(layer, *[fix_blocks(x).expr for x in inputs]))
 
 
 class LayerExpr:
@@ -228,12 +226,12 @@ def _expression_class(name: str) -> Any:
         else:
             from dask.array._array_expr._expr import ArrayExpr
 
-            methods["_simplify_up"] = _aligned
+            methods["_simplify_up"] = _align_elementwise
         globals().setdefault(name, type(name, (LayerExpr, ArrayExpr), methods))
     return globals()[name]
 
 
-def _aligned(_: Any, parent: Any, __: Any) -> Any:
+def _align_elementwise(_: Any, parent: Any, __: Any) -> Any:
     """Return an elementwise operation of blocks that are aligned; None for others.
 
     Dask 2026.7.1 fails to align them: it counts the indices of axes as operands.
@@ -249,13 +247,13 @@ def _aligned(_: Any, parent: Any, __: Any) -> Any:
     return Elemwise(*parent.operands[: len(Elemwise._parameters)], *operands)
 
 
-def optimised_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
+def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
     """Return the tasks of an expression after its optimisation, and the keys of its blocks.
 
     Tasks of several operations are not merged. The blocks have the chunks of the array.
     """
     if is_of_dask_array(x):
-        expr = with_fixed_blocks(x).expr.optimize(fuse=False)
+        expr = fix_blocks(x).expr.optimize(fuse=False)
         with config.set({"array.optimize-graph": False}):  # it is optimised
             tasks = expr.__dask_graph__()
     else:
@@ -345,14 +343,10 @@ class PlannedLayer:
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
         """Return the tasks, by key, that assemble the blocks."""
         (x,) = inputs
-        output = output_spec(x, self.options, self.epilogue)
+        kind, epilogue = backend_for(x._meta).name, self.epilogue
+        after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
+        output = OutputSpec((x.name,), x.dtype, kind, self.options, *after)
         return assemble_tasks(name, self.plan, output)
-
-
-def output_spec(x: Any, options: Options, epilogue: Epilogue | None) -> OutputSpec:
-    """Return the properties that all output blocks share; `x` is the input, or its expression."""
-    after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)
-    return OutputSpec((x.name,), x.dtype, backend_for(x._meta).name, options, *after)
 
 
 def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, AssembleTask]:

@@ -57,7 +57,7 @@ def check_one_library(arrays: Iterable[Any]) -> None:
         )
 
 
-def with_fixed_blocks(x: Any) -> Any:
+def fix_blocks(x: Any) -> Any:
     """Return the array, whose optimiser keeps its chunks; `dask_array` may choose others."""
     return x.freeze_chunks() if is_of_dask_array(x) else x
 

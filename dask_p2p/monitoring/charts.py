@@ -97,13 +97,13 @@ def links(records: Iterable[TaskRecord], workers: Iterable[str] = ()) -> Chart:
             best[transport] = max(best[transport], _gbs(stages))  # nan is never the maximum
     shown, note = _busiest(moved)
     names = _short_names(shown)
-    found = [
+    cells = [
         Cell(names[reader], names[holder], *_figures(by_transport, failed[reader, holder], best))
         for (reader, holder), by_transport in read.items()
         if {reader, holder} <= names.keys()
     ]
     title = f"Links{note if read else ': nothing has moved yet'}"
-    return Chart(title, [*names.values()], as_columns(found, Cell._fields))
+    return Chart(title, [*names.values()], as_columns(cells, Cell._fields))
 
 
 def _gbs(stages: Iterable[Stage]) -> float:
@@ -116,11 +116,11 @@ def _figures(
     by_transport: _Stages, failed: Mapping[str, str], best: Mapping[str, float]
 ) -> tuple[Any, ...]:
     """Return the fields of a `Cell` after reader and holder."""
-    nbytes = Counter({name: sum(s.nbytes for s in those) for name, those in by_transport.items()})
+    nbytes = Counter({name: sum(s.nbytes for s in by_transport[name]) for name in by_transport})
     ((transport, _),) = nbytes.most_common(1)
     gbs = _gbs(by_transport[transport])
     share = gbs / best[transport] if best[transport] else nan
-    stages = [stage for those in by_transport.values() for stage in those]
+    stages = [stage for transport_stages in by_transport.values() for stage in transport_stages]
     text = ", ".join(f"{name} {format_bytes(n)}" for name, n in nbytes.most_common())
     waited_s = sum(stage.waited_s for stage in stages)
     reasons = [f"{name}: {why.removeprefix(f'{name}: ')}" for name, why in failed.items()]
@@ -140,24 +140,26 @@ def bars(runs: Sequence[Run]) -> Chart:
         moved[record.worker] += 1 + sum(stage.nbytes for stage in record.stages)
     workers, note = _busiest(moved)
     records = [record for record in records if record.worker in workers]
-    kept = _first(records)
-    if {record.worker for record in kept} < {*workers}:
-        kept = _first([r._replace(stages=(_all_of(r),)) for r in records])
-    names = _short_names([*workers, *{s.holder for r in kept for s in r.stages}])
-    begun_s = kept[-1].start_s if kept else 0.0
+    all_records, records = records, _cut_to_limit(records)
+    if {record.worker for record in records} < {*workers}:
+        records = _cut_to_limit([r._replace(stages=(_merge_stages(r),)) for r in all_records])
+    names = _short_names([*workers, *{s.holder for r in records for s in r.stages}])
+    begun_s = records[-1].start_s if records else 0.0
     drawn = [
         bar
         for row, worker in enumerate(reversed(workers))
-        for record, top, height in _in_row(row, (r for r in kept if r.worker == worker))
-        for bar in _bars_of(record, begun_s, top, height, names)
+        for record, top, height in _place_tasks(row, (r for r in records if r.worker == worker))
+        for bar in _task_bars(record, begun_s, top, height, names)
     ]
     drawn.sort(key=lambda bar: PARTS.index(bar.part))  # tasks behind their activities
-    when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if kept else ": no runs yet"
+    when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if records else ": no runs yet"
     shown = [names[worker] for worker in workers]
     return Chart(f"Stages{when}{note}", shown, as_columns(drawn, Bar._fields))
 
 
-def _in_row(row: int, records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecord, float, float]]:
+def _place_tasks(
+    row: int, records: Iterable[TaskRecord]
+) -> Iterator[tuple[TaskRecord, float, float]]:
     """Yield a worker's tasks with the top and the height of each. Some may run concurrently."""
     lanes: list[list[TaskRecord]] = []  # without overlaps, each in the order of time
     for record in sorted(records, key=lambda record: (record.start_s, record.stop_s)):
@@ -172,32 +174,32 @@ def _in_row(row: int, records: Iterable[TaskRecord]) -> Iterator[tuple[TaskRecor
             yield record, row + 0.95 - number * height, height * 0.95
 
 
-def _bars_of(
+def _task_bars(
     record: TaskRecord, begun_s: float, top: float, height: float, names: Mapping[str, str]
 ) -> Iterator[Bar]:
     """Yield a task's bar, and in front of it those of waiting, transfer and kernels."""
     third = height / 3
     task = record.name, record.block, record.error, record.stop_s
-    for part, left_s, seconds, of in _parts_of(record):
+    for part, left_s, seconds, stage in _task_activities(record):
         above = max(0, PARTS.index(part) - 1) * third
         low = top - height if part == "task" else top - above - third
         rectangle = left_s - begun_s, left_s - begun_s + seconds, low, top - above
-        transfer = names.get(of.holder, of.holder), of.transport, of.nbytes, seconds
+        transfer = names.get(stage.holder, stage.holder), stage.transport, stage.nbytes, seconds
         if seconds or part == "task":
             yield Bar(part, *rectangle, names[record.worker], *transfer, *task)
 
 
-def _parts_of(record: TaskRecord) -> Iterator[tuple[str, float, float, Stage]]:
+def _task_activities(record: TaskRecord) -> Iterator[tuple[str, float, float, Stage]]:
     """Yield a task and its activities: the part, its start, its seconds, and its stage.
 
     Each activity has many short intervals during a stage, drawn as one. ``waiting`` is drawn from
     the start of the stage, ``kernel`` up to the end.
     """
-    start_s, own = record.start_s, Stage("itself", "", 0)
-    yield "task", start_s, record.stop_s - start_s, _all_of(record)
-    yield "kernel", start_s, record.kernel_s, own
+    start_s, itself = record.start_s, Stage("itself", "", 0)
+    yield "task", start_s, record.stop_s - start_s, _merge_stages(record)
+    yield "kernel", start_s, record.kernel_s, itself
     yield "transfer", start_s, record.up_s, Stage("host", "up", record.up_bytes)
-    yield "kernel", start_s, record.function_s, own
+    yield "kernel", start_s, record.function_s, itself
     down = Stage("host", "down", record.down_bytes)
     yield "transfer", record.stop_s - record.down_s, record.down_s, down
     for stage in record.stages:
@@ -207,15 +209,14 @@ def _parts_of(record: TaskRecord) -> Iterator[tuple[str, float, float, Stage]]:
         yield "kernel", max(left_s, end_s - stage.kernel_s), stage.kernel_s, stage
 
 
-def _first(records: list[TaskRecord]) -> list[TaskRecord]:
+def _cut_to_limit(records: list[TaskRecord]) -> list[TaskRecord]:
     """Return the first records, up to the maximum number of bars."""
-    most = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
-    ends = accumulate(1 + most * (len(r.stages) + bool(r.parts)) for r in records)
-    most_bars = MOST_BARS
-    return [r for r, end in zip(records, ends, strict=True) if end <= most_bars]
+    bars_per_stage = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
+    ends = accumulate(1 + bars_per_stage * (len(r.stages) + bool(r.parts)) for r in records)
+    return [r for r, end in zip(records, ends, strict=True) if end <= MOST_BARS]
 
 
-def _all_of(record: TaskRecord) -> Stage:
+def _merge_stages(record: TaskRecord) -> Stage:
     """Return all stages of a task merged into one."""
     stages = record.stages
     if len(stages) == 1:
@@ -224,7 +225,8 @@ def _all_of(record: TaskRecord) -> Stage:
     end_s = max((stage.begun_s + (stage.wire_s or 0.0) for stage in stages), default=0.0)
     names = ", ".join(sorted({stage.transport for stage in stages}))
     nbytes, waited_s, kernel_s = (
-        sum(getattr(stage, of) for stage in stages) for of in ("nbytes", "waited_s", "kernel_s")
+        sum(getattr(stage, field) for stage in stages)
+        for field in ("nbytes", "waited_s", "kernel_s")
     )
     holders, wire_s = f"{len(stages)} holders", end_s - begun_s
     return Stage(holders, names, nbytes, waited_s, wire_s, begun_s, kernel_s)
@@ -242,9 +244,10 @@ def _newest(runs: Sequence[Run]) -> Iterator[Run]:
 
 def _busiest(moved: Counter[str]) -> tuple[list[str], str]:
     """Return the workers to show, in order, and a note for the title if some are left out."""
-    most = [worker for worker, _ in moved.most_common(_MOST_WORKERS)]
-    note = f": the busiest {len(most)} of {len(moved)} workers" if len(most) < len(moved) else ""
-    return sorted(most, key=natural_sort_key), note
+    busiest = [worker for worker, _ in moved.most_common(_MOST_WORKERS)]
+    is_cut = len(busiest) < len(moved)
+    note = f": the busiest {len(busiest)} of {len(moved)} workers" if is_cut else ""
+    return sorted(busiest, key=natural_sort_key), note
 
 
 def _short_names(workers: Iterable[str]) -> dict[str, str]:
@@ -254,9 +257,7 @@ def _short_names(workers: Iterable[str]) -> dict[str, str]:
     return {worker: short if is_one else worker for worker, (*_, short) in parted.items()}
 
 
-# The data of the page about a section: its speed over time, and the waits of each rank.
-#
-# This module does not need bokeh.
+# --- the speed of a section over time, and the waits of its ranks
 
 _RECENT = 10  # points that the time left is computed from
 
@@ -288,13 +289,14 @@ class Speeds:
     def add(self, run: Run) -> list[tuple[float, int]]:
         """Add the current step of a section; return its points, the first one at its start."""
         attempt = max(record.attempt for record in run.latest)
-        own = [record for record in run.latest if record.attempt == attempt]
-        start_s, first = min((record.start_s, record.first_step) for record in own)
+        attempt_records = [record for record in run.latest if record.attempt == attempt]
+        start_s, first = min((record.start_s, record.first_step) for record in attempt_records)
         key = run.name, run.records[0].run, attempt
         points = self._points.setdefault(key, [(start_s, first)])
         if len(self._points) > MOST_SECTIONS:
             del self._points[next(iter(self._points))]
-        at_s, step = max(record.stop_s for record in own), min(record.step for record in own)
+        at_s = max(record.stop_s for record in attempt_records)
+        step = min(record.step for record in attempt_records)
         if at_s > points[-1][0] and step >= points[-1][1]:
             points.append((at_s, step))
         if len(points) > MOST_POINTS:
@@ -313,11 +315,11 @@ def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
         return Chart("Steps: no section has made any yet", [], as_columns([], Speed._fields))
     points = speeds.add(run)
     begun_s = points[0][0]
-    found = [
+    intervals = [
         Speed(at_s - begun_s, (step - before) / (at_s - before_s), step)
         for (before_s, before), (at_s, step) in pairwise(points)
     ]
-    return Chart(_title(run, points), [], as_columns(found, Speed._fields))
+    return Chart(_title(run, points), [], as_columns(intervals, Speed._fields))
 
 
 def _title(run: Run, points: Sequence[tuple[float, int]]) -> str:
@@ -339,10 +341,10 @@ def waiting_chart(run: Run | None) -> Chart:
     if run is None:
         return Chart(title, [], as_columns([], RankWait._fields))
     by_wait = sorted(run.latest, key=lambda record: -record.waited_share)
-    most = by_wait[:MOST_RANKS]
-    if len(most) < len(run.latest):
-        title += f": the longest {len(most)} of {len(run.latest)}"
-    found = [
+    longest = by_wait[:MOST_RANKS]
+    if len(longest) < len(run.latest):
+        title += f": the longest {len(longest)} of {len(run.latest)}"
+    waits = [
         RankWait(
             record.block,
             record.worker.rpartition("://")[2],
@@ -350,6 +352,6 @@ def waiting_chart(run: Run | None) -> Chart:
             waits_text(record.waited_share, record.waited_per_step_s),
             record.step,
         )
-        for record in sorted(most, key=lambda record: natural_sort_key(record.block))
+        for record in sorted(longest, key=lambda record: natural_sort_key(record.block))
     ]
-    return Chart(title, [each.rank for each in found], as_columns(found, RankWait._fields))
+    return Chart(title, [wait.rank for wait in waits], as_columns(waits, RankWait._fields))

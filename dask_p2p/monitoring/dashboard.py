@@ -63,11 +63,11 @@ _MOST_MEASURED = 20  # rows
 _NO_TEXTS = {"", "0", "-"}  # cells of a column that is not shown
 
 
-def _figure(name: str, tips: dict[str, str], **more: Any) -> Any:
+def _figure(name: str, tips: dict[str, str], **style: Any) -> Any:
     """Return a bokeh figure with a row for each worker."""
-    more = {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"} | more
+    style = {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"} | style
     clear = {"background_fill_color": None, "border_fill_color": None}
-    root = figure(name=name, tooltips=[*tips.items()], **clear, **more)
+    root = figure(name=name, tooltips=[*tips.items()], **clear, **style)
     root.yaxis.major_label_policy = models.NoOverlap()
     root.ygrid.visible = False
     return root
@@ -79,8 +79,8 @@ class LinksPlot:
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-links")
         axes = {"x_axis_label": "holder", "y_axis_label": "reader", "x_range": models.FactorRange()}
-        look = {"tools": "", "toolbar_location": None, "min_width": 380}
-        self.root = _figure("p2p-links-plot", _LINK_TIPS, **axes, **look)
+        frame = {"tools": "", "toolbar_location": None, "min_width": 380}
+        self.root = _figure("p2p-links-plot", _LINK_TIPS, **axes, **frame)
         center = {"x": "holder", "y": "reader", "source": self._source}
         colour = linear_cmap("share", _PALETTE, low=0, high=1, nan_color=_FAINT)
         size = {"width": 0.92, "height": 0.92, "line_width": 2}
@@ -118,9 +118,9 @@ class StagesPlot:
         axis = {"x_axis_label": "seconds", "x_range": models.Range1d(0, 1), "min_width": 480}
         tools = {"tools": "xpan,xwheel_zoom,xbox_zoom,reset", "active_scroll": "xwheel_zoom"}
         self.root = _figure("p2p-stages-plot", _STAGE_TIPS, **axis, **tools)
-        look = {"fill_color": factor_cmap("part", _PARTS, PARTS), "line_color": "#ffffff"}
+        fill = {"fill_color": factor_cmap("part", _PARTS, PARTS), "line_color": "#ffffff"}
         self._bars = self.root.quad(
-            source=self._source, legend_field="part", line_width=0.5, **look
+            source=self._source, legend_field="part", line_width=0.5, **fill
         )
         self.root.toolbar.logo = None
         legend = self.root.legend[0]
@@ -145,9 +145,9 @@ class StepsPlot:
         self._source = models.ColumnDataSource(name="p2p-steps")
         tips = {"steps/s": "@rate{0.000}", "step": "@step", "seconds": "@seconds{0.0}"}
         axes = {"x_axis_label": "seconds", "y_axis_label": "steps a second", "min_width": 480}
-        more = {"tools": "", "toolbar_location": None}
-        more |= {name: models.Range1d(0, 1) for name in ("x_range", "y_range")}
-        self.root = _figure("p2p-steps-plot", tips, **axes, **more)
+        frame = {"tools": "", "toolbar_location": None}
+        frame |= {name: models.Range1d(0, 1) for name in ("x_range", "y_range")}
+        self.root = _figure("p2p-steps-plot", tips, **axes, **frame)
         points = {"x": "seconds", "y": "rate", "source": self._source, "color": _PARTS[2]}
         self.root.line(**points, line_width=2)
         self.root.scatter(**points, size=4)
@@ -167,8 +167,8 @@ class WaitingPlot:
         self._source = models.ColumnDataSource(name="p2p-waiting")
         tips = {"rank": "@rank", "on": "@worker", "waited": "@text", "step": "@step"}
         axes = {"x_axis_label": "share of time", "x_range": (0, 1), "y_axis_label": "rank"}
-        look = {"tools": "", "toolbar_location": None, "min_width": 380}
-        self.root = _figure("p2p-waiting-plot", tips, **axes, **look)
+        frame = {"tools": "", "toolbar_location": None, "min_width": 380}
+        self.root = _figure("p2p-waiting-plot", tips, **axes, **frame)
         self.root.xaxis.formatter = models.NumeralTickFormatter(format="0%")
         of_rank = {"y": "rank", "source": self._source}
         self.root.hbar(**of_rank, right="share", height=0.8, color=_PARTS[1])
@@ -210,22 +210,22 @@ class RunsTable:
         self.root.update(index_position=None, sizing_mode="stretch_both")
 
     def draw(self, picture: Picture) -> None:
-        for each in self._columns:
-            width, is_shown = _width(each, picture.runs[each.field])
+        for table_column in self._columns:
+            width, is_shown = _width(table_column, picture.runs[table_column.field])
             # Each change draws the whole table again, so no column becomes narrower.
-            if is_shown and (width > each.width or not each.visible):
-                each.width = width
-            if each.visible != is_shown:
-                each.visible = is_shown
+            if is_shown and (width > table_column.width or not table_column.visible):
+                table_column.width = width
+            if table_column.visible != is_shown:
+                table_column.visible = is_shown
         self._source.data = picture.runs
 
 
-def _width(of: Any, values: Sequence[Any]) -> tuple[int, bool]:
+def _width(column: Any, values: Sequence[Any]) -> tuple[int, bool]:
     """Return the width that a column of the table needs, and whether it has figures."""
-    if of.field == "progress":
+    if column.field == "progress":
         return _PROGRESS_WIDTH, True
     texts = [str(value) for value in values[:_MOST_MEASURED]]
-    width = _PADDING + _CHARACTER * max(map(len, [of.title, *texts]))
+    width = _PADDING + _CHARACTER * max(map(len, [column.title, *texts]))
     return min(width, _MOST_WIDTH), not texts or not {*texts} <= _NO_TEXTS
 
 
@@ -243,9 +243,9 @@ class Page:
         self._section = ""  # name of the newest run, if it was a section with steps
         tabs = [
             models.TabPanel(
-                title=title, child=row(left.root, right.root, sizing_mode="stretch_both")
+                title=title, child=row(plot.root, other_plot.root, sizing_mode="stretch_both")
             )
-            for title, left, right in (
+            for title, plot, other_plot in (
                 ("Links and stages", links, stages),
                 ("Steps", waiting, steps),
             )
@@ -293,7 +293,8 @@ _HEAD = """
 """
 _PAGE_TEMPLATE = env.from_string(
     '{% extends "base.html" %}{% block extra_resources %}' + _HEAD + "{% endblock %}"
-    '{% block content %}<div id="p2p-theme"><a href="?theme={{ other }}">{{ other }}</a></div>'
+    '{% block content %}<div id="p2p-theme">'
+    '<a href="?theme={{ other_theme }}">{{ other_theme }}</a></div>'
     '<div id="p2p">{{ plot_div }}</div>{{ plot_script }}{% endblock %}'
 )
 _PLOT_TEMPLATE = "{% block postamble %}" + _HEAD + "{% endblock %}"
@@ -311,11 +312,13 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
     documents[f"/{_PAGE}"] = partial(_fill, feed, Page)
     shared = template_variables(scheduler)  # the same dict for all of Dask's pages
     (dashboard, *_) = dashboards
-    own = BokehApplication(documents, scheduler, dashboard.prefix, template_variables=shared)
-    scheduler.http_application.add_application(own)
-    own.initialize(IOLoop.current())
-    own.start()
-    dashboard._applications |= own._applications  # for the list in /individual-plots.json
+    application = BokehApplication(
+        documents, scheduler, dashboard.prefix, template_variables=shared
+    )
+    scheduler.http_application.add_application(application)
+    application.initialize(IOLoop.current())
+    application.start()
+    dashboard._applications |= application._applications  # for the list in /individual-plots.json
     shared["pages"].append(_PAGE)
     shared["plots"] += [{"url": _PLOT + name, "name": f"P2P {name.title()}"} for name in _PLOTS]
     shared["plots"].sort(key=lambda plot: plot["name"])
@@ -324,25 +327,25 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
 
 def _fill(feed: Callable[[], Feed | None], kind: Any, scheduler: Any, extra: Any, doc: Any) -> None:
     """Fill a requested document with one of the plots, or with all of them."""
-    asked = doc.session_context.request.arguments.get("theme")
-    theme, other = ("dark", "light") if asked == [b"dark"] else ("light", "dark")
+    themes = doc.session_context.request.arguments.get("theme")
+    theme, other_theme = ("dark", "light") if themes == [b"dark"] else ("light", "dark")
     doc.title = "Dask: P2P"
     doc.theme = "dark_minimal" if theme == "dark" else None
     doc.template = _PAGE_TEMPLATE if kind is Page else _PLOT_TEMPLATE
-    doc.template_variables.update(extra, theme=theme, other=other)
+    doc.template_variables.update(extra, theme=theme, other_theme=other_theme)
     plot = kind()
     source = feed()
     shown = source.picture() if source is not None else picture([])
     plot.draw(shown)
 
-    def look() -> None:
+    def redraw() -> None:
         """Draw new data while a browser is connected and the plugin is registered."""
         nonlocal shown
         session, source = doc.session_context.session, feed()
         if source is not None and session is not None and session.connection_count:
-            before, shown = shown, source.look()
+            before, shown = shown, source.refresh()
             if shown is not before:
                 plot.draw(shown)
 
     doc.add_root(plot.root)
-    doc.add_periodic_callback(look, _LOOK_MS)
+    doc.add_periodic_callback(redraw, _LOOK_MS)

@@ -79,13 +79,13 @@ class Feed:
         self.records, self.ask, self._clock = records, ask, clock
         self._workers, self._tasks = workers, tasks
         self._under_way: dict[str, list[TaskRecord]] = {}
-        self._asked: dict[str, asyncio.Future[None]] = {}  # pending requests, by worker
+        self._requests: dict[str, asyncio.Future[None]] = {}  # pending requests, by worker
         self.last_round_s = 0.0  # time of the last requests, by the clock
         self._inputs: Any = None  # inputs of the newest picture
         self._speeds = Speeds()
         self._picture = picture([])
 
-    def look(self) -> Picture:
+    def refresh(self) -> Picture:
         """Return the current picture, and request new records. Call it while a page is open."""
         workers = [*self._workers()]
         since_s = self._clock() - self.last_round_s
@@ -94,8 +94,8 @@ class Feed:
                 self._under_way.clear()
             self.last_round_s += since_s
             for worker in workers:
-                if worker not in self._asked:  # one pending request per worker
-                    self._asked[worker] = asyncio.ensure_future(self._ask_one(worker))
+                if worker not in self._requests:  # one pending request per worker
+                    self._requests[worker] = asyncio.ensure_future(self._ask_one(worker))
         return self.picture()
 
     def picture(self) -> Picture:
@@ -118,12 +118,12 @@ class Feed:
     def forget(self, worker: str) -> None:
         """Drop the state of a worker that has left. Its records stay."""
         self._under_way.pop(worker, None)
-        if asked := self._asked.pop(worker, None):
-            asked.cancel()
+        if request := self._requests.pop(worker, None):
+            request.cancel()
 
     def close(self) -> None:
         """Cancel all pending requests."""
-        for worker in [*self._asked]:
+        for worker in [*self._requests]:
             self.forget(worker)
 
     async def _ask_one(self, worker: str) -> None:
@@ -131,7 +131,7 @@ class Feed:
             with suppress(Exception):  # the page shows the records of the other workers
                 self._under_way[worker] = await self.ask(worker) or []
         finally:
-            self._asked.pop(worker, None)
+            self._requests.pop(worker, None)
 
 
 def picture(
@@ -148,14 +148,16 @@ def picture(
     arrays with unfinished tasks. `speeds` are those of earlier pictures. `is_cut` is true if older
     records are missing; the oldest run may then be incomplete.
     """
-    found = runs_of(records)
-    runs = found[:-1] if is_cut and len(found) > 1 else found
-    known, left = [], dict(tasks or {})
+    all_runs = runs_of(records)
+    runs = all_runs[:-1] if is_cut and len(all_runs) > 1 else all_runs
+    runs_and_tasks, unassigned_tasks = [], dict(tasks or {})
     for run in runs:  # unfinished tasks belong to an array's newest run, unless it is complete
-        of_array = left.pop(run.name, Tasks())
-        known.append((run, of_array if len(run.made) < of_array.total else Tasks()))
-    running = frozenset(run.name for run, of in known if run.under_way or of.left)
-    rows = [_row(run, of) for run, of in known[:_MOST_RUNS]]
+        of_array = unassigned_tasks.pop(run.name, Tasks())
+        runs_and_tasks.append((run, of_array if len(run.made) < of_array.total else Tasks()))
+    running = frozenset(
+        run.name for run, run_tasks in runs_and_tasks if run.under_way or run_tasks.left
+    )
+    rows = [_row(run, run_tasks) for run, run_tasks in runs_and_tasks[:_MOST_RUNS]]
     table = as_columns(rows, ("name", "state", *TABLE))
     section = section_of(runs)
     steps = speed_chart(section, Speeds() if speeds is None else speeds)
@@ -169,26 +171,26 @@ def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
     state = "running" if run.state == "done" and tasks.left else run.state
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
     if run.under_way or tasks.left:
-        row["progress"] = _of_steps(run) if run.latest else _of_tasks(run, tasks)
+        row["progress"] = _step_progress(run) if run.latest else _task_progress(run, tasks)
     row["start"] = time.strftime("%H:%M:%S", time.localtime(run.start_s))
     return run.name, state, *(row[name] for name in TABLE)
 
 
-def _of_tasks(run: Run, tasks: Tasks) -> float:
+def _task_progress(run: Run, tasks: Tasks) -> float:
     """Return the fraction of finished tasks; an unfinished one counts by its bytes in place."""
-    done = float(max(tasks.total - tasks.left, len(run.made)))
+    finished_tasks = float(max(tasks.total - tasks.left, len(run.made)))
     for record in run.under_way:
         placed_bytes = sum(stage.nbytes for stage in record.stages)
-        done += placed_bytes / record.wanted_bytes if record.wanted_bytes else 0.0
-    return min(1.0, done / max(tasks.total, len(run.made) + len(run.under_way)))
+        finished_tasks += placed_bytes / record.wanted_bytes if record.wanted_bytes else 0.0
+    return min(1.0, finished_tasks / max(tasks.total, len(run.made) + len(run.under_way)))
 
 
-def _of_steps(run: Run) -> float:
+def _step_progress(run: Run) -> float:
     """Return the fraction of steps that the ranks of a section have finished.
 
     The commit task and the inputs do not count: the ranks do all the work.
     """
-    done = {record.key: 1.0 for record in run.made}
+    fractions = {record.key: 1.0 for record in run.made}
     for record in run.under_way:
-        done[record.key] = record.step / record.steps if record.steps else 0.0
-    return min(1.0, sum(done.values()) / max(prod(run.blocks), len(done)))
+        fractions[record.key] = record.step / record.steps if record.steps else 0.0
+    return min(1.0, sum(fractions.values()) / max(prod(run.blocks), len(fractions)))

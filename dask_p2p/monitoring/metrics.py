@@ -192,7 +192,7 @@ class Collector:
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        server = _asked(self._kind)
+        server = _page_server(self._kind)
         values = registered[server]() if server in registered else {}
         if not values:
             return
@@ -207,7 +207,7 @@ class Collector:
             yield metric
 
 
-def _asked(kind: str) -> Any:
+def _page_server(kind: str) -> Any:
     """Return the server of this process whose page is being made, or None.
 
     Returns None also if this release of Dask makes the page in another way. An error would remove

@@ -172,7 +172,7 @@ class RecordLog:
 
     def __init__(self, size: int) -> None:  # most records and stages in the log, together
         self.size = size
-        self._kept: deque[TaskRecord] = deque()
+        self._records: deque[TaskRecord] = deque()
         self._weight = 0
         self.count = 0  # number of all records so far, including dropped ones
         self._lock = threading.Lock()
@@ -180,11 +180,11 @@ class RecordLog:
     def append(self, record: TaskRecord) -> None:
         """Add a record. Drop the oldest ones if the log is full."""
         with self._lock:
-            self._kept.append(record)
+            self._records.append(record)
             self.count += 1
             self._weight += 1 + len(record.stages)
-            while self._weight > self.size and len(self._kept) > 1:
-                self._weight -= 1 + len(self._kept.popleft().stages)
+            while self._weight > self.size and len(self._records) > 1:
+                self._weight -= 1 + len(self._records.popleft().stages)
 
     def since(self, number: int) -> tuple[int, list[TaskRecord]]:
         """Return the number of the first record returned, and all kept records from `number` on.
@@ -192,23 +192,23 @@ class RecordLog:
         Records are numbered from 0.
         """
         with self._lock:
-            gone = self.count - len(self._kept)
+            gone = self.count - len(self._records)
             first = min(max(number, gone), self.count)
-            return first, list(self._kept)[first - gone :]
+            return first, list(self._records)[first - gone :]
 
     def newest(self, size: int) -> list[TaskRecord]:
         """Return the newest records up to this size, counted as in `size`, oldest first."""
         with self._lock:
-            found = []
-            for record in reversed(self._kept):
+            newest = []
+            for record in reversed(self._records):
                 size -= 1 + len(record.stages)
                 if size < 0:
                     break
-                found.append(record)
-            return found[::-1]
+                newest.append(record)
+            return newest[::-1]
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._records)
 
     def __iter__(self) -> Iterator[TaskRecord]:
         return iter(self.since(0)[1])
@@ -298,9 +298,9 @@ class RunLog:
 
     def assigned(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
         """Return the records, each with the number of its array's run."""
-        return [record._replace(run=self._run_of(record)) for record in records]
-
-    def _run_of(self, record: TaskRecord) -> int:
-        starts = self._starts.get(record.name, ())
-        position = bisect(starts, record.run)
-        return starts[position - 1] if position else 0
+        assigned = []
+        for record in records:
+            starts = self._starts.get(record.name, ())
+            position = bisect(starts, record.run)
+            assigned.append(record._replace(run=starts[position - 1] if position else 0))
+        return assigned

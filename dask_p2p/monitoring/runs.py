@@ -307,20 +307,18 @@ async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
 
     The list is empty if the scheduler lacks the plugin.
     """
-    answer = await getattr(client.scheduler, RECORDS_OP)(n=n)
-    if answer is None:  # Dask's reply to an unknown operation
+    reply = await getattr(client.scheduler, RECORDS_OP)(n=n)
+    if reply is None:  # Dask's reply to an unknown operation
         return []
-    if answer.get("status", "ok") != "ok":
-        raise InputError(
-            f"the scheduler rejected the request for {n} runs: {answer.get('message')}"
-        )
-    if answer["silent"]:
+    if reply.get("status", "ok") != "ok":
+        raise InputError(f"the scheduler rejected the request for {n} runs: {reply.get('message')}")
+    if reply["silent"]:
         text = (
-            f"no answer from {', '.join(sorted(answer['silent']))} in time: the latest records of "
+            f"no answer from {', '.join(sorted(reply['silent']))} in time: the latest records of "
             f"these workers are missing. Call again when they answer, or close them."
         )
         warnings.warn(text, P2PWarning, stacklevel=2)
-    return unpacked(answer["records"])
+    return unpacked(reply["records"])
 
 
 def cells(run: Run) -> dict[str, str]:

@@ -28,11 +28,11 @@ from dask_p2p.backends import (
 from dask_p2p.backends.base import check_plain
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.device import device_work, gpu_obstacle, wait_until_written
-from dask_p2p.backends.dlpack import LibraryFunction, is_block, own_function
+from dask_p2p.backends.dlpack import LibraryFunction, copy_for_thread, is_block
 from dask_p2p.backends.host import HostQueue, register_from_bytes
 from dask_p2p.backends.host_memory import warn_once
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.backends.pipelines import Copied, OnIssued, PartStreams
+from dask_p2p.backends.pipelines import GpuTraffic, OnIssued, PartStreams
 from dask_p2p.config import Options, options
 from dask_p2p.engine.context import (
     MemoryNeed,
@@ -45,8 +45,8 @@ from dask_p2p.engine.task import (
     FUSABLE,
     current_worker,
     drops_frames,
-    go_elsewhere,
     is_fusable,
+    reschedule_elsewhere,
     run_name,
 )
 from dask_p2p.errors import BlockMismatchError, ConfigError, DeviceLostError
@@ -66,7 +66,7 @@ class GpuMapFunction:
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
         """Return the output block of this index."""
-        arrays, kind = self._checked(block_id, blocks)
+        arrays, kind = self._check_blocks(block_id, blocks)
         if self.mapped.has_block_id:
             keywords = {**keywords, "block_id": block_id}
         worker, context = current_worker()
@@ -76,8 +76,8 @@ class GpuMapFunction:
             run: Callable[[], Any] = partial(block.run, context)
         elif (obstacle := gpu_obstacle()) is None:
             block = block_of(CUPY.name)
-            on_issued = _on_issued(worker, context, block)
-            run = partial(block.through_gpu, context, where_is(context), on_issued)
+            on_issued = _waiting_context(worker, context, block)
+            run = partial(block.run_through_gpu, context, where_is(context), on_issued)
         elif self.mapped.fallback is not None:
             block = block_of(kind)
             run = partial(block.run, context)
@@ -89,12 +89,12 @@ class GpuMapFunction:
                 f"function on NumPy arrays."
             )
         try:
-            with _recorded(worker, context, block), device_work(), device_of(*arrays):
+            with _record_work(worker, context, block), device_work(), device_of(*arrays):
                 return run()
         except DeviceLostError as exc:
-            go_elsewhere(context, exc)
+            reschedule_elsewhere(context, exc)
 
-    def _checked(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
+    def _check_blocks(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
         """Return the input blocks as arrays, and their kind."""
         arrays = [
             checked_block(as_array(block), x.own_index(block_id), x.shape(block_id), x.dtype)
@@ -110,7 +110,7 @@ class GpuMapFunction:
         return arrays, kinds.pop()
 
 
-def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
+def _waiting_context(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssued | None:
     """Return a context for the task's last copies: the worker may start its next task during it.
 
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
@@ -123,8 +123,7 @@ def _on_issued(worker: Any, context: TaskContext, block: GpuMapBlock) -> OnIssue
 
 
 @contextmanager
-def _recorded(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
-    """Return a context that records the work done in it with the worker."""
+def _record_work(worker: Any, context: TaskContext, block: GpuMapBlock) -> Iterator[None]:
     if worker is None:
         yield
         return
@@ -152,11 +151,12 @@ class GpuMapBlock:
         part_bytes: int | None = None,
     ) -> None:
         self.gpu_map, self.arrays, self.index, self.keywords = gpu_map, arrays, index, keywords
-        self.function, self.reduce = own_function(gpu_map.function), own_function(gpu_map.reduce)
+        self.function = copy_for_thread(gpu_map.function)
+        self.reduce = copy_for_thread(gpu_map.reduce)
         self.kind = kind  # kind of the function's arguments and result
         self.is_reduced = gpu_map.reduce is not None
         self.plan = gpu_map.plan(index, part_bytes)
-        self.copied = Copied()
+        self.copied = GpuTraffic()
 
     def run(self, context: TaskContext) -> Any:
         """Return the output block, computed in the memory that holds the inputs."""
@@ -164,13 +164,13 @@ class GpuMapBlock:
             wait_until_written(self.arrays, any_stream=self.gpu_map.options.any_producer_stream)
         is_empty = not prod(block_shape(self.gpu_map.chunks, self.index))
         if not self.is_reduced and (is_empty or len(self.plan.parts) > 1):
-            out = self._output(context, backend_named(self.kind).queue())
+            out = self._empty_output(context, backend_named(self.kind).queue())
             for part in () if is_empty else self.plan.parts:
                 out[self.output_slices(part)] = self._call_on_copies(part)
             return out
         result: Any = None
         for part in self.plan.parts:
-            result = self.combined(part, result, self._call_on_copies(part))
+            result = self.combine(part, result, self._call_on_copies(part))
         return result
 
     def _call_on_copies(self, part: Part) -> Any:
@@ -183,14 +183,14 @@ class GpuMapBlock:
         """Bytes of all inputs."""
         return sum(array.nbytes for array in self.arrays)
 
-    def through_gpu(
+    def run_through_gpu(
         self, context: TaskContext, where: str, on_issued: OnIssued | None = None
     ) -> Any:
         """Return the output block, computed on a GPU by `PartStreams` and copied back.
 
         Raises `MemoryLimitError` if the GPU has too little memory even for the smallest parts.
         """
-        out = self._output(context, HostQueue(NUMPY, pinned_output=True))
+        out = self._empty_output(context, HostQueue(NUMPY, pinned_output=True))
         if not out.size and not self.is_reduced:
             return out
         warn = partial(warn_once, context.warn, where)
@@ -206,11 +206,10 @@ class GpuMapBlock:
                 cause = f"{type(exc).__name__}: {exc}"
                 traceback.clear_frames(exc.__traceback__)  # drop the function's arrays
                 PartStreams.drop_slots()
-            self._shrink(cause, where)
+            self._shrink_parts(cause, where)
             warn("out of memory of its GPU", cause, "Parts are made smaller. Give part_bytes=.")
 
-    def _shrink(self, cause: str, where: str) -> None:
-        """Plan parts of half the size."""
+    def _shrink_parts(self, cause: str, where: str) -> None:
         smaller = self.gpu_map.plan(self.index, self.plan.slot_bytes // 2)
         if len(smaller.parts) == len(self.plan.parts):
             parts_bytes, results_bytes = self.plan.device_bytes(SLOTS)
@@ -224,7 +223,7 @@ class GpuMapBlock:
             )
         self.plan = smaller
 
-    def _output(self, context: TaskContext, queue: Queue) -> Any:
+    def _empty_output(self, context: TaskContext, queue: Queue) -> Any:
         """Return memory for the output block, reused from released outputs if possible."""
         shape = block_shape(self.gpu_map.chunks, self.index)
         return context.empty_output(shape, self.gpu_map.dtype, queue)
@@ -272,8 +271,8 @@ class GpuMapBlock:
 
         Raises `BlockMismatchError` if the result has an unexpected type, shape or dtype.
         """
-        with self._named(part):
-            result = self._owned(self.function(*inputs, **self.keywords))
+        with self._note_part(part):
+            result = self._copy_foreign(self.function(*inputs, **self.keywords))
             self._check(result, self.gpu_map.result_shape(self.index, part.result_length))
         if self.gpu_map.reduce is not None:
             return result
@@ -282,7 +281,7 @@ class GpuMapBlock:
         sides = zip(halo, result.shape, strict=True)
         return result[tuple(slice(before, n - after) for (before, after), n in sides)]
 
-    def _owned(self, result: Any) -> Any:
+    def _copy_foreign(self, result: Any) -> Any:
         """Return a result in memory of NumPy or CuPy.
 
         Another library may reuse the memory of its arrays while other streams still read it.
@@ -291,12 +290,12 @@ class GpuMapBlock:
         is_other = isinstance(self.function, LibraryFunction) and is_block(array)
         return array.copy() if is_other else array
 
-    def combined(self, part: Part, combined: Array | None, result: Array) -> Any:
+    def combine(self, part: Part, combined: Array | None, result: Array) -> Any:
         """Return the combined result of all parts so far."""
         if combined is None or self.reduce is None:
             return result
-        with self._named(part):
-            reduced = self._owned(self.reduce(combined, result))
+        with self._note_part(part):
+            reduced = self._copy_foreign(self.reduce(combined, result))
             self._check(reduced, self.gpu_map.result_shape(self.index, 0))
         return reduced
 
@@ -319,7 +318,7 @@ class GpuMapBlock:
         )
 
     @contextmanager
-    def _named(self, part: Part) -> Iterator[None]:
+    def _note_part(self, part: Part) -> Iterator[None]:
         """Return a context that adds the block and the part to errors as a note."""
         try:
             yield

@@ -16,8 +16,8 @@ from dask.utils import funcname, has_keyword
 
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.device import gpu_obstacle
-from dask_p2p.backends.dlpack import checked_library, in_library
-from dask_p2p.config import checked_options, positive_bytes
+from dask_p2p.backends.dlpack import checked_library, wrap_in_library
+from dask_p2p.config import checked_options, parse_positive_bytes
 from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
@@ -32,8 +32,8 @@ from dask_p2p.ops.arguments import (
     checked_boundaries,
     checked_depths,
 )
-from dask_p2p.ops.rechunk import aligned
-from dask_p2p.plans import GridPlan, halo_plan
+from dask_p2p.ops.rechunk import align_chunks
+from dask_p2p.plans import GridPlan, plan_halo
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import (
@@ -147,18 +147,18 @@ def map_on_gpu(
     check_names(func, len(arrays), map_on_gpu, locals())
     options = checked_options()
     check_functions(func, reduce)
-    func, reduce = portable(func), portable(reduce)
+    func, reduce = make_portable(func), make_portable(reduce)
     library = checked_library(as_library)
     inputs = checked_arrays(arrays)
     sizes = common_chunks(inputs)
     along = checked_axis(axis, len(sizes))
     depths, beyond = checked_halo(inputs, sizes, depth, boundary)
     has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
-    func = in_library(func, library)
-    reduce = None if reduce is None else in_library(reduce, library)
+    func = wrap_in_library(func, library)
+    reduce = None if reduce is None else wrap_in_library(reduce, library)
     block_ids = {"block_id": (0,) * len(sizes)} if has_block_id else {}
     plans = [
-        halo_plan(x.chunks, widths, kinds)
+        plan_halo(x.chunks, widths, kinds)
         for x, widths, kinds in zip(inputs, depths, beyond, strict=True)
     ]
     mapped = GpuMap(
@@ -178,10 +178,10 @@ def map_on_gpu(
         options=options,
     )
     register_if_possible()
-    return _mapped_by_dask(mapped, inputs, plans, kwargs)
+    return _map_by_dask(mapped, inputs, plans, kwargs)
 
 
-def _mapped_by_dask(
+def _map_by_dask(
     mapped: GpuMap,
     inputs: Sequence[DaskArray],
     plans: Sequence[GridPlan],  # of the inputs' halos
@@ -214,7 +214,7 @@ def check_functions(func: Any, reduce: Any) -> None:
         raise InputError(f"expected a function of two parts' results, got reduce={reduce!r}.")
 
 
-def portable(function: Any) -> Any:
+def make_portable(function: Any) -> Any:
     """Return NumPy's ufunc in place of CuPy's, which cannot be pickled; others unchanged.
 
     NumPy's ufunc calls CuPy's for CuPy arrays. Raises `InputError` if NumPy has none of that name.
@@ -252,7 +252,7 @@ def checked_arrays(arrays: tuple[Any, ...]) -> list[DaskArray]:
             f"expected arrays of one library, got blocks of {' and '.join(sorted(kinds))}. Convert "
             f"them to one library, such as by map_blocks(cupy.asarray)."
         )
-    inputs = list(arrays) if len(arrays) == 1 else aligned(arrays)
+    inputs = list(arrays) if len(arrays) == 1 else align_chunks(arrays)
     if not max(x.ndim for x in inputs):
         raise InputError(
             "expected an array with at least one axis, got one without axes. Add one: x[None]."
@@ -315,7 +315,10 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
         return ones
     try:
         pairs = zip(chunks, sizes, strict=True)
-        block_sizes = tuple(_sizes_of_blocks(axis_sizes, len(along)) for axis_sizes, along in pairs)
+        block_sizes = tuple(
+            tuple(map(as_int, n if isinstance(n, (tuple, list)) else (n,) * len(along)))
+            for n, along in pairs
+        )
     except (TypeError, ValueError):
         block_sizes = ()
     if tuple(map(len, block_sizes)) != tuple(map(len, sizes)):
@@ -332,11 +335,6 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
     return block_sizes
 
 
-def _sizes_of_blocks(axis_sizes: Any, count: int) -> tuple[int, ...]:
-    block_sizes = axis_sizes if isinstance(axis_sizes, (tuple, list)) else (axis_sizes,) * count
-    return tuple(map(as_int, block_sizes))
-
-
 def checked_fallback(fallback: Any) -> Kind | None:
     """Return the kind of arrays for the function on a worker without a GPU."""
     if fallback not in (None, "numpy"):
@@ -350,7 +348,7 @@ def checked_fallback(fallback: Any) -> Kind | None:
 def checked_part_bytes(part_bytes: Any) -> int:
     """Return the largest size of a part."""
     try:
-        return positive_bytes(part_bytes)
+        return parse_positive_bytes(part_bytes)
     except ValueError as exc:
         raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
 
@@ -368,12 +366,12 @@ def checked_dtype(
             raise InputError(f"expected an empty array, like blocks of the output, got {meta=}.")
         dtype = meta.dtype
     elif dtype is None:
-        return _found_dtype(partial(func, **keywords), inputs)
+        return _infer_dtype(partial(func, **keywords), inputs)
     checked: DType = np.dtype(dtype)
     return checked
 
 
-def _found_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
+def _infer_dtype(func: Callable[..., Any], inputs: list[DaskArray]) -> DType:
     """Return the dtype of the function's result, found by calls with small arrays.
 
     The calls pass empty arrays first, then arrays of one element. Raises `InputError` if all fail.

@@ -14,9 +14,9 @@ from dask.array.rechunk import _balance_chunksizes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.geometry import Chunks, normal_axes
+from dask_p2p.geometry import Chunks, normalize_axes
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.inputs import name_of_function
+from dask_p2p.inputs import describe_function
 from dask_p2p.plans.halo import BOUNDARIES, ODD, both_ends
 from dask_p2p.types import ChunksLike, DaskArray, DType
 
@@ -81,8 +81,8 @@ def check_names(
         if is_given and name in keywords - _OF_DASK:
             raise InputError(
                 f"expected an unambiguous keyword, got {name}={arguments[name]!r:.80}, which "
-                f"{operation.__name__} and {name_of_function(func)} both take. Bind the function's "
-                f"own one with functools.partial(func, {name}=...)."
+                f"{operation.__name__} and {describe_function(func)} both take. Bind the "
+                f"function's own one with functools.partial(func, {name}=...)."
             )
 
 
@@ -129,7 +129,7 @@ def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
 
     Raises `InputError` if `axes` is not a permutation.
     """
-    order = normal_axes(axes, ndim)
+    order = normalize_axes(axes, ndim)
     if order is None:
         raise InputError(
             f"expected a permutation of the {ndim} axes of the array, "

@@ -130,10 +130,10 @@ def estimate(
     >>> need.input_bytes, need.output_bytes
     (8000000, 8000000)
     """
-    if axes is None and chunks is None and (mapped := _mapped(x)) is not None:
+    if axes is None and chunks is None and (mapped := _find_gpu_map(x)) is not None:
         input_bytes, output_bytes = mapped.device_bytes()
         return MemoryEstimate(1, input_bytes, output_bytes)
-    if axes is None and chunks is None and (section := _section(x)) is not None:
+    if axes is None and chunks is None and (section := _find_section(x)) is not None:
         if workers is not None:
             raise InputError(
                 f"expected no workers=, since the ranks of this array are already chosen, got "
@@ -149,10 +149,10 @@ def estimate(
     all_threads = n_workers * threads if cluster else None
     plan = plan_redistribution(x.chunks, order, after, options, lambda: all_threads)
     output = OutputSpec((x.name,), x.dtype, backend_for(x._meta).name, options)
-    return _exchange(plan, output, n_workers, threads)
+    return _exchange_need(plan, output, n_workers, threads)
 
 
-def exchanges_estimate(y: DaskArray, workers: int | None) -> MemoryEstimate:
+def estimate_exchanges(y: DaskArray, workers: int | None) -> MemoryEstimate:
     """Return the estimate of all exchanges of a lazy array; see `dask_p2p.fft.estimate`."""
     check_array(y)
     tasks: dict[str, AssembleTask] = {}  # one of each exchange
@@ -160,10 +160,10 @@ def exchanges_estimate(y: DaskArray, workers: int | None) -> MemoryEstimate:
         if isinstance(task, AssembleTask):
             tasks.setdefault(key[0], task)
     cluster = cluster_size() if workers is None else (workers, 1)
-    blocks = (prod(map(len, _chunks_read(task.plan))) for task in tasks.values())
+    blocks = (prod(map(len, _input_chunks(task.plan))) for task in tasks.values())
     n_workers, threads = cluster or (max(blocks, default=1), 1)
     checked_count("workers", workers=n_workers)
-    estimates = [_exchange(t.plan, t.output, n_workers, threads) for t in tasks.values()]
+    estimates = [_exchange_need(t.plan, t.output, n_workers, threads) for t in tasks.values()]
     largest = max(
         estimates, key=lambda of_one: of_one.total_bytes, default=MemoryEstimate(n_workers, 0, 0)
     )
@@ -171,9 +171,9 @@ def exchanges_estimate(y: DaskArray, workers: int | None) -> MemoryEstimate:
     return replace(largest, exchanges=len(estimates), moved_bytes=moved_bytes)
 
 
-def _exchange(plan: Plan, output: OutputSpec, workers: int, threads: int) -> MemoryEstimate:
+def _exchange_need(plan: Plan, output: OutputSpec, workers: int, threads: int) -> MemoryEstimate:
     """Return the estimate of one exchange, with its transform of assembled blocks."""
-    before, options, kind = _chunks_read(plan), output.options, output.kind
+    before, options, kind = _input_chunks(plan), output.options, output.kind
     item_bytes = output.dtype.itemsize
     input_bytes, _ = even_share(before, workers, item_bytes)
     output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
@@ -185,17 +185,16 @@ def _exchange(plan: Plan, output: OutputSpec, workers: int, threads: int) -> Mem
     if workers > 1:
         packed = packed_bytes(options, kind, (workers - 1) * threads, input_bytes)
         staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
-    moved_bytes = _moved_elements(plan, before, workers) * item_bytes
+    moved_bytes = _count_moved_elements(plan, before, workers) * item_bytes
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed, 1, moved_bytes)
 
 
-def _chunks_read(plan: Any) -> Chunks:
-    """Return the chunks of the array that a plan reads."""
+def _input_chunks(plan: Any) -> Chunks:
     chunks: Chunks = getattr(plan, "plan", plan).src_chunks
     return chunks
 
 
-def _moved_elements(plan: Plan, before: Chunks, workers: int) -> int:
+def _count_moved_elements(plan: Plan, before: Chunks, workers: int) -> int:
     """Return the number of elements that tasks read from other workers.
 
     Workers hold equal numbers of neighbouring blocks. Each task is assumed to run on the worker
@@ -219,7 +218,7 @@ def even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int]
     return sum(nlargest(share, sizes)) * item_bytes, share
 
 
-def _section(x: Any) -> Any:
+def _find_section(x: Any) -> Any:
     """Return the section that computes `x`; None if `x` is not a result of a section."""
     if not is_dask_array(x) or key_split(x.name) not in ("p2p-iterate", "p2p-spmd"):
         return None
@@ -232,7 +231,7 @@ def _section(x: Any) -> Any:
     return next((task.body for task in ranks if isinstance(task, RankTask)), None)
 
 
-def _mapped(x: Any) -> Any:
+def _find_gpu_map(x: Any) -> Any:
     """Return the `GpuMap` of the tasks of `x`; None if `x` is not a result of `map_on_gpu`."""
     if not is_dask_array(x) or key_split(x.name) != FUSABLE:
         return None

@@ -25,7 +25,7 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.config import checked_options
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Chunks, Index
-from dask_p2p.graph.arrays import Epilogue, arrays_with_halos, planned_array
+from dask_p2p.graph.arrays import Epilogue, array_of_plan, arrays_with_halos
 from dask_p2p.graph.libraries import (
     check_one_library,
     functions_of,
@@ -39,8 +39,8 @@ from dask_p2p.ops.arguments import (
     checked_boundaries,
     checked_depths,
 )
-from dask_p2p.ops.rechunk import aligned, rechunk
-from dask_p2p.plans import GridPlan, halo_plan
+from dask_p2p.ops.rechunk import align_chunks, rechunk
+from dask_p2p.plans import GridPlan, plan_halo
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, BoundaryLike, DaskArray, DepthLike, DType
@@ -130,12 +130,12 @@ def map_overlap(
     array([3, 3, 3, 7, 7, 7])
     """
     check_names(func, len(args), map_overlap, locals())
-    return mapped(
+    return map_with_halos(
         func, args, kwargs, depth, boundary, trim=trim, align_arrays=align_arrays, corners=corners
     )
 
 
-def mapped(
+def map_with_halos(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -151,30 +151,30 @@ def mapped(
 
     Raises `InputError` if a block is smaller than its halo and `allow_rechunk` is False.
     """
-    arrays, depth, boundary = _checked_arguments(func, args, depth, boundary)
+    arrays, depth, boundary = _split_arguments(func, args, depth, boundary)
     lazy = unpack_collections(kwargs)[0]
     if lazy and is_of_dask_array(arrays[0]):  # fused tasks would not compute them
         raise InputError(f"expected computed keywords, got {lazy[0]!r:.200}. Compute it first.")
     if align_arrays and len(arrays) > 1:
-        arrays = aligned(arrays)
+        arrays = align_chunks(arrays)
     shapes = [x.shape for x in arrays]
     widths = checked_depths(depth, shapes)
     beyond = checked_boundaries(boundary, shapes)
     if allow_rechunk is not None:
-        arrays = [_wide(x, w, allow_rechunk) for x, w in zip(arrays, widths, strict=True)]
+        arrays = [_widen(x, w, allow_rechunk) for x, w in zip(arrays, widths, strict=True)]
     plans = [
         # NaN differs from itself: with it, equal plans of several layers would count as different.
-        halo_plan(x.chunks, depths, kinds, corners, 0 if corners else unread_value(x.dtype))
+        plan_halo(x.chunks, depths, kinds, corners, 0 if corners else unread_value(x.dtype))
         for x, depths, kinds in zip(arrays, widths, beyond, strict=True)
     ]
     register_if_possible()
     is_plain = not (kwargs.keys() & _OF_MAP_BLOCKS or has_keyword(func, "block_info") or lazy)
     if len(arrays) == 1 and is_plain:
-        return _assembled_and_mapped(func, arrays[0], plans[0], trim, kwargs)
-    return _mapped_by_dask(func, arrays, plans, trim, kwargs)
+        return _map_in_assembly(func, arrays[0], plans[0], trim, kwargs)
+    return _map_by_dask(func, arrays, plans, trim, kwargs)
 
 
-def _wide(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) -> DaskArray:
+def _widen(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) -> DaskArray:
     """Return `x` with blocks at least as large as their halo, rechunked by Dask's rule."""
     sizes = zip(map(max, widths), x.chunks, strict=True)
     chunks = tuple(ensure_minimum_chunksize(least, along) for least, along in sizes)
@@ -188,7 +188,7 @@ def _wide(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) 
     return rechunk(x, chunks)
 
 
-def _checked_arguments(
+def _split_arguments(
     func: Any, args: tuple[Any, ...], depth: Any, boundary: Any
 ) -> tuple[list[DaskArray], Any, Any]:
     """Return the arrays, depth and boundary; `args` may have depth and boundary after arrays."""
@@ -217,7 +217,7 @@ def _checked_arguments(
     return arrays, depth, boundary
 
 
-def _assembled_and_mapped(
+def _map_in_assembly(
     func: Callable[..., Any],
     x: DaskArray,
     plan: GridPlan,
@@ -238,10 +238,10 @@ def _assembled_and_mapped(
         function = SkipsEmpty(function, chunks, meta.dtype, has_block_id)
         has_block_id = True
     stencil = Stencil(function, Trim(halo_widths_of(plan)) if trim else None, has_block_id)
-    return planned_array("p2p-overlap", x, plan, checked_options(), Epilogue(stencil, chunks, meta))
+    return array_of_plan("p2p-overlap", x, plan, checked_options(), Epilogue(stencil, chunks, meta))
 
 
-def _mapped_by_dask(
+def _map_by_dask(
     func: Callable[..., Any],
     arrays: Sequence[DaskArray],
     plans: Sequence[GridPlan],
@@ -249,7 +249,7 @@ def _mapped_by_dask(
     kwargs: dict[str, Any],
 ) -> DaskArray:
     """Return Dask's map of the function over arrays of blocks with halos, which it trims."""
-    func, kwargs, has_block_id = _bound(func, kwargs)
+    func, kwargs, has_block_id = _bind_keywords(func, kwargs)
     map_blocks = functions_of(arrays[0]).map_blocks
     meta = arrays[0]._meta
     if kwargs.get("dtype") is not None and "meta" not in kwargs and backend_for(meta).on_device:
@@ -258,22 +258,21 @@ def _mapped_by_dask(
     chunks = _chunks_with_empty(arrays, kwargs) if trim else None
     if chunks is not None:
         # Dask infers the dtype from the function, before `SkipsEmpty` wraps it.
-        kwargs["meta"] = map_blocks(OwnBlocks(func), *with_halo, **kwargs)._meta
+        kwargs["meta"] = map_blocks(CopiesBlocks(func), *with_halo, **kwargs)._meta
         func = SkipsEmpty(func, chunks, kwargs["meta"].dtype, has_block_id)
     has_halo = any(plan.chunks != x.chunks for x, plan in zip(arrays, plans, strict=True))
     if has_halo and not trim:
         kwargs = {"chunks": arrays[0].chunks, **kwargs}
-    y = map_blocks(OwnBlocks(func), *with_halo, **kwargs)
+    y = map_blocks(CopiesBlocks(func), *with_halo, **kwargs)
     if not has_halo or not trim:
         return y
     # The halo of the array with the most axes, the first of several.
     largest = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
     halo = halo_widths_of(plans[largest])
-    return _trimmed(y, _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis")))
+    return _trim_blocks(y, _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis")))
 
 
-def _trimmed(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> DaskArray:
-    """Return an array without the halo of its blocks."""
+def _trim_blocks(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> DaskArray:
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, halo, strict=True)
@@ -282,7 +281,7 @@ def _trimmed(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> Das
     return map_blocks(Trim(halo), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
 
 
-def _bound(
+def _bind_keywords(
     func: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any], bool]:
     """Return the function with its keywords bound, the keywords for Dask, and `has_block_id`.
@@ -368,7 +367,7 @@ class Stencil:
 
 
 @dataclass(frozen=True)
-class OwnBlocks:
+class CopiesBlocks:
     """A function that Dask maps over blocks of other tasks; it receives copies to overwrite."""
 
     function: Callable[..., Any]  # user's function; Dask reads its name and parameters

@@ -11,7 +11,7 @@ from dask.array.core import broadcast_dimensions, common_blockdim
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import redistributed
+from dask_p2p.graph.arrays import redistribute
 from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
 from dask_p2p.ops.arguments import (
     check_array,
@@ -78,7 +78,7 @@ def transpose(
     array([ 2,  5,  8, 11])
     """
     order: Any = (axes, *more_axes) if more_axes or isinstance(axes, Integral) else axes
-    return redistributed(x, *checked_transpose(x, order, chunks))
+    return redistribute(x, *checked_transpose(x, order, chunks))
 
 
 def checked_transpose(
@@ -168,7 +168,7 @@ def rechunk(
     if has_unknown_chunks(x):
         return _rechunk_unknown(x, order, chunks, balance, block_size_limit)
     before = tuple(x.chunks[axis] for axis in order)
-    return redistributed(
+    return redistribute(
         x, order, checked_chunks(chunks, before, x.dtype, balance, block_size_limit)
     )
 
@@ -196,7 +196,7 @@ def _rechunk_unknown(
         ) from exc
 
 
-def aligned(arrays: Sequence[DaskArray]) -> list[DaskArray]:
+def align_chunks(arrays: Sequence[DaskArray]) -> list[DaskArray]:
     """Return the arrays, rechunked to common chunks along shared axes, counted from the last."""
     shapes = [x.shape for x in arrays]
     try:

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, block_plans, stage_order
-from dask_p2p.plans.grid import GridPlan, grouped, redistribution, slab_chunks
-from dask_p2p.plans.halo import halo_plan
+from dask_p2p.plans.grid import GridPlan, group_blocks, redistribution, slab_chunks
+from dask_p2p.plans.halo import plan_halo
 
 __all__ = [
     "BlockPlan",
@@ -17,8 +17,8 @@ __all__ = [
     "Piece",
     "Plan",
     "block_plans",
-    "grouped",
-    "halo_plan",
+    "group_blocks",
+    "plan_halo",
     "redistribution",
     "slab_chunks",
     "stage_order",

@@ -153,14 +153,14 @@ def stage_order(
     near = ranked.pop(reader_host, [])
     offset = bisect_left(near, reader)
     hosts = sorted(ranked)
-    later_hosts = _rotated(hosts, bisect_left(hosts, reader_host))
-    remote = [_rotated(ranked[host], offset) for host in later_hosts]
-    turns = zip_longest(*_rotated(remote, offset))
+    later_hosts = _rotate(hosts, bisect_left(hosts, reader_host))
+    remote = [_rotate(ranked[host], offset) for host in later_hosts]
+    turns = zip_longest(*_rotate(remote, offset))
     far = [holder for stage in turns for holder in stage if holder is not None]
-    return _rotated(near, offset) + far
+    return _rotate(near, offset) + far
 
 
-def _rotated(items: list[_T], start: int) -> list[_T]:
+def _rotate(items: list[_T], start: int) -> list[_T]:
     """Return the items from index `start` on, then the items before it.
 
     >>> _rotated([1, 2, 3], 4)
@@ -237,7 +237,7 @@ class PartPlan:
             block.row_bytes * (1 if read is None else read[1] - read[0])
             for block, read in zip(self.inputs, part.reads, strict=True)
         )
-        return list(block_bounds(map(_aligned, sizes)))
+        return list(block_bounds(map(_align_bytes, sizes)))
 
     @property
     def slot_bytes(self) -> int:
@@ -247,12 +247,12 @@ class PartPlan:
     @property
     def host_slot_bytes(self) -> int:
         """Bytes of a slot in host memory: the inputs of a part, then its result."""
-        return self.slot_bytes + _aligned(self.result_bytes)
+        return self.slot_bytes + _align_bytes(self.result_bytes)
 
     def device_bytes(self, slots: int) -> tuple[int, int]:
         """Return the bytes on the device of all slots, and of the function's results."""
         count = min(slots, len(self.parts))
-        return count * self.slot_bytes, (count + self.has_halo) * _aligned(self.result_bytes)
+        return count * self.slot_bytes, (count + self.has_halo) * _align_bytes(self.result_bytes)
 
 
 def plan_parts(
@@ -283,12 +283,12 @@ def plan_parts(
     row_bytes = sum(block.row_bytes for block in cut)
     rows = max(1, (part_bytes - fixed_bytes) // row_bytes) if row_bytes else max(1, length)
     bounds = block_bounds(split_evenly(length, max(1, -(-length // rows))))
-    parts = tuple(_part(inputs, length, output_range) for output_range in pairwise(bounds))
+    parts = tuple(_plan_part(inputs, length, output_range) for output_range in pairwise(bounds))
     longest = 1 if is_reduced else max(part.result_length for part in parts)
     return PartPlan(tuple(inputs), parts, result_row_bytes * longest)
 
 
-def _part(inputs: Sequence[Input], length: int, output_range: Range) -> Part:
+def _plan_part(inputs: Sequence[Input], length: int, output_range: Range) -> Part:
     reads: list[Range | None] = []
     halo: list[Range] = []
     for block in inputs:
@@ -304,7 +304,7 @@ def _part(inputs: Sequence[Input], length: int, output_range: Range) -> Part:
     return Part(output_range, tuple(reads), tuple(halo))
 
 
-def _aligned(size_bytes: int) -> int:
+def _align_bytes(size_bytes: int) -> int:
     return round_up(size_bytes, _ALIGNMENT_BYTES)
 
 
@@ -322,7 +322,7 @@ class Step(NamedTuple):
     after: tuple[tuple[str, int], ...] = ()
 
 
-def steps(
+def schedule_steps(
     count: int,  # number of parts
     #: Number of slots, at least 2. A slot holds a part from its copy up to the end of its result's
     #: copy down, because a result may use its part's memory.

@@ -60,7 +60,7 @@ class Transform:
         return tuple(result)
 
 
-def stages(
+def plan_stages(
     chunks: Chunks,  # chunks of the input: the first grid
     transform: Transform,
     final: Chunks | None = None,  # chunks of the result; None: any
@@ -95,7 +95,7 @@ def stages(
             return list(path)
         is_complex = len(remaining) < len(transform.lengths)
         size = prod(map(sum, after)) * transform.item_bytes[is_complex]
-        for new, share, distance in _exchanges(after, remaining, transform, final):
+        for new, share, distance in _next_grids(after, remaining, transform, final):
             lost = max(0, blocks - prod(map(len, new))) if new != final else 0
             step = (lost, 1, size - size // share, distance)
             a, b, c, d = (old + increase for old, increase in zip(cost, step, strict=True))
@@ -103,7 +103,7 @@ def stages(
     raise AssertionError("an exchange can always make an axis undivided")
 
 
-def _exchanges(
+def _next_grids(
     chunks: Chunks, remaining: frozenset[int], transform: Transform, final: Chunks | None
 ) -> Iterator[tuple[Chunks, int, int]]:
     """Yield the next grids: chunks, number of parts (one stays in place), distance of moves."""
@@ -117,7 +117,7 @@ def _exchanges(
         distance = 0
         for source, target in move:
             if source != target:
-                partitions[target] = moved_division(chunks[source], chunks[target])
+                partitions[target] = move_division(chunks[source], chunks[target])
             partitions[source] = (sum(chunks[source]),)
             distance += (source - target if transform.is_inverse else target - source) % len(chunks)
         share = prod(len(chunks[source]) for source, _ in move)
@@ -139,7 +139,7 @@ def _moves(chunks: Chunks, remaining: frozenset[int]) -> Iterator[tuple[tuple[in
     yield from (((axis, target),) for axis, target in product(divided, targets) if axis != target)
 
 
-def moved_division(sizes: tuple[int, ...], target_sizes: tuple[int, ...]) -> tuple[int, ...]:
+def move_division(sizes: tuple[int, ...], target_sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Return the block sizes of an axis that takes over another axis's division.
 
     The axis keeps its own division too. The sizes follow the other axis: the same sizes, or equal
@@ -162,7 +162,7 @@ def moved_division(sizes: tuple[int, ...], target_sizes: tuple[int, ...]) -> tup
 
 
 @dataclass(frozen=True)
-class Rolled(SplitAxis):
+class RolledAxis(SplitAxis):
     """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
 
     Examples

@@ -284,13 +284,13 @@ def redistribution(
 ) -> GridPlan:
     """Return the plan that divides an array into other blocks, with its axes permuted."""
     mappings = [
-        SplitAxis(_plain(src_chunks[a]), _plain(sizes))
+        SplitAxis(_to_python_ints(src_chunks[a]), _to_python_ints(sizes))
         for a, sizes in zip(axes, chunks, strict=True)
     ]
     return cached_plan(GridPlan(tuple(axes), tuple(mappings)))
 
 
-def _plain(sizes: Sequence[int]) -> tuple[int, ...]:
+def _to_python_ints(sizes: Sequence[int]) -> tuple[int, ...]:
     """Return sizes as Python integers, because Dask also accepts NumPy's, which pickle larger."""
     return tuple(map(int, sizes))
 
@@ -362,7 +362,7 @@ MANY_GROUPS = 64
 _LEAST_GAIN = 2  # least factor of all edges that makes the second layer worthwhile
 
 
-def grouped(
+def group_blocks(
     plan: GridPlan,  # a redistribution
     groups: int | None,  # number of groups; 0: no groups; None: chosen by the number of edges
     threads: Callable[[], int | None],  # the cluster's number of threads; called only if needed
@@ -370,7 +370,7 @@ def grouped(
     """Return the plan of the groups, or the plan itself without groups."""
     blocks = prod(map(len, plan.chunks))
     if groups is None:
-        groups = _best_number(plan, threads) if plan.edges > FEW_EDGES else 0
+        groups = _choose_group_count(plan, threads) if plan.edges > FEW_EDGES else 0
         allowed = plan.edges // _LEAST_GAIN - blocks
     else:
         allowed = plan.edges - 1
@@ -379,12 +379,12 @@ def grouped(
     together = ceil(blocks / groups)
     if together < 2:
         return plan
-    plans = [_merged(plan, axis, together) for axis in range(len(plan.axes))]
+    plans = [_merge_blocks(plan, axis, together) for axis in range(len(plan.axes))]
     best = min(plans, key=lambda merged: merged.edges)
     return best if best.edges <= allowed else plan
 
 
-def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
+def _choose_group_count(plan: GridPlan, threads: Callable[[], int | None]) -> int:
     """Return the best number of groups for many edges: few, but enough for all threads."""
     small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
     if plan.edges > MOST_EDGES:
@@ -393,13 +393,9 @@ def _best_number(plan: GridPlan, threads: Callable[[], int | None]) -> int:
     return max(small, MANY_GROUPS if thread_count is None else 2 * thread_count)
 
 
-def _merged(plan: GridPlan, axis: int, together: int) -> GridPlan:
-    """Return the plan with `together` neighbours along one axis joined."""
+def _merge_blocks(plan: GridPlan, axis: int, together: int) -> GridPlan:
     mappings = list(plan.mappings)
-    mappings[axis] = SplitAxis(mappings[axis].src_sizes, _joined(mappings[axis].sizes, together))
+    src_sizes, sizes = mappings[axis].src_sizes, mappings[axis].sizes
+    sums = (sum(sizes[start : start + together]) for start in range(0, len(sizes), together))
+    mappings[axis] = SplitAxis(src_sizes, tuple(sums))
     return GridPlan(plan.axes, tuple(mappings))
-
-
-def _joined(sizes: tuple[int, ...], together: int) -> tuple[int, ...]:
-    starts = range(0, len(sizes), together)
-    return tuple(sum(sizes[start : start + together]) for start in starts)

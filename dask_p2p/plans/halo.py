@@ -132,7 +132,7 @@ class Halo:
         return segments
 
 
-def halo_plan(
+def plan_halo(
     chunks: Chunks,  # chunks of the array
     depth: Sequence[tuple[int, int]],  # by axis: width of the halo before and after a block
     boundary: Sequence[Any],  # by axis: one of `BOUNDARIES`, a constant, or a pair for both ends
@@ -211,14 +211,14 @@ class RankHalo(Exchange):
         return self.after
 
 
-def halo_exchange(
+def plan_halo_exchange(
     ranks: RankGrid,
     rank: int,
     depth: Sequence[tuple[int, int]],
     boundary: Sequence[Any],
     has_corners: bool,
 ) -> RankHalo:
-    """Return the exchange that fills a rank's halo; see `halo_plan` for the parameters.
+    """Return the exchange that fills a rank's halo; see `plan_halo` for the parameters.
 
     It may reach over several other ranks.
     """
@@ -273,7 +273,7 @@ class _HaloBlocks:
         boundary: Sequence[Any],
         has_corners: bool,
     ) -> _HaloBlocks:
-        plan = halo_plan(ranks.local_sizes, depth, boundary)
+        plan = plan_halo(ranks.local_sizes, depth, boundary)
         axes = range(len(ranks.grid))
         groups = [[axis] for axis in axes]
         if has_corners:
@@ -357,14 +357,14 @@ class _HaloBlocks:
         return [box for box in corners if box_size(box)]
 
 
-def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
+def split_interior(halos: Sequence[RankHalo]) -> list[Box]:
     """Return the interior and the boundary regions, which together cover a local block once.
 
     Several halos may surround local blocks of one shape. Only the interior needs no halo data of
     other ranks. It may be empty: then the local block is the only boundary region.
     """
     local_block = whole_box([stop - start for start, stop in halos[0].inner])
-    interiors = [_interior(halo) for halo in halos]
+    interiors = [_interior_ranges(halo) for halo in halos]
     inside = [
         (max(start for start, _ in along), min(stop for _, stop in along))
         for along in zip(*interiors, strict=True)
@@ -378,11 +378,11 @@ def interior_and_boundary(halos: Sequence[RankHalo]) -> list[Box]:
     return [tuple(inside), *(frame for frame in boundary_parts if box_size(frame))]
 
 
-def _interior(rank_halo: RankHalo) -> list[tuple[int, int]]:
+def _interior_ranges(rank_halo: RankHalo) -> list[tuple[int, int]]:
     """Return the range along each axis that needs no halo data of other ranks, or of functions."""
     if rank_halo.is_changed_later:
         return [(0, 0) for _ in rank_halo.inner]
-    sides, inside = _sides(rank_halo), []
+    sides, inside = _sides_with_messages(rank_halo), []
     of_axes = enumerate(zip(rank_halo.inner, rank_halo.depth, strict=True))
     for axis, ((first, last), (before, after)) in of_axes:
         start = before if (axis, False) in sides else 0
@@ -391,7 +391,7 @@ def _interior(rank_halo: RankHalo) -> list[tuple[int, int]]:
     return inside
 
 
-def _sides(rank_halo: RankHalo) -> set[tuple[int, bool]]:
+def _sides_with_messages(rank_halo: RankHalo) -> set[tuple[int, bool]]:
     """Return the sides that need boundary regions: axis, and true for its end."""
     around = []
     for box in (box for boxes in rank_halo.receives.values() for box in boxes):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, split_evenly, whole_box
 from dask_p2p.plans.base import Fill, Piece
-from dask_p2p.plans.fft import FftStage, Transform, stages
+from dask_p2p.plans.fft import FftStage, Transform, plan_stages
 from dask_p2p.plans.grid import redistribution
 
 
@@ -54,10 +54,10 @@ class RankGrid:
         """
         return cls(((1,) * size,), (size,))
 
-    def extended(self, extra: Sequence[int]) -> RankGrid:
+    def extend(self, extra: Sequence[int]) -> RankGrid:
         """Return the ranks of an array that is longer at its end, by `extra` along each axis.
 
-        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extended((0, 1)).local_sizes
+        >>> RankGrid(((3, 3), (4, 4)), (1, 2)).extend((0, 1)).local_sizes
         ((6,), (4, 5))
         """
         if not any(extra):
@@ -163,7 +163,7 @@ def partition_of(ranks: RankGrid) -> tuple[int, ...]:
     return tuple(axis for axis, count in enumerate(ranks.grid) if count > 1)
 
 
-def partitioned(
+def distribute_array(
     ranks: RankGrid,  # the present distribution
     shape: Sequence[int],  # shape of the array to distribute
     partition: Sequence[int],  # axes that may be divided; without any, rank 0 has the whole array
@@ -207,7 +207,7 @@ def partitioned(
     return RankGrid(tuple(sizes), grid)
 
 
-def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
+def distribute_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     """Return the distribution of an array of any shape, along the axes of another distribution.
 
     Along axis 0, if the array has none of these axes.
@@ -219,7 +219,7 @@ def divided_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     ((4, 3), (2,), (2,))
     """
     axes = [axis for axis in partition_of(ranks) if axis < len(shape)]
-    return partitioned(ranks, shape, axes or [0])
+    return distribute_array(ranks, shape, axes or [0])
 
 
 class TransformStage(NamedTuple):
@@ -230,7 +230,7 @@ class TransformStage(NamedTuple):
     after: RankGrid  # the same ranks, with the transformed axes' new lengths
 
 
-def transform_stages(
+def plan_transform_stages(
     before: RankGrid,  # distribution of the input
     after: RankGrid,  # distribution of the result
     transform: Transform,
@@ -245,8 +245,8 @@ def transform_stages(
     [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]
     """
     rank_stages = []
-    for stage in stages(before.local_sizes, transform, after.local_sizes):
-        stage_ranks = _divided(before, stage)
+    for stage in plan_stages(before.local_sizes, transform, after.local_sizes):
+        stage_ranks = _distribute_stage(before, stage)
         sizes = [
             tuple(transform.lengths[axis] if size else 0 for size in along)
             if axis in stage.axes
@@ -258,14 +258,14 @@ def transform_stages(
     return rank_stages
 
 
-def _divided(ranks: RankGrid, stage: FftStage) -> RankGrid:
+def _distribute_stage(ranks: RankGrid, stage: FftStage) -> RankGrid:
     """Return the distribution of a stage's grid, which may have fewer blocks than ranks."""
     if prod(map(len, stage.chunks)) == ranks.size:
         return RankGrid(stage.chunks, tuple(map(len, stage.chunks)))
     shape = list(map(sum, stage.chunks))
     partition = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]
     free = [axis for axis in range(len(shape)) if axis not in stage.axes]
-    return partitioned(ranks, shape, partition or free)
+    return distribute_array(ranks, shape, partition or free)
 
 
 # Exchanges between the local blocks of ranks.
@@ -303,7 +303,7 @@ class Exchange:
         return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
 
 
-def redistribution_exchange(
+def plan_rank_exchange(
     before: RankGrid,
     after: RankGrid,  # distribution of the array with permuted axes
     axes: Sequence[int],  # axis i of `after` is axis axes[i] of `before`
@@ -317,8 +317,8 @@ def redistribution_exchange(
         return tuple(values[axis] for axis in in_target)
 
     inverse_axes = sorted(range(len(axes)), key=axes.__getitem__)
-    received = _pieces(before, after, axes, rank)
-    sent = _pieces(after, before, inverse_axes, rank)
+    received = _pieces_of(before, after, axes, rank)
+    sent = _pieces_of(after, before, inverse_axes, rank)
     local_piece = received.pop(rank, None)
     sent.pop(rank, None)
     return Exchange(
@@ -332,7 +332,9 @@ def redistribution_exchange(
     )
 
 
-def _pieces(before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int) -> dict[int, Piece]:
+def _pieces_of(
+    before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int
+) -> dict[int, Piece]:
     """Return the pieces of a rank's new local block by sender: at most one from each."""
     plan = redistribution(before.local_sizes, axes, after.local_sizes)
     block = plan.block(after.indices[rank])
@@ -363,7 +365,7 @@ class Partners(NamedTuple):
     source: int | None  # source rank
 
 
-def partners(
+def schedule_partners(
     order: str,  # one of `ORDERS` except "auto"
     rank: int,
     size: int,  # number of ranks
@@ -378,14 +380,14 @@ def partners(
     [3, 1, 2]
     """
     if order == "pairwise":
-        return [Partners(opponent, opponent) for opponent in _opponents(rank, size)]
+        return [Partners(opponent, opponent) for opponent in _schedule_opponents(rank, size)]
     far = list(range(1, size))
     if order == "left-right":
         far.sort(key=lambda by: (min(by, size - by), by))
     return [Partners((rank + by) % size, (rank - by) % size) for by in far]
 
 
-def branch(rank: int, size: int) -> tuple[list[int], list[int]]:
+def tree_neighbours(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return the parent and the children of a rank in a tree of all ranks. The root has no parent.
 
     Examples
@@ -400,7 +402,7 @@ def branch(rank: int, size: int) -> tuple[list[int], list[int]]:
     return above, below
 
 
-def _opponents(rank: int, size: int) -> list[int | None]:
+def _schedule_opponents(rank: int, size: int) -> list[int | None]:
     """Return a player's opponents in each round of a round-robin tournament; None: rest.
 
     All players, except the last of an even number, form a ring. In each round two of them are

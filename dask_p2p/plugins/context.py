@@ -25,7 +25,7 @@ from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
 from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
-from dask_p2p.engine.context import AttemptLog
+from dask_p2p.engine.context import TaskContext
 from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning, UnsupportedArrayError
 from dask_p2p.monitoring.metrics import Counters, meter, record_transfer
 from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
@@ -39,8 +39,8 @@ from dask_p2p.plugins.storage import (
     is_spilled,
     read_spilled,
 )
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import PROBE_DTYPE, Probes, is_probe
+from dask_p2p.transports.router import Router
 from dask_p2p.transports.rpc import rpc_handler
 from dask_p2p.types import Array, DType, Key, Kind
 
@@ -58,14 +58,13 @@ _PUBLISHED_ARRAYS = 1000  # number of arrays recorded as published
 _MOST_AHEAD = 1000  # blocks of one array that are published before a reader requests them
 
 
-class DaskWorkerContext(AttemptLog):
+class DaskWorkerContext(TaskContext):
     """The `WorkerContext` of a Dask worker, for its transports and tasks."""
 
     def __init__(self, worker: Worker, options: Options) -> None:  # the worker's options
         super().__init__(worker.address)
         self.router = Router({}, self.warn, worker.address, self.record_fallback)
         self.records = RecordLog(_RECORDS)
-        self.running: dict[Any, Callable[[], TaskRecord]] = {}
         self.counters = Counters()
         self._options = options
         self.loop: AbstractEventLoop = worker.loop.asyncio_loop
@@ -102,7 +101,6 @@ class DaskWorkerContext(AttemptLog):
         return is_spilled(self._worker.data, key)
 
     def transport(self, name: str) -> Any:
-        """Return the transport with this name; None if the worker has none."""
         return self.router.transports.get(name)
 
     def holds(self, key: Key) -> bool:
@@ -110,11 +108,9 @@ class DaskWorkerContext(AttemptLog):
         return holds(self._worker.data, key)
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block that is not spilled; raise `KeyError` for any other key."""
         return find_in_memory(self._worker.data, key)
 
     def kind_of(self, key: Key) -> Kind | None:
-        """Return the kind of a block, in memory or spilled; None if it is unknown."""
         task = self._worker.state.tasks.get(key)
         package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
         return package if package in BACKENDS else None
@@ -151,7 +147,6 @@ class DaskWorkerContext(AttemptLog):
     only_waiting = staticmethod(only_waiting)
 
     def warn(self, text: str) -> None:
-        """Warn the users of all clients."""
         warn_client(self._worker, text, P2PWarning)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
@@ -214,7 +209,7 @@ class DaskWorkerContext(AttemptLog):
         with device_work():
             for holder in holders:
                 if holder != self.address:
-                    self.router.routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
+                    self.router.find_routes([holder], kind, PROBE_DTYPE, self._options.order(kind))
 
     def record(self, record: TaskRecord) -> None:
         if not record.error:
@@ -230,7 +225,6 @@ class DaskWorkerContext(AttemptLog):
         return [make_record() for make_record in tuple(self.running.values())]
 
     def _add_run_number(self, record: TaskRecord) -> TaskRecord:
-        """Return a task's record with Dask's run number, if Dask still has the task."""
         task = self._worker.state.tasks.get(record.key)
         return record._replace(run=task.run_id) if task is not None else record
 
@@ -271,7 +265,7 @@ class DaskWorkerContext(AttemptLog):
         """
         if self._worker.address.startswith("inproc"):
             return False
-        self.loop.call_soon_threadsafe(leave, self._worker, str(error))
+        self.loop.call_soon_threadsafe(close_lost_worker, self._worker, str(error))
         return True
 
     def close(self) -> None:
@@ -307,7 +301,7 @@ _LEAVE_S = 1.0  # time after that until the worker's process ends
 _leaving: WeakKeyDictionary[Worker, asyncio.Future[None]] = WeakKeyDictionary()
 
 
-def leave(worker: Worker, reason: str) -> None:
+def close_lost_worker(worker: Worker, reason: str) -> None:
     """Warn users, and close the worker. Idempotent; call it on the worker's event loop."""
     if worker not in _leaving:
         logger.critical("Worker %s leaves the cluster: %s", worker.address, reason)

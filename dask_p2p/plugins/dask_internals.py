@@ -1,4 +1,4 @@
-"""What this package uses of Dask's private parts: streams, threads of the pool, resources.
+"""Uses of Dask's private parts: streams, threads of the pool, resources.
 
 Dask's client, scheduler and workers batch their messages: at least 10, 5 and 2 ms pass between two
 batches. Batches save work in graphs of many small tasks. They only delay an idle worker whose next

@@ -112,7 +112,7 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
             return place_rank(scheduler, ts)
         if not is_placed_here(ts) or not 0 < len(ts.dependencies) <= _MOST_SOURCES:
             return original(ts)
-        elements_of = held_elements(
+        elements_of = count_held_elements(
             ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies}
         )
         enough = max(elements_of.values(), default=0) - _TOLERANCE * sum(elements_of.values())
@@ -134,7 +134,7 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
     Overlay(scheduler, _PLACE, place, is_wanted)
 
 
-def held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
+def count_held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
     """Return, by worker, the number of a task's input elements that the worker holds.
 
     `who_has` maps the key of each dependency to its holders.
@@ -238,12 +238,12 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
     waiting = [dependent for dependent in ts.dependents if isinstance(dependent.run_spec, WaitTask)]
     siblings = set().union(*(dependent.dependencies for dependent in waiting)) - {ts}
     rank_counts = Counter(sibling.processing_on for sibling in siblings)
-    held_bytes = _held_bytes([ts])
+    held_bytes = _count_held_bytes([ts])
     threads = sum(ws.nthreads for ws in workers)
 
     @cache
     def wanted_bytes() -> Counter[Any]:
-        return _held_bytes(sibling for sibling in siblings if sibling.processing_on is None)
+        return _count_held_bytes(sibling for sibling in siblings if sibling.processing_on is None)
 
     def preference(ws: Any) -> tuple[Any, ...]:
         avoided = ts in unstarted and is_full(ws, ts)
@@ -265,8 +265,7 @@ def place_rank(scheduler: Any, ts: Any) -> Any:
     return min(equal, key=among_equals, default=None)
 
 
-def _held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
-    """Return the bytes of the tasks' inputs that each worker has."""
+def _count_held_bytes(tasks: Iterable[Any]) -> Counter[Any]:
     held_bytes: Counter[Any] = Counter()
     for ts in tasks:
         for block in ts.dependencies:
@@ -309,16 +308,16 @@ def allowed_addresses(scheduler: Any, tasks: Iterable[Any]) -> list[frozenset[st
     addresses = []
     for ts in tasks:
         restrictions = ts.worker_restrictions, ts.host_restrictions, ts.resource_restrictions
-        key = (*map(_hashable, restrictions), ts.loose_restrictions)
+        # Names, or resources with their units.
+        hashable = (
+            frozenset(names.items() if isinstance(names, dict) else names or ())
+            for names in restrictions
+        )
+        key = (*hashable, ts.loose_restrictions)
         if key not in cache:
             cache[key] = frozenset(ws.address for ws in allowed_workers(scheduler, ts))
         addresses.append(cache[key])
     return addresses
-
-
-def _hashable(restrictions: Any) -> frozenset[Any]:
-    items = restrictions.items() if isinstance(restrictions, dict) else restrictions
-    return frozenset(items or ())
 
 
 _ROUNDING = 1e-9  # of units that are fractions, like 0.1

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _MOST_NAMED = 4  # most workers listed in a warning
-_LIBRARIES = ("dask_p2p", "dask", "distributed", "xarray")  # skipped to find the user's line
 #: Connections of clients to schedulers that have the plugins. A client may outlive its scheduler
 #: and connect to a new one at the same address; a connection ends with its scheduler.
 _registered: WeakSet[Any] = WeakSet()
@@ -69,9 +68,8 @@ def register(client: Any = None) -> Any:
     client = checked_client(client)
     if client.asynchronous:
         return _register_async(client)
-    # Warnings are issued in this thread, not on the event loop, so that they show the user's line.
     connection = connection_of(client)
-    _report(client.sync(_prepare, client))
+    _report(client.sync(ask, client.scheduler))
     _remember(connection)
     return None
 
@@ -86,7 +84,6 @@ def register_cluster(cluster: Any) -> None:
     RegistrationError
         As for `register`.
     """
-    check_dask()
     _report(cluster.sync(ask, cluster.scheduler_comm))
 
 
@@ -164,7 +161,7 @@ async def ask_later(worker: Any) -> None:
 
 async def _register_async(client: Any) -> None:
     connection = connection_of(client)
-    _report(await _prepare(client))
+    _report(await ask(client.scheduler))
     _remember(connection)
 
 
@@ -172,12 +169,6 @@ def _remember(connection: Any) -> None:
     """Record that the scheduler of a connection has the plugins, or will soon have them."""
     if connection is not None:  # not lost since
         _registered.add(connection)
-
-
-async def _prepare(client: Any) -> dict[str, Any]:
-    """Register a client's cluster, and return the answer of `ask`."""
-    check_dask()
-    return await ask(client.scheduler)
 
 
 async def register_later(client: Any) -> None:
@@ -194,6 +185,7 @@ async def register_later(client: Any) -> None:
 
 async def ask(scheduler: Any) -> dict[str, Any]:
     """Register the plugins with a scheduler; return its answer on failed and silent workers."""
+    check_dask()
     await give_plugin(scheduler)
     reply: dict[str, Any] = await scheduler.p2p_register()
     if reply.get("status", "ok") != "ok":
@@ -224,11 +216,10 @@ async def give_plugin(scheduler: Any) -> None:
 
 
 def _report(reply: dict[str, Any]) -> None:
-    """Raise `RegistrationError` for failed workers, and warn of silent ones."""
-    from dask_p2p.plugins.scheduler import cannot_take_part
+    from dask_p2p.plugins.scheduler import describe_failed_workers
 
     if reply["failed"]:
-        raise RegistrationError(cannot_take_part(reply["failed"]))
+        raise RegistrationError(describe_failed_workers(reply["failed"]))
     if reply["silent"]:
         silent = sorted(reply["silent"])
         named = ", ".join(silent[:_MOST_NAMED]) + (", ..." if len(silent) > _MOST_NAMED else "")
@@ -237,15 +228,7 @@ def _report(reply: dict[str, Any]) -> None:
             f"{tuning.current.worker_answer_s:g} s: they are busy or suspended ({named}). Tasks "
             f"sent there wait until they answer. Close workers that are dead."
         )
-        warnings.warn(text, P2PWarning, stacklevel=_level_of_user())
-
-
-def _level_of_user() -> int:
-    """Return the `stacklevel` of the calling line outside the libraries, usually the user's."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
-        frame, level = frame.f_back, level + 1
-    return level
+        warnings.warn(text, P2PWarning, stacklevel=2)
 
 
 def workers_of(client: Any) -> dict[str, dict[str, Any]]:

@@ -97,7 +97,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     @property
     def gangs(self) -> Gangs:
-        """The gangs of this scheduler."""
         return self._gangs
 
     def _overlay(self) -> None:
@@ -143,7 +142,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         self._gangs.update_graph(tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        """Record the loss of a worker."""
         self._gangs.log_event(topic, msg)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
@@ -247,7 +245,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         return groups
 
     async def _fetch_all(self) -> tuple[list[TaskRecord], list[str]]:
-        """Return all records, with those of running tasks, and the workers that are silent."""
         ready = self.ready()
         replies = await asyncio.gather(*map(self._fetch_records, ready))
         silent = [worker for worker, reply in zip(ready, replies, strict=True) if reply is None]
@@ -268,7 +265,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         ]
 
     def _count_tasks(self, name: str) -> Tasks:
-        """Return the numbers of all tasks and of unfinished tasks of an output array."""
         group = self.scheduler.task_groups.get(name)
         states = group.states if group is not None else {}
         unfinished = sum(states.get(state, 0) for state in _LEFT)
@@ -315,7 +311,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def _obstacle(self, worker: str) -> Exception | None:
         if worker not in self._failed:
             return None
-        return RegistrationError(cannot_take_part({worker: self._failed[worker]}))
+        return RegistrationError(describe_failed_workers({worker: self._failed[worker]}))
 
     def _set_up_all(self) -> None:
         self.scheduler.worker_plugins[PLUGIN_NAME] = dumps(P2PPlugin())
@@ -368,7 +364,7 @@ def _is_idle(worker: Any) -> bool:
     return worker is not None and len(worker.processing) <= worker.nthreads
 
 
-def cannot_take_part(failed: dict[str, str]) -> str:
+def describe_failed_workers(failed: dict[str, str]) -> str:
     """Return the error message for workers without the plugin, with the cause of each."""
     causes = "; ".join(f"worker {worker}: {cause}" for worker, cause in sorted(failed.items()))
     return (

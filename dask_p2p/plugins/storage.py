@@ -231,7 +231,6 @@ class OutputMemory(Buffers):
 
     @property
     def _most_bytes(self) -> int:
-        """Largest number of bytes to keep."""
         if self._worker is None or not self._retain_s:
             return 0
         return (self._worker.memory_manager.memory_limit or 0) // self.share
@@ -252,7 +251,6 @@ class OutputMemory(Buffers):
         self._clearing = loop.call_later(self._retain_s, self.clear)
 
     def close(self) -> None:
-        """Free all buffers, and keep no more."""
         self._worker = None
         if self._clearing is not None:
             self._clearing.cancel()

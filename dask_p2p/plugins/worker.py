@@ -199,7 +199,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
                 transport.on_released(key)
 
     def _on_spilled(self, key: Key, block: Any) -> None:
-        """Release a block that Dask spills, so that its memory can be freed."""
         for transport in self._in_place():
             transport.on_spilled(key)
 

@@ -59,7 +59,7 @@ class StepChecks:
     def __init__(self, iteration: Any, ctx: Any, local: Any) -> None:
         self._device, self._local = ctx.device, local
         is_divided = [n > 1 and not iteration.is_staggered for n in ctx.grid]
-        self._box = box = next(iter(local.fields.values())).layout.whole
+        self._box = box = next(iter(local.fields.values())).layout.local_box
         self._comparisons = {
             id(phase): Comparison(
                 f"iterate: {_name(phase.function)}",

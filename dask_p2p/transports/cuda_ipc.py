@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 from dask_p2p.backends import SLOTS
@@ -185,7 +185,6 @@ class Mappings:
     - after its last user, if the allocation is little more than the block: its owner frees it with
       the block (in CuPy's own pool; allocations of RMM's pool hold many blocks),
     - after `Tuning.unused_mapping_s` without users,
-    - if the unused mappings of a process have more bytes than a GPU,
     - when its process has ended, or its worker has left,
     - when the process has another allocation at its addresses, and must have freed this one.
 
@@ -239,7 +238,7 @@ class Mappings:
             mapping.unused_since_s = time.monotonic()
             if mapping.users:
                 return
-            unneeded = self._excess(mapping.process) if mapping.is_kept else [mapping]
+            unneeded = [] if mapping.is_kept else [mapping]
             self._forget(unneeded)
         _close(unneeded)
         if self._open:
@@ -252,7 +251,6 @@ class Mappings:
         return mapping
 
     def _take_freed(self, process: str, ipc_handle: IpcHandle) -> list[MappedAllocation]:
-        """Remove and return the mappings of allocations that the process must have freed."""
         freed = [
             mapping for mapping in self._open.values() if mapping.overlaps(process, ipc_handle)
         ]
@@ -312,17 +310,6 @@ class Mappings:
         _close(unneeded)
         return len(self) > 0
 
-    def _excess(self, process: str) -> list[MappedAllocation]:
-        """Return a process's longest unused mappings, beyond the memory of a GPU."""
-        kept_mappings = [m for m in self._open.values() if m.process == process and m.is_kept]
-        kept_mappings.sort(key=lambda mapping: (not mapping.users, -mapping.unused_since_s))
-        total_bytes, excess = 0, []
-        for mapping in kept_mappings:
-            total_bytes += mapping.ipc_handle.nbytes
-            if total_bytes > _device_bytes() and not mapping.users:
-                excess.append(mapping)
-        return excess
-
     def _forget(self, mappings: Iterable[MappedAllocation]) -> None:
         for mapping in mappings:
             del self._open[mapping.process, mapping.ipc_handle.buffer_id]
@@ -335,13 +322,6 @@ def _close(mappings: Iterable[MappedAllocation]) -> None:
 
 #: All mappings of this process, for its workers' tasks and its ranks of sections.
 MAPPINGS = Mappings()
-
-
-@cache
-def _device_bytes() -> int:
-    import cupy
-
-    return int(cupy.cuda.runtime.memGetInfo()[1])
 
 
 def ipc_part_bytes(options: Options) -> int | None:

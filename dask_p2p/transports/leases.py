@@ -48,7 +48,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from dask_p2p.backends.host import RepeatingTimer
 from dask_p2p.errors import TransferError
 from dask_p2p.types import Key
 
@@ -64,7 +63,6 @@ DESCRIPTOR_BYTES = _SLOT_BYTES - _LENGTH_BYTES  # length of the longest descript
 OWNER = INDEX_BYTES + INDEX_BYTES // _ENTRY_BYTES * _SLOT_BYTES  # locked while the holder lives
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 CLOSED = 2**31 - 1  # never the number of an open file: all operations on it fail
-_LINGER_S = 0.1
 
 
 class _LockFile:
@@ -111,7 +109,7 @@ class Leases(_LockFile):
 
     def take(self, key: Key) -> tuple[int, bytes] | None:
         """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
-        bucket = bucket_of(digest := digest_of(key))
+        bucket = bucket_of(digest := hash_key(key))
         position = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
         if position < 0 or position % _ENTRY_BYTES:
             return None
@@ -126,7 +124,6 @@ class Leases(_LockFile):
         return entry, content[_LENGTH_BYTES : _LENGTH_BYTES + length]
 
     def end(self, entry: int) -> None:
-        """End one lease on a block."""
         self.counts[entry] -= 1
         if self.counts[entry] == 0 and self.fd != CLOSED:
             with suppress(OSError):  # the kernel has no memory for it: the lock ends with the file
@@ -209,9 +206,9 @@ class PublishedBlocks(_LockFile):
             del replaced  # see `withdraw`
 
     def _replace(self, key: Key, block: Any, text: bytes) -> _Published | None:
-        digest, replaced = digest_of(key), self.published.pop(key, None)
+        digest, replaced = hash_key(key), self.published.pop(key, None)
         try:
-            if len(text) > DESCRIPTOR_BYTES:  # a long key, or a dtype with many fields
+            if len(text) > DESCRIPTOR_BYTES:  # a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
                 raise TransferError(message, scope="region")
             entry = self._reserve(digest)
@@ -282,10 +279,6 @@ class PublishedBlocks(_LockFile):
                 self.close_file()
         return remaining
 
-    def linger(self) -> None:
-        """Start a thread that closes the directory as soon as the last reader is done."""
-        RepeatingTimer(_LINGER_S, lambda: self.close() > 0).start()
-
     @property
     def leased_bytes(self) -> int:
         """Bytes of all blocks that are kept alive."""
@@ -328,7 +321,7 @@ class PublishedBlocks(_LockFile):
         return False
 
 
-def digest_of(key: Key) -> bytes:
+def hash_key(key: Key) -> bytes:
     """Return a key's digest, the index of its descriptor."""
     return blake2b(repr(key).encode(), digest_size=_ENTRY_BYTES).digest()
 

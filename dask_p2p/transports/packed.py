@@ -88,7 +88,7 @@ class SendBuffer:
         self.request = request
         self.reserved = dict(enumerate(reserved))
 
-    def takes(self, block: Array) -> bool:
+    def can_join(self, block: Array) -> bool:
         """Return whether this block's regions can join those that are packed already."""
         return True
 
@@ -97,7 +97,6 @@ class SendBuffer:
         """Queue a copy of the request's region number `number`. Return the packed array."""
 
     def payload(self, packed: Array) -> dict[str, Any]:
-        """Return the fields of the reply that contain a packed region."""
         return {}
 
     def send(self) -> None:
@@ -146,7 +145,6 @@ class PackedTransport(Transport):
 
     @property
     def op(self) -> str:
-        """Name of the holder's handler."""
         return f"p2p_{self.name}_read"
 
     def handlers(self) -> Mapping[str, Handler]:
@@ -232,7 +230,7 @@ class PackedTransport(Transport):
                 except Exception as exc:
                     replies += [refuse(exc) for _ in boxes]
                     continue
-                if not send_buffer.takes(block):
+                if not send_buffer.can_join(block):
                     break  # the reader requests regions without a reply again
                 with device_of(block):
                     replies += self._pack(send_buffer, request.blocks[number][0], block, boxes)
@@ -262,7 +260,6 @@ class PackedTransport(Transport):
     def _pack(
         self, send_buffer: SendBuffer, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
-        """Pack regions of one block. Return the replies for them."""
         queue = self._queue_for(block)
         try:
             packed = [

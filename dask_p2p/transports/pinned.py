@@ -19,7 +19,6 @@ A segment whose call got no reply is not reused, since the holder may still writ
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,8 +45,6 @@ from dask_p2p.transports.packed_reading import FlatRecvBuffer, PackedReading, Re
 from dask_p2p.transports.rpc import ask_and_wait
 from dask_p2p.types import Array, Kind
 
-MOST_MAPPED = 256  # segments of readers, each with a file descriptor. A task has 7 of them
-
 _PART_BYTES = 2**25
 # Parts requested ahead. A reply takes 5 ms, including 1 ms of copies (two H200: 17 GB/s per reader
 # with 3 parts ahead).
@@ -59,7 +56,7 @@ _THREADS = 4  # each waits for a copy from or to a GPU
 class _SegmentRecvBuffer(FlatRecvBuffer):
     """A shared segment, lent to one call. Regions for a GPU are copied from it to the device."""
 
-    def room(self, reading: PackedReading, size_bytes: int) -> Array:
+    def allocate(self, reading: PackedReading, size_bytes: int) -> Array:
         segments = self.transport.segments[self.about.kind]
         try:
             # All of one size, so that a segment also fits the next batch and the next array.
@@ -71,10 +68,7 @@ class _SegmentRecvBuffer(FlatRecvBuffer):
     def where(self, first: int) -> Any:
         return tuple(self._segment.name)
 
-    async def arrived(self, replies: Sequence[Any], deadline_s: float) -> Array:
-        if len(replies) < len(self.parts):  # holders need no own memory, and so pack all regions
-            count = f"{len(replies)} of {len(self.parts)} regions"
-            raise TransferError(f"{self.about.holder} answered only for {count}")
+    async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
         if not backend_named(self.about.kind).on_device:
             return self.memory
         transport: PinnedTransport = self.transport
@@ -120,7 +114,7 @@ class PinnedTransport(PackedTransport):
         self.buffers = {kind: Buffers(kind, nbytes) for kind, nbytes in idle_bytes.items()}
         self.pools += [*self.segments.values(), *self.buffers.values()]
         self._obstacles: dict[str, Obstacle | None] = {}  # by holder
-        self.mapped: OrderedDict[SegmentName, Segment] = OrderedDict()  # readers', by last use
+        self.mapped: dict[SegmentName, Segment] = {}  # of readers
         self._mapping = threading.Lock()
         self.threads: ThreadPoolExecutor = ThreadPoolExecutor(_THREADS, "p2p-pinned")
 
@@ -130,7 +124,6 @@ class PinnedTransport(PackedTransport):
         return self._obstacles[holder]
 
     def _ask_to_open(self, holder: str) -> Obstacle | None:
-        """Ask a holder to open this worker's memory. Return the obstacle, if any."""
         try:
             segment, _ = self.segments["numpy"].lend(1)
         except (OSError, AttributeError, MemoryError) as exc:
@@ -173,9 +166,6 @@ class PinnedTransport(PackedTransport):
                 ]:
                     del self.mapped[closed_name]
                 self.mapped[name] = Segment.open(name)
-            self.mapped.move_to_end(name)
-            while len(self.mapped) > MOST_MAPPED:
-                self.mapped.popitem(last=False)
             return self.mapped[name]
 
     # --- both sides ---

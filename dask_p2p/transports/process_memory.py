@@ -3,7 +3,7 @@
 ``process_vm_readv`` copies from another process's memory in one system call. This is half of the
 work of sockets or shared memory, since it needs neither packing nor sending. The kernel lets a
 process read the processes that it may trace, see ptrace(2): those of the same user, unless a
-security module restricts this. `allow_readers` lifts the restriction of one such module.
+security module restricts this. `own_token` lifts the restriction of one such module.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.errors import Obstacle
-from dask_p2p.geometry import gapless_from
+from dask_p2p.geometry import first_gapless_axis
 from dask_p2p.types import Array, DType
 
 MOST_RUNS = 1024  # of one system call: IOV_MAX
@@ -111,7 +111,7 @@ def _in_memory(
     extents = [n if step else 1 for n, step in zip(shape, steps, strict=True)]
     order = sorted(range(len(shape)), key=lambda axis: -steps[axis] * (extents[axis] > 1))
     lie = [extents[axis] for axis in order]
-    run = gapless_from(lie, [steps[axis] for axis in order], itemsize)
+    run = first_gapless_axis(lie, [steps[axis] for axis in order], itemsize)
     return extents, steps, order, order[:run], itemsize * prod(lie[run:])
 
 
@@ -226,8 +226,12 @@ def is_supported() -> bool:
 
 
 def own_token() -> tuple[int, bytes]:
-    """Let other processes read this one. Return the address and the value of its token."""
-    allow_readers()
+    """Let other processes read this one. Return the address and the value of its token.
+
+    If Yama allows only parents to read a process, all processes of this user may from now on read
+    this one, and trace it. Without Yama the call has no effect.
+    """
+    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
     token = _own_token()
     return token.ctypes.data, token.tobytes()
 
@@ -262,14 +266,6 @@ def holds(pid: int, address: int, token: bytes) -> bool:
     """Return true if a process has this token at an address. Raises the errors of `read`."""
     runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
     return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
-
-
-def allow_readers() -> None:
-    """Let all processes of this user read this one's memory, if Yama allows only its parents.
-
-    They may then also trace it. Without Yama the call has no effect.
-    """
-    _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
 
 
 logger = logging.getLogger(__name__)
@@ -320,7 +316,6 @@ class Processes:
             self._calls.get(name, {}).pop(on_end, None)
 
     def has_ended(self, name: str) -> bool:
-        """Return true if a watched process has ended."""
         return name in self._ended
 
     def _begin(self, name: str, pid: int) -> None:
@@ -389,7 +384,6 @@ class Peer:
 
     @classmethod
     def describe_self(cls, memory_proof: str, folder: str = "", refusal: str | None = None) -> Peer:
-        """Describe this process."""
         identity = *kernel_and_namespace(), os.getuid(), os.getpid(), own_name()
         return cls(*identity, folder, memory_proof, refusal)
 

@@ -47,7 +47,8 @@ async def ask(
         calling = asyncio.ensure_future(worker.call(holder, op, **kwargs))
         for task in (calling, asyncio.current_task()):
             if task is not None:
-                task.add_done_callback(_retrieve_error)
+                # Retrieved, so that asyncio does not log an error that no caller waits for.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.wait_for(calling, timeout_s)
     except TimeoutError:
         text = f"no answer from {holder} about {about} within {timeout_s:g} s"
@@ -76,12 +77,6 @@ def ask_and_wait(
         )
     except TimeoutError:
         raise TransferError("the worker's event loop did not respond") from None
-
-
-def _retrieve_error(task: asyncio.Future[Any]) -> None:
-    """Retrieve a task's error, so that asyncio does not log it if no caller waits any longer."""
-    if not task.cancelled():
-        task.exception()
 
 
 def rpc_handler(handler: Handler) -> Handler:

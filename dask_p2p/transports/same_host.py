@@ -169,10 +169,7 @@ class SameHostTransport(Transport):
         if self.expiring is not None:
             self.expiring.cancel()
         deadline_s = time.monotonic() + CLOSE_S
-        while self.directory.close():
-            if time.monotonic() > deadline_s:
-                self.directory.linger()
-                break
+        while self.directory.close() and time.monotonic() <= deadline_s:
             await asyncio.sleep(0.01)
 
     @rpc_handler
@@ -180,7 +177,6 @@ class SameHostTransport(Transport):
         return {"peer": asdict(await self.worker.offload(self.describe))}
 
     def describe(self) -> Peer:
-        """Describe this process."""
         return Peer.describe_self(
             self.memory_proof(), self.directory.folder, self.directory.refusal
         )
@@ -198,7 +194,7 @@ class SameHostTransport(Transport):
         was_on_disk = self.worker.is_on_disk(key)
         find = partial(self._find, key, shape)
         try:
-            self.directory.publish(key, find, partial(self._describe_block, key))
+            self.directory.publish(key, find, self._describe_block)
         finally:
             if self.expiring is None:  # a timer that is already set covers this block too
                 self.worker.loop.call_soon_threadsafe(self._expire_later)
@@ -214,10 +210,8 @@ class SameHostTransport(Transport):
             raise TransferError(f"the block is in memory of {kind} arrays", scope="region")
         return block
 
-    def _describe_block(self, key: Key, block: Array) -> bytes:
-        """Wait for a block's values, and return its descriptor."""
+    def _describe_block(self, block: Array) -> bytes:
         return Descriptor(
-            key=repr(key),
             shape=tuple(block.shape),
             strides=tuple(block.strides),
             dtype=dtype_text(block.dtype),
@@ -254,7 +248,6 @@ ReadRegion = Callable[[Box, float | None, Array | None], Any]
 class Descriptor:
     """The address and the layout of a published block."""
 
-    key: str  # repr of the key
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # in bytes
     dtype: str
@@ -267,12 +260,7 @@ class Descriptor:
     @classmethod
     def parse(cls, text: bytes, block: Request) -> Descriptor:
         """Return a descriptor, checked against the request for its block."""
-        try:
-            descriptor = _read(text)
-        except (ValueError, TypeError, KeyError) as exc:
-            raise TransferError(f"the descriptor of {block} cannot be read: {exc}") from exc
-        if descriptor.key != repr(block.key):
-            raise TransferError(f"the descriptor of {block} is that of {descriptor.key}")
+        descriptor = _read(text)
         if descriptor.shape != tuple(block.shape):
             declared = f"{block.dtype} {block.shape}"
             raise mismatch(block, declared, f"{descriptor.dtype} {descriptor.shape}")

@@ -29,21 +29,21 @@ with needs("xarray", "xarray"):
     import xarray as xr
 
 from dask_p2p.xarray.by_name import (
+    add_chunks_of_shards,
     by_dimension,
-    iterated,
-    named_in_errors,
-    regular,
-    with_chunks_of_shards,
+    iterate_by_name,
+    make_regular,
+    name_axes,
 )
-from dask_p2p.xarray.spectra import of_dataset, spectrum, undone
+from dask_p2p.xarray.spectra import invert, transform, transform_dataset
 from dask_p2p.xarray.variables import (
     as_dask,
-    changed,
+    change_data,
+    change_variables,
     check_dimensions,
-    chunked,
-    in_memory,
+    chunk_variable,
+    is_in_memory,
     sizes_by_name,
-    with_data,
 )
 
 __all__ = ["P2PAccessor"]
@@ -113,14 +113,14 @@ class P2PAccessor(Generic[T]):
 
         def change(before: Any, after: Any, name: Hashable) -> Any:
             axis_sizes = {i: sizes[dim] for i, dim in enumerate(after.dims) if dim in sizes}
-            if in_memory(before) or (before.dims == after.dims and not axis_sizes):
+            if is_in_memory(before) or (before.dims == after.dims and not axis_sizes):
                 return after
             axes = [before.dims.index(dim) for dim in after.dims]
-            with named_in_errors(after.dims, axis_sizes):
+            with name_axes(after.dims, axis_sizes):
                 data = transpose(as_dask(before, name), axes, chunks=axis_sizes or None)
             return after.copy(deep=False, data=data)
 
-        return changed(self._data, result, change)
+        return change_variables(self._data, result, change)
 
     def chunk(self, chunks: Any = None, **chunks_kwargs: Any) -> T:
         """Rechunk Dask arrays by `dask_p2p.rechunk`, and arrays in memory as xarray does.
@@ -146,16 +146,16 @@ class P2PAccessor(Generic[T]):
         sizes = {**self._sizes({} if chunks is None else chunks), **self._sizes(chunks_kwargs)}
 
         def change(before: Any, _: Any, name: Hashable) -> Any:
-            if in_memory(before):
+            if is_in_memory(before):
                 named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
-                return chunked(before, named, name)
+                return chunk_variable(before, named, name)
             axis_sizes = {i: sizes[dim] for i, dim in enumerate(before.dims) if dim in sizes}
             if not axis_sizes:
                 return before
-            with named_in_errors(before.dims, axis_sizes):
+            with name_axes(before.dims, axis_sizes):
                 return before.copy(deep=False, data=rechunk(as_dask(before, name), axis_sizes))
 
-        return changed(self._data, self._data, change)
+        return change_variables(self._data, self._data, change)
 
     def map_overlap(
         self,
@@ -201,14 +201,14 @@ class P2PAccessor(Generic[T]):
             if not by_axis:
                 return before
             beyond = {i: kinds[dim] for i, dim in enumerate(before.dims) if dim in kinds}
-            with named_in_errors(before.dims, by_axis, beyond):
+            with name_axes(before.dims, by_axis, beyond):
                 x = as_dask(before, name)
                 y = map_overlap(func, x, depth=by_axis, boundary=beyond, **kwargs)
             after = before.copy(deep=False, data=y)
             after.encoding = {}  # the encoding belongs to other values
             return after
 
-        return with_data(self._data, self._data, change)
+        return change_data(self._data, self._data, change)
 
     @overload
     def iterate(
@@ -301,7 +301,7 @@ class P2PAccessor(Generic[T]):
         count = 2 + sum(len(values) - 1 for values in lists)
         is_before = fields is not None and isinstance(self._data, xr.DataArray)
         check_names(func, count + is_before, type(self).iterate, locals())
-        return iterated(self._data, func, depth, steps, fields, boundary, constants, kwargs)
+        return iterate_by_name(self._data, func, depth, steps, fields, boundary, constants, kwargs)
 
     def to_zarr(self, store: Any = None, *, chunks: Any = None, **kwargs: Any) -> Any:
         """Write to a Zarr store, rechunked to chunks of one size along each dimension if needed.
@@ -348,14 +348,14 @@ class P2PAccessor(Generic[T]):
         with needs("zarr", "zarr"):
             import zarr  # noqa: F401  # before blocks move
         sizes = self._sizes({} if chunks is None else chunks)
-        encoding = with_chunks_of_shards(kwargs.pop("encoding", None) or {}, self._data, sizes)
+        encoding = add_chunks_of_shards(kwargs.pop("encoding", None) or {}, self._data, sizes)
         region: Any = kwargs.get("region") or {}
         existing_dims = {*(region if isinstance(region, Mapping) else self._dims)}
         if kwargs.get("append_dim") is not None:
             existing_dims.add(kwargs["append_dim"])
         kwargs.setdefault("safe_chunks", False)  # blocks get whole units where they are stored
         with install():
-            return regular(self._data, sizes, encoding, existing_dims).to_zarr(
+            return make_regular(self._data, sizes, encoding, existing_dims).to_zarr(
                 store, encoding=encoding or None, **kwargs
             )
 
@@ -415,7 +415,7 @@ class P2PAccessor(Generic[T]):
         (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
         """
         options = (shift, true_phase, true_amplitude, prefix)
-        return self._transformed(dim, real_dim, lambda a: spectrum(a, dim, real_dim, *options))
+        return self._transformed(dim, real_dim, lambda a: transform(a, dim, real_dim, *options))
 
     def ifft(
         self,
@@ -434,7 +434,7 @@ class P2PAccessor(Generic[T]):
         """
         options = (true_phase, true_amplitude, prefix)
         return self._transformed(
-            dim, real_dim, lambda a: undone(a, dim, real_dim, *options), prefix
+            dim, real_dim, lambda a: invert(a, dim, real_dim, *options), prefix
         )
 
     def __repr__(self) -> str:
@@ -457,5 +457,5 @@ class P2PAccessor(Generic[T]):
         self, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
     ) -> Any:
         if isinstance(self._data, xr.Dataset):
-            return of_dataset(self._data, dim, real_dim, transform, prefix)
+            return transform_dataset(self._data, dim, real_dim, transform, prefix)
         return transform(self._data)

@@ -22,16 +22,16 @@ from dask_p2p.sections.iterate.output.stores import Save
 from dask_p2p.tools.zarr_stores import is_regular, regular_chunks, regular_size
 from dask_p2p.xarray.variables import (
     as_dask,
-    changed,
-    changed_coords,
+    change_coords,
+    change_variables,
     check_data,
     check_dimensions,
     check_labels,
-    chunked,
-    in_memory,
-    values_of,
-    with_host_memory,
-    without_file_chunks,
+    chunk_variable,
+    copy_to_host,
+    drop_file_chunks,
+    host_values,
+    is_in_memory,
 )
 
 #: Options of `iterate` that need names of fields.
@@ -56,7 +56,7 @@ def by_dimension(
 
 
 @contextmanager
-def named_in_errors(dims: Sequence[Hashable], *values_by_axis: Mapping[int, Any]) -> Iterator[None]:
+def name_axes(dims: Sequence[Hashable], *values_by_axis: Mapping[int, Any]) -> Iterator[None]:
     """Replace numbers of axes in errors by names of dimensions."""
     try:
         yield
@@ -68,7 +68,7 @@ def named_in_errors(dims: Sequence[Hashable], *values_by_axis: Mapping[int, Any]
         raise type(exc)(text) from exc.__cause__
 
 
-def iterated(
+def iterate_by_name(
     owner: Any,
     func: Callable[..., Any],
     depth: Any,
@@ -80,7 +80,7 @@ def iterated(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.iterate`."""
     if isinstance(fields, Mapping):
-        return _coupled(owner, func, depth, steps, fields, boundary, constants, kwargs)
+        return _iterate_coupled(owner, func, depth, steps, fields, boundary, constants, kwargs)
     if isinstance(constants, Mapping):
         raise InputError(
             f"constants: expected a list, as the fields have no names, got "
@@ -92,16 +92,16 @@ def iterated(
             raise InputError(
                 f"{option}: expected fields by name, got fields={fields!r}. Give the variables of "
                 f"a dataset by the names of the function's parameters, fields={{'u': "
-                f"{_listed(fields or 'u')[0]!r}}}."
+                f"{_as_list(fields or 'u')[0]!r}}}."
             )
     levels = _levels(owner, fields)
     first = levels[0]
-    dims, arrays = first.dims, _aligned(levels)
-    read = [_constant(owner, constant, first, arrays[0]) for constant in _listed(constants)]
+    dims, arrays = first.dims, _align_levels(levels)
+    read = [_constant(owner, constant, first, arrays[0]) for constant in _as_list(constants)]
     depths = depth if isinstance(depth, list) else [depth]
     widths: Any = [_by_axis(dims, "depth", level_depth) for level_depth in depths]
     beyond = _by_axis(dims, "boundary", boundary)
-    with named_in_errors(dims, *widths, beyond):
+    with name_axes(dims, *widths, beyond):
         results: Any = iterate(
             func,
             arrays if fields is not None else arrays[0],
@@ -112,13 +112,14 @@ def iterated(
             **kwargs,
         )
     results = results if fields is not None else (results,)
-    changed = [_with_data(level, dims, data) for level, data in zip(levels, results, strict=True)]
+    pairs = zip(levels, results, strict=True)
+    after = [_replace_data(level, dims, data) for level, data in pairs]
     if isinstance(owner, xr.Dataset):
-        return owner.assign(dict(zip(_listed(fields), changed, strict=True)))
-    return changed[0] if fields is None else tuple(changed)
+        return owner.assign(dict(zip(_as_list(fields), after, strict=True)))
+    return after[0] if fields is None else tuple(after)
 
 
-def _coupled(
+def _iterate_coupled(
     dataset: Any,
     func: Any,
     depth: Any,
@@ -139,25 +140,25 @@ def _coupled(
             f"constants: expected a mapping by name, as the fields have, got "
             f"{type(constants).__name__}. Give {{'name': value}}."
         )
-    names = [name for value in fields.values() for name in _listed(value)]
+    names = [name for value in fields.values() for name in _as_list(value)]
     levels = _levels(dataset, names)
-    first, aligned = levels[0], iter(_aligned(levels))
+    first, aligned = levels[0], iter(_align_levels(levels))
     dims = first.dims
     arrays: dict[str, Any] = {}
     for key, value in fields.items():
-        field_arrays = [next(aligned) for _ in _listed(value)]
+        field_arrays = [next(aligned) for _ in _as_list(value)]
         arrays[key] = field_arrays if isinstance(value, (list, tuple)) else field_arrays[0]
-    data = _listed(next(iter(arrays.values())))[0]
+    data = _as_list(next(iter(arrays.values())))[0]
     read = {key: _constant(dataset, x, first, data) for key, x in dict(constants).items()}
     widths, beyond = _by_axis(dims, "depth", depth), _by_axis(dims, "boundary", boundary)
-    options = {**kwargs, "save": _with_names(kwargs.get("save", ()), first, steps)}
-    with named_in_errors(dims, widths, beyond):
+    options = {**kwargs, "save": _name_frames(kwargs.get("save", ()), first, steps)}
+    with name_axes(dims, widths, beyond):
         run = iterate(func, arrays, widths, steps, boundary=beyond, constants=read, **options)
-    results = [result for key in arrays for result in _listed(run[key])]
+    results = [result for key in arrays for result in _as_list(run[key])]
     changed = zip(names, levels, results, strict=True)
     series = {name: _series(dataset, name, run[name]) for name in run if name not in arrays}
     return dataset.assign(
-        {name: _with_data(level, dims, result) for name, level, result in changed} | series
+        {name: _replace_data(level, dims, result) for name, level, result in changed} | series
     )
 
 
@@ -171,13 +172,13 @@ def _series(dataset: Any, name: str, data: Any) -> tuple[list[str], Any]:
     return [f"{name}_record", *later_dims][: data.ndim], data
 
 
-def _with_names(save: Any, first: Any, steps: int) -> Any:
+def _name_frames(save: Any, first: Any, steps: int) -> Any:
     """Return the stores of a run with the dimensions and coordinates of a field."""
     coords = {}
     for name in first.dims:
         if name in first.coords and not isinstance(first.indexes.get(name), pd.MultiIndex):
             variable = first.coords[name].variable
-            values = values_of(variable)
+            values = host_values(variable)
             on_host = xr.Variable(variable.dims, values, variable.attrs, variable.encoding)
             encoded = xr.conventions.encode_cf_variable(on_host, name=name)
             encoded.attrs.pop("_FillValue", None)  # the values are complete
@@ -191,18 +192,17 @@ def _with_names(save: Any, first: Any, steps: int) -> Any:
         )
         if isinstance(target, Save)
         else target
-        for target in _listed(save)
+        for target in _as_list(save)
     ]
 
 
 def _frame_steps(save: Save, steps: int) -> Any:
-    """Return the steps of the frames."""
     every = checked_count("steps between frames", every=save.every)
     steps = checked_count("steps", steps=steps)
     return np.arange(every, steps + 1, every)
 
 
-def _aligned(levels: Sequence[Any]) -> list[Any]:
+def _align_levels(levels: Sequence[Any]) -> list[Any]:
     """Return the data of fields with the dimensions and chunks of the first one."""
     first = levels[0]
     dims, arrays = first.dims, [as_dask(first.variable, first.name)]
@@ -218,10 +218,10 @@ def _aligned(levels: Sequence[Any]) -> list[Any]:
     return arrays
 
 
-def _with_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
+def _replace_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
     """Return a field with other data, in these dimensions."""
     turned = level.transpose(*dims)
-    result = turned.copy(deep=False, data=data).assign_coords(changed_coords(level, turned))
+    result = turned.copy(deep=False, data=data).assign_coords(change_coords(level, turned))
     result.encoding = {}  # the encoding belongs to other values
     return result
 
@@ -229,14 +229,14 @@ def _with_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
 def _levels(data: Any, fields: Any) -> list[Any]:
     """Return the time levels as DataArrays, the newest first."""
     if isinstance(data, xr.Dataset):
-        names = [] if fields is None else _listed(fields)
+        names = [] if fields is None else _as_list(fields)
         if not names or not all(isinstance(n, Hashable) and n in data.data_vars for n in names):
             raise InputError(
                 f"fields: expected names of the dataset's arrays, {tuple(data.data_vars)}, the "
                 f"newest time level first, got {fields!r}."
             )
         return [data[name] for name in names]
-    earlier_levels = [] if fields is None else _listed(fields)
+    earlier_levels = [] if fields is None else _as_list(fields)
     for level in earlier_levels:
         if not isinstance(level, xr.DataArray):
             raise InputError(
@@ -258,9 +258,9 @@ def _constant(owner: Any, constant: Any, field: Any, data: Any) -> Any:
         constant = owner[constant]
     if not isinstance(constant, xr.DataArray):
         return constant
-    if not constant.ndim and in_memory(constant.variable):
+    if not constant.ndim and is_in_memory(constant.variable):
         check_data(constant.data, constant.name)
-        return values_of(constant.variable)[()]
+        return host_values(constant.variable)[()]
     if not set(constant.dims) <= set(field.dims):
         raise InputError(
             f"constants: expected only dimensions of the fields, {field.dims}, got an array with "
@@ -279,11 +279,11 @@ def _by_axis(dims: Sequence[Hashable], subject: str, value: Any) -> dict[int, An
     return {axis: named[dim] for axis, dim in enumerate(dims) if dim in named}
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def regular(
+def make_regular(
     data: Any,
     sizes: Mapping[Hashable, Any],
     encoding: Mapping[Hashable, Mapping[str, Any]],
@@ -298,8 +298,8 @@ def regular(
 
     def change(before: Any, _: Any, name: Hashable) -> Any:
         named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
-        if in_memory(before):
-            return _checked(chunked(before, named, name), name) if named else before
+        if is_in_memory(before):
+            return _checked(chunk_variable(before, named, name), name) if named else before
         x = as_dask(before, name)
         check_chunks_are_known(x)
         if not named and not {*existing_dims}.isdisjoint(before.dims):
@@ -309,17 +309,17 @@ def regular(
             for axis, dim in enumerate(before.dims)
         }
         of_file = encoding.get(name, {})
-        with named_in_errors(before.dims, by_axis):
+        with name_axes(before.dims, by_axis):
             chunks = checked_chunks(by_axis, x.chunks, x.dtype)
             _check_one_size(chunks, before.dims, name)
             chunks = regular_chunks(chunks, of_file.get("shards") or of_file.get("chunks"))
             after = before.copy(deep=False, data=rechunk(x, chunks))
-        return after if _fits(after) else without_file_chunks(after)
+        return after if _fits(after) else drop_file_chunks(after)
 
-    return with_host_memory(changed(data, data, change))
+    return copy_to_host(change_variables(data, data, change))
 
 
-def with_chunks_of_shards(
+def add_chunks_of_shards(
     encoding: Mapping[Hashable, Mapping[str, Any]], data: Any, sizes: Mapping[Hashable, Any]
 ) -> dict[Hashable, Any]:
     """Return encodings with chunks for all shards: those of `sizes`, or whole shards.

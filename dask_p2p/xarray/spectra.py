@@ -17,7 +17,7 @@ from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError
 from dask_p2p.graph.libraries import functions_of
-from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, values_of
+from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, host_values
 
 _EVEN = 1e-3  # largest difference of spacings, relative to their mean
 
@@ -33,7 +33,7 @@ class _Dimension:
     attrs: dict[str, float]
 
 
-def spectrum(
+def transform(
     a: Any,
     dim: Any,
     real_dim: Any,
@@ -44,10 +44,12 @@ def spectrum(
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.fft`."""
     dims = _checked_dims(a, dim, real_dim, list(a.dims))
-    a = _ascending(a, dims)
+    values = {name: _read_numbers(a, name) for name in dims if a.sizes[name]}
+    descending = [name for name in values if values[name][-1] < values[name][0]]  # as latitudes are
+    a = a.isel(dict.fromkeys(descending, slice(None, None, -1)))
     axes = []
     for name in dims:
-        first, step = _even(_numbers(a, name), a[name])
+        first, step = _measure_spacing(_read_numbers(a, name), a[name])
         n = a.sizes[name]
         is_real = name == real_dim
         frequencies = np.fft.rfftfreq(n, step) if is_real else np.fft.fftfreq(n, step)
@@ -64,10 +66,10 @@ def spectrum(
     shifted = every if real_dim is None else every[:-1]
     if shift and shifted:
         y = transforms.fftshift(y, shifted)
-    return _with_spectral_coords(a, _scaled(y, axes), axes)
+    return _assign_coords(a, _scale(y, axes), axes)
 
 
-def undone(
+def invert(
     a: Any, dim: Any, real_dim: Any, true_phase: bool, true_amplitude: bool, prefix: str
 ) -> Any:
     """See `dask_p2p.xarray.P2PAccessor.ifft`."""
@@ -76,7 +78,7 @@ def undone(
     axes, shifted, lengths = [], [], []
     for name in dims:
         number, is_real, size = a.get_axis_num(name), name == real_dim, a.sizes[name]
-        frequencies, in_order = _frequencies(a, name, 0 if is_real else size // 2)
+        frequencies, in_order = _read_frequencies(a, name, 0 if is_real else size // 2)
         if in_order and not is_real:
             shifted.append(number)
         n = 2 * (size - 1) if is_real else size
@@ -88,15 +90,15 @@ def undone(
         title = str(name).removeprefix(prefix)
         axes.append(_Dimension(title, number, values, factor * amplitude, {"spacing": step}))
         lengths.append(n)
-    y = _scaled(as_dask(a.variable, a.name), axes)
+    y = _scale(as_dask(a.variable, a.name), axes)
     if shifted:
         y = transforms.ifftshift(y, shifted)
     transform = transforms.ifftn if real_dim is None else transforms.irfftn
     y = transform(y, lengths, [axis.number for axis in axes])
-    return _with_spectral_coords(a, y, axes)
+    return _assign_coords(a, y, axes)
 
 
-def of_dataset(
+def transform_dataset(
     ds: Any, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""
 ) -> Any:
     """Return a dataset with the transforms of the arrays that have the dimensions.
@@ -143,30 +145,23 @@ def _listed(dim: Any) -> list[Hashable]:
     return [dim] if isinstance(dim, str) else list(dim)
 
 
-def _ascending(a: Any, dims: Sequence[Hashable]) -> Any:
-    """Reverse an array along descending coordinates, as latitudes often are."""
-    every = {name: _numbers(a, name) for name in dims if a.sizes[name]}
-    turned = [name for name, values in every.items() if values[-1] < values[0]]
-    return a.isel(dict.fromkeys(turned, slice(None, None, -1)))
-
-
-def _frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
+def _read_frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
     """Return frequencies, and whether they ascend. `zero` is the index of 0 in ascending order."""
-    n, values = a.sizes[name], _numbers(a, name)
+    n, values = a.sizes[name], _read_numbers(a, name)
     in_order = bool(n) and values[0] < values[-1]
-    first, step = _even(values if in_order else np.fft.fftshift(values), a[name])
+    first, step = _measure_spacing(values if in_order else np.fft.fftshift(values), a[name])
     if abs(first + zero * step) > _EVEN * step:
         raise InputError(
             f"expected frequencies along {name!r} with 0 at index {zero} in ascending order, got "
-            f"{values_of(a[name].variable)[:4]}... Use the frequencies of a.p2p.fft."
+            f"{host_values(a[name].variable)[:4]}... Use the frequencies of a.p2p.fft."
         )
     frequencies = step * (np.arange(n) - zero)
     return frequencies if in_order else np.fft.ifftshift(frequencies), in_order
 
 
-def _even(values: Any, coordinate: Any) -> tuple[float, float]:
+def _measure_spacing(values: Any, coordinate: Any) -> tuple[float, float]:
     """Return the first number of a coordinate, and its mean spacing."""
-    labels, name = values_of(coordinate.variable), coordinate.name
+    labels, name = host_values(coordinate.variable), coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
     # Rounded numbers are not exactly evenly spaced.
     rounding = np.spacing(abs(labels).max()) if labels.dtype.kind == "f" and labels.size else 0
@@ -179,11 +174,11 @@ def _even(values: Any, coordinate: Any) -> tuple[float, float]:
     return float(values[0]), float(step)
 
 
-def _numbers(a: Any, name: Hashable) -> Any:
+def _read_numbers(a: Any, name: Hashable) -> Any:
     """Return a coordinate as float64; times as seconds after the first one."""
     if not isinstance(a[name].variable, xr.IndexVariable):
         check_data(a[name].variable.data, name)
-    values = values_of(a[name].variable)
+    values = host_values(a[name].variable)
     kind = values.dtype.kind
     try:
         if kind in "mM":
@@ -200,16 +195,16 @@ def _numbers(a: Any, name: Hashable) -> Any:
     return values.astype(float)
 
 
-def _scaled(x: Any, axes: Sequence[_Dimension]) -> Any:
+def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
     """Multiply by the factors of all axes."""
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
     for axis in axes:
         if axis.factor.size > 1:
-            x = x * _along(x, axis.number, axis.factor)
+            x = x * _broadcast_along(x, axis.number, axis.factor)
     return x
 
 
-def _along(x: Any, axis: int, values: Any) -> Any:
+def _broadcast_along(x: Any, axis: int, values: Any) -> Any:
     """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
     module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
     dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype
@@ -218,7 +213,7 @@ def _along(x: Any, axis: int, values: Any) -> Any:
     return factor.reshape(-1, *(1,) * (x.ndim - axis - 1))
 
 
-def _with_spectral_coords(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
+def _assign_coords(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
     """Return an array with the coordinates of `a`, replaced along `axes`."""
     names = {a.dims[axis.number]: axis.name for axis in axes}
     coords = {name: x for name, x in a.coords.items() if names.keys().isdisjoint(x.dims)}

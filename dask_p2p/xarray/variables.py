@@ -48,7 +48,7 @@ def check_dimensions(
             )
 
 
-def in_memory(variable: Any) -> bool:
+def is_in_memory(variable: Any) -> bool:
     """Return whether a variable has no Dask array, also not inside another array."""
     return variable.chunks is None and not is_dask_collection(variable)
 
@@ -58,13 +58,13 @@ def as_dask(variable: Any, name: Hashable) -> Any:
 
     Raises `UnsupportedArrayError` if the data wrap a Dask array, or have units.
     """
-    if in_memory(variable):
+    if is_in_memory(variable):
         variable = variable.chunk()
     check_data(variable.data, name)
     return variable.data
 
 
-def chunked(variable: Any, sizes: Mapping[Any, Any], name: Hashable) -> Any:
+def chunk_variable(variable: Any, sizes: Mapping[Any, Any], name: Hashable) -> Any:
     """Return a variable in memory as one with a Dask array, with chunks by dimension.
 
     Returns a variable with units unchanged if `sizes` is empty. Otherwise raises
@@ -138,7 +138,7 @@ def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
     return sizes
 
 
-def values_of(variable: Any) -> Any:
+def host_values(variable: Any) -> Any:
     """Return the values of a variable as a NumPy array, also those in GPU memory.
 
     xarray's ``values`` fails for CuPy arrays.
@@ -149,7 +149,7 @@ def values_of(variable: Any) -> Any:
     return np.asarray(backend_for(data).to_host(data) if _is_on_device(data) else data)
 
 
-def with_host_memory(data: Any) -> Any:
+def copy_to_host(data: Any) -> Any:
     """Return an array or dataset with copies of its CuPy arrays in host memory, lazy if they are.
 
     xarray's functions for files fail for CuPy arrays.
@@ -158,14 +158,14 @@ def with_host_memory(data: Any) -> Any:
     def copied(variable: Any) -> Any:
         if isinstance(variable, xr.IndexVariable) or not _is_on_device(variable.data):
             return variable
-        if in_memory(variable):
-            return variable.copy(deep=False, data=values_of(variable))
+        if is_in_memory(variable):
+            return variable.copy(deep=False, data=host_values(variable))
         x, meta = variable.data, np.empty((0,) * variable.ndim, variable.dtype)
         return variable.copy(deep=False, data=x.map_blocks(_to_host, meta=meta))
 
     coords = {name: copied(coordinate.variable) for name, coordinate in data.coords.items()}
     differing = {name: x for name, x in coords.items() if x is not data[name].variable}
-    return with_data(data, data.assign_coords(differing), lambda _, after, name: copied(after))
+    return change_data(data, data.assign_coords(differing), lambda _, after, name: copied(after))
 
 
 def _is_on_device(data: Any) -> bool:
@@ -179,18 +179,18 @@ def _to_host(block: Any) -> Any:
     return backend_for(block).to_host(block)
 
 
-def changed(original: Any, result: Any, change: Change) -> Any:
+def change_variables(original: Any, result: Any, change: Change) -> Any:
     """Return `result` with its variables changed, except coordinates in memory."""
-    result = result.assign_coords(changed_coords(original, result, change))
-    return with_data(original, result, change)
+    result = result.assign_coords(change_coords(original, result, change))
+    return change_data(original, result, change)
 
 
-def with_data(original: Any, result: Any, change: Change) -> Any:
+def change_data(original: Any, result: Any, change: Change) -> Any:
     """Return `result` with its variables changed, except coordinates."""
 
     def changed_variable(before: Any, after: Any) -> Any:
         variable = change(before.variable, after.variable, before.name)
-        return without_old_chunks(before.variable, variable)
+        return drop_old_chunks(before.variable, variable)
 
     if isinstance(original, xr.DataArray):
         variable = changed_variable(original, result)
@@ -201,7 +201,7 @@ def with_data(original: Any, result: Any, change: Change) -> Any:
     return result.assign({name: changed_variable(original[name], result[name]) for name in names})
 
 
-def changed_coords(original: Any, result: Any, change: Change | None = None) -> dict[Hashable, Any]:
+def change_coords(original: Any, result: Any, change: Change | None = None) -> dict[Hashable, Any]:
     """Return the coordinates of `result` that differ from those of `original`.
 
     `change` applies to coordinates with Dask arrays. Coordinates in memory may be transposed.
@@ -209,24 +209,24 @@ def changed_coords(original: Any, result: Any, change: Change | None = None) -> 
     coords = {}
     for name, coordinate in original.coords.items():
         before, after = coordinate.variable, result[name].variable
-        if change is not None and not in_memory(before):
+        if change is not None and not is_in_memory(before):
             after = change(before, after, name)
         if before.ndim > 1 or after.chunks is not None:
-            coords[name] = without_old_chunks(before, after)
+            coords[name] = drop_old_chunks(before, after)
     return coords
 
 
-def without_old_chunks(before: Any, after: Any) -> Any:
+def drop_old_chunks(before: Any, after: Any) -> Any:
     """Return `after` without the chunks of its file in the encoding, if the blocks have changed.
 
     xarray writes files with the chunks in the encoding, which may not fit the new blocks.
     """
     if after.dims == before.dims and after.chunks == before.chunks:
         return after
-    return without_file_chunks(after)
+    return drop_file_chunks(after)
 
 
-def without_file_chunks(variable: Any) -> Any:
+def drop_file_chunks(variable: Any) -> Any:
     """Return a variable whose encoding has no chunks of a file."""
     variable = variable.copy(deep=False)
     encoding = variable.encoding.items()

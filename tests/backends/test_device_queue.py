@@ -9,7 +9,7 @@ import pytest
 
 from dask_p2p.backends import Timer, device
 from dask_p2p.backends.base import SLOTS
-from dask_p2p.backends.device_queue import BeingRead, DeviceQueue
+from dask_p2p.backends.device_queue import DeviceQueue, UnreadArrays
 from tests.simulation.streams import RaceError, Stream
 
 ROWS, COLUMNS = 4, 16  # of a part: a row of float64 is what a copy engine takes
@@ -199,7 +199,7 @@ def test_without_its_order_a_race_is_found(gpu, monkeypatch, title, changed):
         monkeypatch.setattr(device, "order_after_null_stream", order_after_null_stream)
         monkeypatch.setattr(Stream, "wait_event", without_waiting_for(stream.name))
     elif changed == "unread":
-        monkeypatch.setattr(BeingRead, "add", ignore)
+        monkeypatch.setattr(UnreadArrays, "add", ignore)
     elif changed == "null stream":
         monkeypatch.setattr(device, "order_after_null_stream", ignore)
         test = test_an_output_waits_for_what_the_null_stream_still_does_with_its_memory

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import dlpack
-from dask_p2p.backends.dlpack import LibraryFunction, checked_library, in_library, own_function
+from dask_p2p.backends.dlpack import (
+    LibraryFunction,
+    checked_library,
+    copy_for_thread,
+    wrap_in_library,
+)
 from dask_p2p.errors import BlockMismatchError, InputError, MissingPackageError
 
 
@@ -145,7 +150,7 @@ def test_results_of_jax_are_waited_for(jax):
 
 def test_unknown_and_missing_libraries(monkeypatch):
     assert checked_library(None) is None
-    assert in_library(len, None) is len
+    assert wrap_in_library(len, None) is len
     with pytest.raises(InputError, match=r"expected one of torch, jax, or None.* got 'numpy'"):
         checked_library("numpy")
     dlpack._load_library.cache_clear()
@@ -161,8 +166,8 @@ def test_functions_are_pickled_and_named():
     again = pickle.loads(pickle.dumps(function))
     assert (again.function, again.library) == (np.sin, "torch")
     assert again.__name__ == "sin"
-    assert own_function(len) is len
-    assert own_function(function)._returned is not function._returned
+    assert copy_for_thread(len) is len
+    assert copy_for_thread(function)._returned is not function._returned
 
 
 # --- GPUs

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from dask_p2p.backends import Timer
 from dask_p2p.backends.cupy import CUPY
-from dask_p2p.backends.device_queue import BeingRead
+from dask_p2p.backends.device_queue import UnreadArrays
 from dask_p2p.backends.host import HostQueue
-from dask_p2p.backends.kernels.copies import Pitch, engine_pitch, pitched
+from dask_p2p.backends.kernels.copies import Pitch, engine_pitch, find_pitch
 from dask_p2p.backends.numpy import NUMPY
 from tests.clock import Clock
 
@@ -28,7 +28,7 @@ def regions(draw):
 
 @given(regions())
 def test_a_pitched_copy_gives_the_elements_in_order(region):
-    pitch = pitched(region.shape, region.strides, region.itemsize)
+    pitch = find_pitch(region.shape, region.strides, region.itemsize)
     if region.size == 0:
         assert pitch is None
         return
@@ -217,7 +217,7 @@ class Read:
 
 
 def test_what_is_being_read_is_kept_until_then():
-    being_read = BeingRead(2)
+    being_read = UnreadArrays(2)
     events = []
     for _ in range(5):
         array = np.empty(3)

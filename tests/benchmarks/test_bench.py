@@ -28,9 +28,9 @@ def bench(client, monkeypatch):
 
 def test_the_program_runs_from_a_checkout():
     arguments = ["--cpu", "--workers", "1", "--size", "64", "--repeats", "1"]
-    done = ran("-m", "benchmarks", *arguments, cwd=ROOT)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "All 4096 elements are where they belong." in done.stdout
+    process = ran("-m", "benchmarks", *arguments, cwd=ROOT)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "All 4096 elements are where they belong." in process.stdout
 
 
 def test_wrong_elements_are_status_1(bench, monkeypatch):

@@ -57,7 +57,6 @@ PROGRAMS = {
 
 
 def figures_in(value):
-    """Yield all numbers of a result."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

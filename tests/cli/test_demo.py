@@ -84,7 +84,7 @@ def test_a_way_of_dasks_that_fails_is_left_out(demo, monkeypatch):
     def fail(method, x):
         raise RuntimeError("it failed\nlong ago")
 
-    monkeypatch.setattr(command, "_rechunked", fail)
+    monkeypatch.setattr(command, "_rechunk", fail)
     result = demo("--size", "20")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "dask tasks failed: RuntimeError: it failed\n" in result.stdout
@@ -93,11 +93,14 @@ def test_a_way_of_dasks_that_fails_is_left_out(demo, monkeypatch):
 
 def test_ways_on_gpus_have_the_clusters_that_are_best_for_them(monkeypatch):
     """Dask's own p2p fails with CuPy blocks, and its tasks are quickest over UCX."""
-    for there, clusters in ((True, [{}, {"protocol": "ucx"}]), (None, [{}, {}])):
-        monkeypatch.setattr(command, "find_spec", lambda name, there=there: there)
-        found = command.methods(on_gpus=True)
-        assert [options for options, _ in found] == clusters
-        assert [way for _, methods in found for way in methods] == ["dask_p2p", "dask tasks"]
+    for spec, clusters in ((True, [{}, {"protocol": "ucx"}]), (None, [{}, {}])):
+        monkeypatch.setattr(command, "find_spec", lambda name, spec=spec: spec)
+        clusters_and_methods = command.methods(on_gpus=True)
+        assert [options for options, _ in clusters_and_methods] == clusters
+        assert [way for _, methods in clusters_and_methods for way in methods] == [
+            "dask_p2p",
+            "dask tasks",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -124,14 +127,14 @@ def test_the_default_matrix_fits():
 
 
 def test_gpus_are_chosen_where_there_is_more_than_one(monkeypatch):
-    found = ["0", "1", "2"]
-    monkeypatch.setattr("dask_p2p.tools.cluster.usable_gpus", lambda: found)
+    gpu_names = ["0", "1", "2"]
+    monkeypatch.setattr("dask_p2p.tools.cluster.usable_gpus", lambda: gpu_names)
     monkeypatch.setattr("dask_p2p.tools.cluster.free_gpu_bytes", lambda names: [GIB] * len(names))
     assert choose_cluster(None, cpu=False) == ClusterSpec(3, ("0", "1", "2"), None, 3 * GIB)
     assert choose_cluster(2, cpu=False).gpus == ("0", "1")
     assert choose_cluster(2, cpu=False).kind == "cupy"
     assert choose_cluster(9, cpu=True).gpus == ()
-    found[1:] = []
+    gpu_names[1:] = []
     spec = choose_cluster(None, cpu=False)
     assert (spec.workers, spec.kind) == (4, "numpy")
     assert spec.note.startswith("There is one usable GPU only")
@@ -145,10 +148,10 @@ def test_more_workers_than_gpus(monkeypatch):
 
 
 def test_the_program_starts_a_cluster_of_its_own():
-    done = ran("-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "All 4096 elements are where they belong." in done.stdout
-    assert "Dashboard: http" in done.stdout
+    process = ran("-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1")
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "All 4096 elements are where they belong." in process.stdout
+    assert "Dashboard: http" in process.stdout
 
 
 @pytest.mark.gpu(2)

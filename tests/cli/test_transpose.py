@@ -23,7 +23,6 @@ pytestmark = pytest.mark.programs
 
 @pytest.fixture
 def image(tmp_path, monkeypatch):
-    """A real file in the current folder."""
     monkeypatch.chdir(tmp_path)
     np.save("in.npy", data.astronaut())
     return data.astronaut()
@@ -33,15 +32,14 @@ def image(tmp_path, monkeypatch):
 def dask(cluster):
     """Run a command with the tests' cluster, and return its exit status and outputs."""
 
-    def run(*args, here=True, command="transpose"):
-        scheduler = ["--scheduler", cluster.scheduler_address] if here else []
+    def run(*args, on_test_cluster=True, command="transpose"):
+        scheduler = ["--scheduler", cluster.scheduler_address] if on_test_cluster else []
         return CliRunner().invoke(p2p, [command, *args, *scheduler])
 
     return run
 
 
 def one_line(result, *words):
-    """Check that it failed as it should."""
     assert result.exit_code == 1, result.output
     assert result.stdout == ""
     lines = result.stderr.splitlines()
@@ -119,7 +117,7 @@ def test_trouble_is_one_line(dask):
     ],
 )
 def test_wrong_usage(dask, args):
-    result = dask(*args, here=False)
+    result = dask(*args, on_test_cluster=False)
     assert result.exit_code == 2
     assert "Usage:" in result.stderr
 
@@ -130,7 +128,7 @@ def test_wrong_usage(dask, args):
 )
 def test_scheduler_that_does_not_answer(dask, monkeypatch, address):
     monkeypatch.setattr("dask_p2p.cli.CONNECT_S", 0.5)
-    result = dask("in.npy", "out.npy", "--scheduler", address, here=False)
+    result = dask("in.npy", "out.npy", "--scheduler", address, on_test_cluster=False)
     one_line(result, f"no scheduler answers at {address}")
     assert os.listdir() == ["in.npy"]
 
@@ -140,7 +138,7 @@ def test_an_unforeseen_exception_is_one_line_too(dask, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError("two\nlines")
 
-    monkeypatch.setattr("dask_p2p.cli.files.written", fail)
+    monkeypatch.setattr("dask_p2p.cli.files.write_blocks", fail)
     one_line(dask("in.npy", "out.npy"), "cannot write out.npy: two lines")
     assert os.listdir() == ["in.npy"]
 
@@ -183,87 +181,73 @@ PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
 def test_the_program_starts_a_cluster_of_its_own(image):
-    done = subprocess.run(
+    process = subprocess.run(
         [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "GB/s" in done.stdout
+    assert (process.returncode, process.stderr) == (0, "")
+    assert "GB/s" in process.stdout
     np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
+
+
+@contextlib.contextmanager
+def writing(*command):
+    """Run a command in a session of its own, and give it once it writes its output."""
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or "partial" in "".join(os.listdir()))
+            time.sleep(0.3)
+            assert process.poll() is None
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.usefixtures("image")
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "a terminal that closes", "SIGHUP"])
 def test_the_program_leaves_nothing_when_it_is_stopped(how):
     # With 4,096 blocks it is far from its end, however late the signal comes on a busy machine.
-    started = subprocess.Popen(
-        [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "8"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with started, contextlib.ExitStack() as stack:
-        stack.callback(started.kill)
-        wait_for_partial(started)
+    command = [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "8"]
+    with writing(*command) as process:
         if how == "Ctrl-C":  # a terminal sends it to all processes
-            os.killpg(started.pid, signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)
         elif how == "a terminal that closes":  # its shell sends it to all processes, then it itself
-            os.killpg(started.pid, signal.SIGHUP)
-            os.killpg(started.pid, signal.SIGHUP)
+            os.killpg(process.pid, signal.SIGHUP)
+            os.killpg(process.pid, signal.SIGHUP)
         else:
-            started.send_signal(getattr(signal, how))
-        out, err = started.communicate(timeout=120)
-    assert (started.returncode, err.strip()) == (1, "Aborted!")
+            process.send_signal(getattr(signal, how))
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err.strip()) == (1, "Aborted!")
     assert out == ""
     assert os.listdir() == ["in.npy"]
 
 
 @pytest.mark.usefixtures("image")
 def test_the_program_goes_on_under_nohup():
-    started = subprocess.Popen(
-        ["nohup", *PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with started, contextlib.ExitStack() as stack:
-        stack.callback(started.kill)
-        wait_for_partial(started)
-        os.killpg(started.pid, signal.SIGHUP)
-        out, err = started.communicate(timeout=120)
-    assert (started.returncode, err) == (0, "")
+    command = ["nohup", *PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "32"]
+    with writing(*command) as process:
+        os.killpg(process.pid, signal.SIGHUP)
+        out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
     assert "GB/s" in out
     assert sorted(os.listdir()) == ["in.npy", "out.zarr"]
-
-
-def wait_for_partial(started):
-    """Wait until a program writes its output."""
-
-    def is_writing():
-        assert started.poll() is None
-        return any("partial" in name for name in os.listdir())
-
-    wait_until(is_writing)
-    time.sleep(0.3)
 
 
 def test_the_program_tells_a_workers_trouble_in_one_line(image):
     limited = ["bash", "-c", 'ulimit -f 300; exec "$@"', "bash", *PROGRAM]
     noise = np.random.default_rng(0).integers(0, 255, image.shape, np.uint8)
     np.save("noise.npy", noise)
-    done = subprocess.run(
+    process = subprocess.run(
         [*limited, "noise.npy", "out.zarr", "--workers", "1", "--quiet"],
         capture_output=True,
         text=True,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (process.returncode, process.stdout) == (1, "")
     # Descriptors of blocks do not fit either; blocks are sent by messages then, with a warning.
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith("Error"))
+    (line,) = (line for line in process.stderr.splitlines() if line.startswith("Error"))
     assert line.startswith("Error: cannot write out.zarr: ")
     assert "File too large" in line
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in process.stderr
     assert sorted(os.listdir()) == ["in.npy", "noise.npy"]

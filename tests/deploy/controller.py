@@ -82,16 +82,14 @@ def controller(folder):
 
 
 def is_up(variables):
-    """Tell whether both nodes can have jobs."""
     command = ["sinfo", "--noheader", "--format=%t %D"]
-    said = subprocess.run(
+    output = subprocess.run(
         command, env=environment(**variables), capture_output=True, text=True, check=False
     )
-    return said.stdout.split() == ["idle", "2"]
+    return output.stdout.split() == ["idle", "2"]
 
 
 def ended(job, variables, timeout_s=200):
-    """Wait for a job; return the state in which it ended."""
 
     def end():
         shown = output_of("scontrol", "--oneliner", "show", "job", job, **variables)

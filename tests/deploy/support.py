@@ -25,7 +25,6 @@ BIN = Path(sys.executable).parent
 
 
 def environment(**variables):
-    """The environment of a process that finds this package and its commands."""
     path = os.pathsep.join([str(BIN), os.environ["PATH"]])
     # Workers are forked off a process that has imported everything, and nobody looks what they do.
     quick = {
@@ -36,17 +35,15 @@ def environment(**variables):
 
 
 def free_ports(count):
-    """Ports of this host that nobody listens on."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
 def output_of(*command, timeout=100, cwd=None, **variables):
-    """What a command prints; it must end well."""
-    done = subprocess.run(
+    process = subprocess.run(
         [str(part) for part in command],
         env=environment(**variables),
         cwd=cwd,
@@ -55,8 +52,8 @@ def output_of(*command, timeout=100, cwd=None, **variables):
         timeout=timeout,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stdout + process.stderr
+    return process.stdout
 
 
 @contextmanager
@@ -91,14 +88,14 @@ def running(folder, *commands, **variables):
                 process.wait(20)
 
 
-def look(address, workers, *, has_plugin=True, **kwargs):
+def transpose_on(address, workers, *, has_plugin=True, **kwargs):
     """Transpose on a cluster, where the plugin is, or is not, before a client asks for it."""
     x = indexed((40, 12))
     y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))  # before there is a client
     with Client(address, timeout=BOUND_S, **kwargs) as client:
         client.wait_for_workers(workers, timeout=BOUND_S)
-        there = client.run(_has_plugin, patience_s=20 if has_plugin else 0.5)
-        assert [*there.values()] == [has_plugin] * workers
+        plugins = client.run(_has_plugin, patience_s=20 if has_plugin else 0.5)
+        assert [*plugins.values()] == [has_plugin] * workers
         np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), x.T)
 
 

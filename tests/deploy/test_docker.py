@@ -12,7 +12,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.deploy.support import BIN, DEPLOY, ROOT, environment, free_ports, look, running
+from tests.deploy.support import BIN, DEPLOY, ROOT, environment, free_ports, running, transpose_on
 
 pytestmark = pytest.mark.programs
 
@@ -34,8 +34,8 @@ def ends(*command, **kwargs):
 @pytest.mark.parametrize("old", ["", "USER 1000"])
 def test_hadolint_finds_nothing(old):
     text = DOCKERFILE.replace(old, "USER root") if old else DOCKERFILE
-    done = ends(BIN / "hadolint", "-", input=text)
-    assert bool(done.stdout) == bool(old), done.stdout + done.stderr
+    process = ends(BIN / "hadolint", "-", input=text)
+    assert bool(process.stdout) == bool(old), process.stdout + process.stderr
 
 
 def is_valid(path):
@@ -89,10 +89,10 @@ def test_locks_have_all_that_is_needed(lock, extras):
     text = (DOCKER / f"{lock}.lock").read_text()
     locked = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    needed = [*project["dependencies"]]
+    requirements = [*project["dependencies"]]
     for extra in extras:
-        needed += project["optional-dependencies"][extra]
-    for requirement in map(Requirement, needed):
+        requirements += project["optional-dependencies"][extra]
+    for requirement in map(Requirement, requirements):
         version = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement}: {version} is locked"
     assert len(re.findall(r"--hash=sha256:", text)) >= len(locked)
@@ -115,9 +115,9 @@ def test_the_commands_make_a_healthy_cluster(tmp_path):
         return ends(sys.executable, DOCKER / "health.py", env=environment(HEALTH_PORT=str(port)))
 
     config = str(DEPLOY)  # which the image has in /etc/dask
-    commands = [each.split() for each in (scheduler, worker, worker)]
+    commands = [command.split() for command in (scheduler, worker, worker)]
     with running(tmp_path, *commands, DASK_CONFIG=config):
-        look(f"tcp://127.0.0.1:{port}", 2)
+        transpose_on(f"tcp://127.0.0.1:{port}", 2)
         assert health(dashboard).returncode == 0
     refused = health(dashboard)
     assert refused.returncode == 1

@@ -12,21 +12,23 @@ import pytest
 import yaml
 from distributed import Security
 
-from tests.deploy.support import BIN, DEPLOY, free_ports, look, output_of, running
+from tests.deploy.support import BIN, DEPLOY, free_ports, output_of, running, transpose_on
 
 KUBERNETES = DEPLOY / "kubernetes"
 SCHEMA = json.loads((Path(__file__).parent / "schemas" / "daskcluster.json").read_text())
 
 
 def documents(name):
-    """The objects of a file, by kind."""
-    return {each["kind"]: each for each in yaml.safe_load_all((KUBERNETES / name).read_text())}
+    return {
+        document["kind"]: document
+        for document in yaml.safe_load_all((KUBERNETES / name).read_text())
+    }
 
 
 def closed(schema):
     """The schema, where names that it does not know are errors, as they are for kubectl."""
     if isinstance(schema, list):
-        return [closed(each) for each in schema]
+        return [closed(subschema) for subschema in schema]
     if not isinstance(schema, dict):
         return schema
     result = {name: closed(value) for name, value in schema.items()}
@@ -39,8 +41,8 @@ SPEC = jsonschema.Draft202012Validator(closed(SCHEMA["properties"]["spec"]))
 
 
 def container(cluster, component):
-    (found,) = cluster["spec"][component]["spec"]["containers"]
-    return found
+    (container_spec,) = cluster["spec"][component]["spec"]["containers"]
+    return container_spec
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
@@ -55,8 +57,8 @@ def test_clusters_are_what_the_operator_takes(name):
 
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
 def test_what_is_named_is_there(name):
-    there = documents(f"{name}.yaml")
-    cluster, config = there["DaskCluster"], there["ConfigMap"]
+    manifests = documents(f"{name}.yaml")
+    cluster, config = manifests["DaskCluster"], manifests["ConfigMap"]
     for component in ("scheduler", "worker"):
         pod = cluster["spec"][component]["spec"]
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
@@ -68,8 +70,10 @@ def test_what_is_named_is_there(name):
     assert {port["targetPort"] for port in service["ports"]} == ports
     assert service["selector"]["dask.org/cluster-name"] == cluster["metadata"]["name"]
     address = f"tls://{cluster['metadata']['name']}-scheduler:8786"
-    given = {each["name"]: each["value"] for each in container(cluster, "worker")["env"]}
-    assert given.get("DASK_SCHEDULER_ADDRESS", address) == address
+    variables = {
+        variable["name"]: variable["value"] for variable in container(cluster, "worker")["env"]
+    }
+    assert variables.get("DASK_SCHEDULER_ADDRESS", address) == address
 
 
 def test_prometheus_scrapes_what_pods_serve():
@@ -92,8 +96,8 @@ def test_prometheus_scrapes_what_pods_serve():
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 def test_the_cpu_clusters_commands_make_an_encrypted_cluster(tmp_path):
     secret = yaml.safe_load(output_of(KUBERNETES / "certificates.sh"))
-    there = documents("cpu.yaml")
-    cluster, config = there["DaskCluster"], there["ConfigMap"]
+    manifests = documents("cpu.yaml")
+    cluster, config = manifests["DaskCluster"], manifests["ConfigMap"]
     secrets = {volume["secret"]["secretName"] for volume in _volumes(cluster) if "secret" in volume}
     assert secrets == {secret["metadata"]["name"]}
     for name, value in secret["data"].items():
@@ -124,7 +128,7 @@ def test_the_cpu_clusters_commands_make_an_encrypted_cluster(tmp_path):
         DASK_CONFIG=str(tmp_path),
         DASK_SCHEDULER_ADDRESS=address,
     ):
-        look(address, 2, security=security)
+        transpose_on(address, 2, security=security)
 
 
 def _volumes(cluster):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.deploy.support import BIN, DEPLOY, free_ports, look, output_of, running
+from tests.deploy.support import BIN, DEPLOY, free_ports, output_of, running, transpose_on
 
 pytestmark = pytest.mark.programs
 
@@ -50,7 +50,7 @@ def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tm
         shutil.copy(DEPLOY / config, tmp_path)
     commands = [command(name, variables) for name in ("dask-scheduler", "dask-worker")]
     with running(tmp_path, *commands, DASK_CONFIG=str(tmp_path)):
-        look(f"tcp://127.0.0.1:{port}", 1, has_plugin=config is not None)
+        transpose_on(f"tcp://127.0.0.1:{port}", 1, has_plugin=config is not None)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
@@ -58,7 +58,7 @@ def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tm
 def test_systemd_finds_nothing_wrong(path, tmp_path):
     def verify(text):
         (tmp_path / path.name).write_text(text.replace("/opt/dask-p2p/bin", str(BIN)))
-        done = subprocess.run(
+        process = subprocess.run(
             ["systemd-analyze", "verify", "--man=no", str(tmp_path / path.name)],
             capture_output=True,
             text=True,
@@ -66,7 +66,7 @@ def test_systemd_finds_nothing_wrong(path, tmp_path):
             timeout=200,
         )
         # Units of this machine itself may be wrong too.
-        return [line for line in done.stderr.splitlines() if path.name in line]
+        return [line for line in process.stderr.splitlines() if path.name in line]
 
     text = path.read_text()
     assert verify(text) == []
@@ -74,7 +74,7 @@ def test_systemd_finds_nothing_wrong(path, tmp_path):
 
 
 def test_all_variables_are_set():
-    known = {*settings(), "CACHE_DIRECTORY"}  # the latter by systemd
+    variables = {*settings(), "CACHE_DIRECTORY"}  # the latter by systemd
     for path in UNITS:
-        assert set(re.findall(r"\$\{(\w+)\}", path.read_text())) <= known
+        assert set(re.findall(r"\$\{(\w+)\}", path.read_text())) <= variables
         assert unit(path.stem)["EnvironmentFile"] == "/etc/dask/p2p.env"

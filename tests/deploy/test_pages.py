@@ -57,9 +57,9 @@ def commands_of_cuda_workers():
 
 
 def test_options_of_dask_cuda_are_those_that_it_has():
-    found = list(commands_of_cuda_workers())
-    assert len({path.parent for path, options in found if options}) >= 4
-    for path, options in found:
+    commands = list(commands_of_cuda_workers())
+    assert len({path.parent for path, options in commands if options}) >= 4
+    for path, options in commands:
         assert set(options) <= set(OPTIONS), path
 
 

@@ -59,10 +59,10 @@ def test_a_job_of_two_nodes(tmp_path, slurm):
     assert header["#SBATCH --nodes"] == "2"
     assert header["#SBATCH --ntasks-per-node"] == "1"
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
-    said = output_of(
+    output = output_of(
         "bash", SLURM / "job.sh", **slurm, **job, SLURM_SUBMIT_DIR=str(tmp_path), cwd=tmp_path
     )
-    assert "every element is right: True" in said
+    assert "every element is right: True" in output
     logs = tmp_path / "dask-7"
     assert [path.name for path in sorted(logs.iterdir())] == ["scheduler.log", "workers.log"]
     assert not list((tmp_path / "jobs").iterdir()), "a step goes on after the job"
@@ -70,8 +70,8 @@ def test_a_job_of_two_nodes(tmp_path, slurm):
 
 def test_jobs_that_come_and_go_with_a_cluster(tmp_path, slurm):
     command = (sys.executable, SLURM / "cluster.py", "--workers", "1", "--interface", "lo")
-    said = output_of(*command, **slurm, cwd=tmp_path)
-    assert "every element is right: True" in said
+    output = output_of(*command, **slurm, cwd=tmp_path)
+    assert "every element is right: True" in output
     assert len((tmp_path / "jobs" / "submitted").read_text().split()) == 2
     assert not list((tmp_path / "jobs").glob("*.pid")), "a job was not cancelled"
 
@@ -113,9 +113,9 @@ def submitted(folder, variables, *flags):
 def test_a_job_on_a_real_controller(tmp_path, real):
     """With the script's own interface, and flags in the place of its sizes."""
     flags = ("--cpus-per-task=1", "--mem=2000M", "--time=5")
-    state, said, logs = submitted(tmp_path, real, *flags)
-    assert state == "COMPLETED", said
-    assert "every element is right: True" in said
+    state, output, logs = submitted(tmp_path, real, *flags)
+    assert state == "COMPLETED", output
+    assert "every element is right: True" in output
     workers = (logs / "workers.log").read_text()
     assert len(re.findall(r"Memory: +1\.95 GiB", workers)) == 2, "--mem is shared out to workers"
 
@@ -123,15 +123,15 @@ def test_a_job_on_a_real_controller(tmp_path, real):
 def test_a_job_ends_with_its_scheduler(tmp_path, real):
     """Here its interface is not there, and the scheduler does not start."""
     flags = ("--cpus-per-task=1", "--time=5")
-    state, said, _ = submitted(tmp_path, real | {"INTERFACE": "ib7"}, *flags)
+    state, output, _ = submitted(tmp_path, real | {"INTERFACE": "ib7"}, *flags)
     assert state == "FAILED"
-    assert "'ib7' is not a valid network interface" in said
+    assert "'ib7' is not a valid network interface" in output
 
 
 def test_jobs_of_a_cluster_on_a_real_controller(tmp_path, real):
     flags = ["--nodes", "2", "--workers", "1", "--memory", "1GiB", "--time", "00:05:00"]
     command = (sys.executable, SLURM / "cluster.py", *flags)
-    said = output_of(*command, timeout=200, **real, TMPDIR=str(tmp_path), cwd=tmp_path)
-    assert "every element is right: True" in said
-    assert "#SBATCH -t 00:05:00" in said
+    output = output_of(*command, timeout=200, **real, TMPDIR=str(tmp_path), cwd=tmp_path)
+    assert "every element is right: True" in output
+    assert "#SBATCH -t 00:05:00" in output
     assert not output_of("squeue", "--noheader", "--states=PENDING,RUNNING", **real).strip()

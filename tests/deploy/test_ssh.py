@@ -21,7 +21,6 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
 def keys(folder):
-    """Make a pair of keys; return the public one."""
     command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "id_ed25519")]
     subprocess.run(command, check=True, timeout=60)
     return (folder / "id_ed25519.pub").read_text()
@@ -58,6 +57,6 @@ def test_a_cluster_on_hosts_that_ssh_reaches(tmp_path):
     with server(tmp_path, port) as home:
         program = [sys.executable, DEPLOY / "ssh" / "cluster.py"]
         options = ["--port", port, "--python", python, "--each", "1"]
-        said = output_of(*program, *options, *hosts, HOME=str(home), cwd=tmp_path)
-    assert "every element is right: True" in said
-    assert said.startswith("2 workers")
+        output = output_of(*program, *options, *hosts, HOME=str(home), cwd=tmp_path)
+    assert "every element is right: True" in output
+    assert output.startswith("2 workers")

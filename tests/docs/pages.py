@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import dask_p2p
 
@@ -19,6 +20,7 @@ PAGES = sorted(
     for path in DOCS.rglob("*.md")
     if not path.relative_to(DOCS).parts[0].startswith("_")  # built, not written
 )
+GALLERY = sorted((DOCS / "gallery").glob("*.py"))
 NOTEBOOKS = sorted((DOCS / "notebooks").glob("*.ipynb"))
 README = ROOT / "README.md"
 OTHERS = [
@@ -47,7 +49,6 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """Return the fenced blocks of a document, in their order."""
     blocks, inside, before = [], None, ""
     for number, line in enumerate(page.read_text("utf-8").splitlines(), 1):
         if inside is None and line.startswith("```"):
@@ -64,8 +65,14 @@ def blocks_of(page: Path) -> list[Block]:
     return blocks
 
 
+def run_program(path: Path) -> Any:
+    """Run a program of the gallery in the present cluster; return its result."""
+    names = {"__name__": path.stem}
+    exec(compile(path.read_text("utf-8"), str(path), "exec"), names)
+    return names["main"]()
+
+
 def cells_of(notebook: Path) -> list[Block]:
-    """Return the cells of code of a notebook."""
     cells = json.loads(notebook.read_text("utf-8"))["cells"]
     return [
         Block(notebook, number, "python", "".join(cell["source"]))

@@ -26,11 +26,12 @@ PAGE = DOCS / "how-to" / "cluster.md"
 
 
 def block(section, language="python"):
-    """The first block of a language in a section of the page."""
     lines = PAGE.read_text("utf-8").splitlines()
     first = lines.index(f"## {section}")
     return next(
-        each.text for each in blocks_of(PAGE) if each.language == language and each.line > first
+        example.text
+        for example in blocks_of(PAGE)
+        if example.language == language and example.line > first
     )
 
 
@@ -88,7 +89,6 @@ OPEN_MPI = {
 
 
 def lacks_mpi():
-    """Return what is missing for dask-mpi, or None."""
     for package in ("dask_mpi", "mpi4py"):
         if find_spec(package) is None:
             return f"{package} is not installed"
@@ -108,7 +108,7 @@ def test_a_job_of_mpi(tmp_path):
     (tmp_path / "program.py").write_text(program)
     (command, *_) = block("MPI", "sh").splitlines()
     command = command.replace("-n 66", "-n 4").replace("python", sys.executable)
-    done = subprocess.run(
+    process = subprocess.run(
         shlex.split(command),
         cwd=tmp_path,
         env=environment(**OPEN_MPI),
@@ -117,5 +117,5 @@ def test_a_job_of_mpi(tmp_path):
         check=False,
         timeout=BOUND_S,
     )
-    assert done.returncode == 0, done.stderr
-    assert "all right: True\n2 workers\n" in done.stdout
+    assert process.returncode == 0, process.stderr
+    assert "all right: True\n2 workers\n" in process.stdout

@@ -34,7 +34,7 @@ def with_examples():
 
 @pytest.mark.parametrize(("room", "names"), with_examples().items())
 def test_examples_in_docstrings(room, names):
-    tried = 0
+    example_count = 0
     for name in names:
         try:
             module = import_module(name)
@@ -44,8 +44,8 @@ def test_examples_in_docstrings(room, names):
             continue
         result = doctest.testmod(module)
         assert result.failed == 0, name
-        tried += result.attempted
-    assert tried > 0, f"no module of {room} can be imported here"
+        example_count += result.attempted
+    assert example_count > 0, f"no module of {room} can be imported here"
 
 
 _PARAMETERS = re.compile(r"^Parameters\n-+\n(.*?)(?=\n\n?[A-Z][\w ]+\n---|\Z)", re.M | re.S)
@@ -60,23 +60,19 @@ CLASSES = {
 
 
 def documented(node):
-    """Return the names in the section Parameters of a function's or a class's docstring."""
     section = _PARAMETERS.search(ast.get_docstring(node) or "")
     lines = [line for line in section[1].splitlines() if line[:1].strip()] if section else []
     names = (name for line in lines for name in line.partition(" : ")[0].split(","))
     return {name.strip().lstrip("*") for name in names}
 
 
-def taken(node):
-    """Return the names of a function's parameters, or of a class's and its fields."""
+def parameters_of(node):
     if isinstance(node, ast.ClassDef):
-        inits = (each for each in node.body if getattr(each, "name", "") == "__init__")
-        fields = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
-        bases = [CLASSES[each.id] for each in node.bases if getattr(each, "id", "") in CLASSES]
-        return fields.union(*map(taken, [*inits, *bases]))
-    found = node.args
-    several = [each for each in (found.vararg, found.kwarg) if each is not None]
-    return {each.arg for each in (*found.posonlyargs, *found.args, *found.kwonlyargs, *several)}
+        inits = (n for n in node.body if getattr(n, "name", "") == "__init__")
+        fields = {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}
+        bases = [CLASSES[base.id] for base in node.bases if getattr(base, "id", "") in CLASSES]
+        return fields.union(*map(parameters_of, [*inits, *bases]))
+    return {n.arg for n in ast.walk(node.args) if isinstance(n, ast.arg)}
 
 
 def test_docstrings_name_parameters_that_there_are():
@@ -85,7 +81,7 @@ def test_docstrings_name_parameters_that_there_are():
     for path in sorted((ROOT / "dask_p2p").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, kinds) and (names := documented(node)):
-                assert names <= taken(node), (path, node.name)
+                assert names <= parameters_of(node), (path, node.name)
                 checked += 1
     assert checked > 40
 
@@ -127,7 +123,7 @@ def test_the_table_of_options_is_whole():
     def leaves(prefix, value):
         if not isinstance(value, dict):
             return {prefix}
-        return set().union(*(leaves(f"{prefix}.{part}", of) for part, of in value.items()))
+        return set().union(*(leaves(f"{prefix}.{part}", branch) for part, branch in value.items()))
 
     assert {name for name, *_ in rows} == leaves("p2p", defaults["p2p"])
     assert all(values and text for _, _, values, text in rows)
@@ -139,41 +135,42 @@ def numbers(requirement):
 
 def test_the_tables_of_versions_are_whole():
     """They name each package that a user may have to install, with its range."""
-    made = runpy.run_path(str(DOCS / "versions_table.py"))
+    table_module = runpy.run_path(str(DOCS / "versions_table.py"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"]
-    assert {*made["EXTRAS"], *made["OTHERS"]} == set(extras)
-    rows = [line.split(" | ") for line in made["tables"]().splitlines()]
-    for each in map(Requirement, project["dependencies"]):
-        (row,) = [row for row in rows if row[0] == f"| {each.name}"]
-        assert all(number in row[1] for number in numbers(each)), row
-    for column, extra in enumerate(made["GPUS"], start=2):
-        for each in map(Requirement, extras[extra]):
-            (row,) = [row for row in rows if row[0][2:] in (each.name, made["_shared"](each.name))]
-            assert all(number in row[column] for number in numbers(each)), row
-    for extra in made["EXTRAS"]:
+    assert {*table_module["EXTRAS"], *table_module["OTHERS"]} == set(extras)
+    rows = [line.split(" | ") for line in table_module["tables"]().splitlines()]
+    for requirement in map(Requirement, project["dependencies"]):
+        (row,) = [row for row in rows if row[0] == f"| {requirement.name}"]
+        assert all(number in row[1] for number in numbers(requirement)), row
+    for column, extra in enumerate(table_module["GPUS"], start=2):
+        for package in map(Requirement, extras[extra]):
+            names = package.name, table_module["_shared"](package.name)
+            (row,) = [row for row in rows if row[0][2:] in names]
+            assert all(number in row[column] for number in numbers(package)), row
+    for extra in table_module["EXTRAS"]:
         ((*_, listed),) = [row for row in rows if row[0] == f"| `{extra}`"]
-        for each in map(Requirement, extras[extra]):
-            (cell,) = [one for one in listed.split(", ") if one.startswith(f"{each.name} ")]
-            assert all(number in cell for number in numbers(each)), cell
-    assert dask_p2p.__version__ in made["setups"]()["CPUs"]["dask-p2p"]
+        for package in map(Requirement, extras[extra]):
+            (cell,) = [cell for cell in listed.split(", ") if cell.startswith(f"{package.name} ")]
+            assert all(number in cell for number in numbers(package)), cell
+    assert dask_p2p.__version__ in table_module["setups"]()["CPUs"]["dask-p2p"]
     assert ["| 3.11", "oldest |"] in rows
 
 
 def test_the_pages_of_deploy_are_in_the_site():
-    made = runpy.run_path(str(DOCS / "deploy_pages.py"))
-    pages = made["pages"]()
+    pages_module = runpy.run_path(str(DOCS / "deploy_pages.py"))
+    pages = pages_module["pages"]()
     folders = {path.parent.name for path in (ROOT / "deploy").glob("*/README.md")}
     assert pages.keys() == {*folders, "index"}
     assert "\nslurm\n" in pages["index"].partition("{toctree}")[2]
     targets = re.findall(r"\]\(([^)\s]+)", "\n".join(pages.values()))
-    own = {f"/_generated/deploy/{name}.md" for name in pages}
-    assert {target for target in targets if not target.startswith(("https:", "#"))} == own
+    own_links = {f"/_generated/deploy/{name}.md" for name in pages}
+    assert {target for target in targets if not target.startswith(("https:", "#"))} == own_links
     assert all(exists(target, ROOT) for target in targets if target.startswith(REPOSITORY))
     page = (DOCS / "how-to" / "cluster.md").read_text("utf-8")
-    assert f"{REPOSITORY}/tree/main/deploy" not in made["linked"](page)
-    other = f"[{REPOSITORY}]({REPOSITORY}/tree/main/benchmarks)"
-    assert made["linked"](other) == other
+    assert f"{REPOSITORY}/tree/main/deploy" not in pages_module["linked"](page)
+    other_link = f"[{REPOSITORY}]({REPOSITORY}/tree/main/benchmarks)"
+    assert pages_module["linked"](other_link) == other_link
 
 
 def test_the_picture_of_the_stages_is_what_the_script_draws():
@@ -193,9 +190,9 @@ def test_links_lead_somewhere(path):
 
 def exists(target, folder):
     """Tell whether there is what a link to this checkout leads to; others are taken as they are."""
-    own = re.match(rf"{REPOSITORY}/(?:blob|tree|raw)/main/(.*)", target)
-    if own:
-        return (ROOT / own[1]).exists()
+    own_page = re.match(rf"{REPOSITORY}/(?:blob|tree|raw)/main/(.*)", target)
+    if own_page:
+        return (ROOT / own_page[1]).exists()
     return target.startswith("http") or any((folder / f"{target}{e}").exists() for e in ("", ".md"))
 
 
@@ -204,18 +201,18 @@ def test_one_way_to_install():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
         "optional-dependencies"
     ]
-    found = set()
+    commands = set()
     for path in [README, *OTHERS, *PAGES, *(ROOT / "deploy").rglob("*.yml")]:
         text = path.read_text("utf-8")
         for line in re.findall(r"pip install.*dask.p2p\[.*", text):
-            (given,) = re.findall(r"'(dask-p2p\[.*?)'", line) or [line]
-            requirement = Requirement(given)
+            (argument,) = re.findall(r"'(dask-p2p\[.*?)'", line) or [line]
+            requirement = Requirement(argument)
             assert requirement.url == f"git+{REPOSITORY}", (path.name, line)
             assert requirement.extras <= set(extras), (path.name, line)
-            found.add(path.name)
+            commands.add(path.name)
         checkout = path.name in ("README.md", "CONTRIBUTING.md") and path.parent == ROOT
         assert checkout or "pip install -e" not in text, path.name
-    assert found >= {"README.md", "tutorial.md", "gpu-cluster.md"}
+    assert commands >= {"README.md", "tutorial.md", "gpu-cluster.md"}
 
 
 def test_the_readme_is_short_and_its_links_work_elsewhere():

@@ -22,6 +22,7 @@ from xarray.namedarray.parallelcompat import list_chunkmanagers
 import dask_p2p
 from dask_p2p.cli import p2p
 from tests.docs.pages import (
+    GALLERY,
     NOTEBOOKS,
     OTHERS,
     PAGES,
@@ -32,6 +33,7 @@ from tests.docs.pages import (
     Block,
     blocks_of,
     cells_of,
+    run_program,
 )
 from tests.support import output_of
 
@@ -48,7 +50,6 @@ NOT_RUN = {
     "docs/how-to/cluster.md": 5,
     "docs/how-to/files.md": 1,
     "docs/how-to/gpu-cluster.md": 2,
-    "docs/how-to/solvers.md": 1,
     "docs/how-to/xarray.md": 2,
 }
 
@@ -78,11 +79,11 @@ def run_session(block, names):
         block.text, names, block.where, str(block.page), block.line - 1
     )
     assert session.examples, block.where
-    said = []
+    printed = []
     result = doctest.DocTestRunner(optionflags=FLAGS).run(
-        session, out=said.append, clear_globs=False
+        session, out=printed.append, clear_globs=False
     )
-    assert result.failed == 0, "".join(said)
+    assert result.failed == 0, "".join(printed)
     names.update(session.globs)
 
 
@@ -129,14 +130,13 @@ def require_libraries(page):
             pytest.importorskip(library)
 
 
-def test_simulations_have_the_same_values_on_several_ranks(client):
-    """Each program compares its values with those of NumPy."""
+@pytest.mark.parametrize("program", GALLERY, ids=name)
+def test_programs_of_the_gallery_have_the_same_values_on_several_ranks(program, client):
+    """Each program compares its values with those of NumPy, or with what is known."""
     ranks = len(client.scheduler_info()["workers"])
-    for block in BLOCKS[ROOT / "docs" / "how-to" / "simulations.md"]:
-        if block.language in RUN:
-            run_all([block])
-            newest = dask_p2p.last_runs(client)[0]
-            assert len({record.worker for record in newest.records}) == ranks > 1, block.where
+    run_program(program)
+    newest = dask_p2p.last_runs(client)[0]
+    assert len({record.worker for record in newest.records}) == ranks > 1
 
 
 GUIDES = [page for page in BLOCKS if page.parent.name == "how-to"]
@@ -170,13 +170,15 @@ def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
 
 def run_all(blocks):
     """Run the blocks of a page in one namespace."""
-    names = {"__name__": "docs"}
+    blocks = list(blocks)
+    is_script = any(block.page == README for block in blocks)
+    names = {"__name__": "__main__" if is_script else "docs"}
     try:
         for block in blocks:
             if block.language in RUN and not block.not_run:
                 run(block, names)
     finally:
-        for client in [each for each in names.values() if isinstance(each, Client)]:
+        for client in [member for member in names.values() if isinstance(member, Client)]:
             cluster = client.cluster
             client.close()
             if cluster is not None:
@@ -236,8 +238,8 @@ COMMANDS = [
 def test_commands_have_the_options_that_are_shown(where, words):
     command = p2p.get_command(None, words[0])
     assert command is not None, where
-    known = {flag for option in command.params for flag in option.opts}
-    assert {word for word in words if word.startswith("--")} <= known
+    flags = {flag for option in command.params for flag in option.opts}
+    assert {word for word in words if word.startswith("--")} <= flags
 
 
 PROGRAMS = sorted(
@@ -246,8 +248,8 @@ PROGRAMS = sorted(
         for blocks in (*BLOCKS.values(), *map(blocks_of, OTHERS))
         for block in blocks
         if block.language == "sh"
-        for module, rest in re.findall(r"python -m (benchmarks\S*)(.*)", block.text)
-        for option in re.findall(r"--[\w-]+", rest)
+        for module, arguments in re.findall(r"python -m (benchmarks\S*)(.*)", block.text)
+        for option in re.findall(r"--[\w-]+", arguments)
     }
 )
 

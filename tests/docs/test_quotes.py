@@ -40,7 +40,6 @@ def patterns():
 
 
 def texts_of(folder):
-    """Yield the texts in Python and shell programs of a folder."""
     for path in folder.rglob("*.sh"):
         yield from re.findall(r'"([^"\n]*)', path.read_text("utf-8"))
     for path in folder.rglob("*.py"):
@@ -60,7 +59,6 @@ def letters_in(text):
 
 
 def is_printed(text):
-    """Return whether a text in the programs has this form, and a third of its letters."""
     letters = letters_in(text)
     return any(
         count
@@ -89,7 +87,6 @@ def quoted_outputs():
 
 
 def quoted_sentences():
-    """Yield the sentences in backquotes."""
     for page in QUOTING:
         text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.S | re.M)
         for sentence in re.findall(r"`([A-Z][a-z]*(?:\s[a-zA-Z,]+){2,}[.:]?)`", text):
@@ -98,10 +95,10 @@ def quoted_sentences():
 
 @pytest.mark.parametrize("quotes", [quoted_outputs, quoted_sentences])
 def test_what_pages_quote_is_printed(quotes):
-    found = list(quotes())
-    unknown = [(where, quote) for where, quote in found if not is_printed(quote)]
+    all_quotes = list(quotes())
+    unknown = [(where, quote) for where, quote in all_quotes if not is_printed(quote)]
     assert {(where, quote) for where, quote in unknown if quote not in FOREIGN} == set()
-    assert len(found) > len(unknown)
+    assert len(all_quotes) > len(unknown)
 
 
 def test_texts_that_are_not_printed_are_unknown():

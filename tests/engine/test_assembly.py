@@ -22,9 +22,9 @@ from dask_p2p.errors import (
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import Router
 from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.buffers import Footprint
+from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
 from tests.support import tune
 
@@ -82,19 +82,19 @@ def _result(future, timeout_s, into):
 
 
 class FakeReading(Reading):
-    """Notes when each block is opened, and when each region of it is asked for."""
+    """Notes when each block is opened, and when each region of it is request_counts for."""
 
     def __init__(self, transport, requests, flow, options):
         super().__init__(requests, flow, options)
         self.transport = transport
-        self.asked = Counter()
+        self.request_counts = Counter()
         transport.open_now.append(self)
 
     def __iter__(self):
         for part in self.parts():
             request = self.requests[part.request]
             error = self.transport.fails.get((request.holder, request.key))
-            if not self.asked[request.key]:
+            if not self.request_counts[request.key]:
                 opening = ("open", self.transport.name, request.holder, request.key)
                 self.transport.log.append(opening)
                 if error is not None and request.key not in self.transport.late:
@@ -109,9 +109,9 @@ class FakeReading(Reading):
 
     def request(self, request, box, error):
         self.transport.log.append(("request", request.key))
-        self.asked[request.key] += 1
+        self.request_counts[request.key] += 1
         future = Future()
-        if error is not None and self.asked[request.key] == 2:
+        if error is not None and self.request_counts[request.key] == 2:
             future.set_exception(error)
         else:
             future.set_result(BLOCKS[request.key][box_slices(box)].copy())
@@ -163,13 +163,13 @@ def peers(quick, slow):
     return FakePeers(quick, slow)
 
 
-def assembly(peers, holders=("a", "b", "c"), here="b", index=(1, 0), **changes):
+def assembly(peers, holders=("a", "b", "c"), address="b", index=(1, 0), **changes):
     """Output block 1; source block i is held by holders[i]."""
     plan = PLAN.block(index)
     output = OutputSpec(("x",), X.dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
         BLOCKS["x", *source]
-        if holder == here
+        if holder == address
         else BlockRef(("x", *source), holder if isinstance(holder, tuple) else (holder,))
         for source, holder in zip(plan.sources, holders, strict=True)
     ]
@@ -190,26 +190,26 @@ def test_a_transport_gets_the_axis_that_comes_last_in_the_output(peers, quick):
 
 
 def test_the_own_host_is_read_while_others_are_waited_for(quick, slow, peers, log, monkeypatch):
-    """The far region comes only when the last near one has been asked for."""
+    """The far region comes only when the last near one has been request_counts for."""
     quick.within_host, quick.part_bytes = True, 24
     request, far = FakeReading.request, []
 
-    def asked(self, of, *args):
-        future = request(self, of, *args)
+    def count_request(self, requested, *args):
+        future = request(self, requested, *args)
         if self.transport is slow:
             far.append((Future(), future))
             return far[-1][0]
-        if self.asked[of.key] == 3:
+        if self.request_counts[requested.key] == 3:
             for future_far, real in far:
                 future_far.set_result(real.result())
         return future
 
-    monkeypatch.setattr(FakeReading, "request", asked)
+    monkeypatch.setattr(FakeReading, "request", count_request)
     tune(monkeypatch, event_loop_grace_s=0.0)
-    made = assembly(peers, ("far", "b", "c"), request_timeout_s=60.0)
-    check(made.run())
+    task_assembly = assembly(peers, ("far", "b", "c"), request_timeout_s=60.0)
+    check(task_assembly.run())
     assert [name for name, _ in opened(log)] == ["slow", "quick"]
-    assert sorted(stage.holder for stage in made.sources.stages) == ["c", "far"]
+    assert sorted(stage.holder for stage in task_assembly.sources.stages) == ["c", "far"]
 
 
 def note_permutes(monkeypatch, log):
@@ -240,8 +240,8 @@ def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     """Also where it failed: kernels that read what came before may still be queued."""
     synchronize, close = HostQueue.synchronize, FakeReading.close
 
-    def logged(what, function):
-        return lambda self: (log.append((what,)), function(self))[1]
+    def logged(step_name, function):
+        return lambda self: (log.append((step_name,)), function(self))[1]
 
     monkeypatch.setattr(HostQueue, "synchronize", logged("synchronize", synchronize))
     monkeypatch.setattr(FakeReading, "close", logged("close", close))
@@ -281,8 +281,8 @@ def test_nothing_stays_open_after_an_error_that_is_not_retried(quick, peers):
     assert quick.open_now == []
 
 
-@pytest.mark.parametrize("what", ["the kernels", "a lease"])
-def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, what):
+@pytest.mark.parametrize("failing_part", ["the kernels", "a lease"])
+def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, failing_part):
     def fail(*args):
         raise RuntimeError("the device is lost")
 
@@ -290,7 +290,7 @@ def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, what):
         quick.open_now.remove(self)
         fail()
 
-    if what == "the kernels":
+    if failing_part == "the kernels":
         monkeypatch.setattr(HostQueue, "synchronize", fail)
     else:
         monkeypatch.setattr(FakeReading, "close", close)
@@ -313,35 +313,35 @@ def test_what_does_not_come_whole_is_brought_by_another_way(quick, slow, peers, 
     regions = FakeReading.__iter__
 
     def all_but_the_last(reading):
-        wanted = list(regions(reading))
-        return iter(wanted[:-1] if reading.transport is quick else wanted)
+        all_regions = list(regions(reading))
+        return iter(all_regions[:-1] if reading.transport is quick else all_regions)
 
     monkeypatch.setattr(FakeReading, "__iter__", all_but_the_last)
-    made = assembly(peers)
-    check(made.run())
-    assert {stage.transport for stage in made.sources.stages} == {"slow"}
+    task_assembly = assembly(peers)
+    check(task_assembly.run())
+    assert {stage.transport for stage in task_assembly.sources.stages} == {"slow"}
     assert any("arrived incomplete" in text for text in peers.warnings)
 
 
 def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeypatch):
     """But not the confirmed regions, which are not brought again."""
-    request, wrong = FakeReading.request, ("x", 2, 0)
+    request, wrong_key = FakeReading.request, ("x", 2, 0)
 
-    def request_wrong(self, of, *args):
-        future = request(self, of, *args)
-        if self.transport is quick and of.key == wrong:
+    def request_wrong(self, requested, *args):
+        future = request(self, requested, *args)
+        if self.transport is quick and requested.key == wrong_key:
             future.result()[...] += 1
         return future
 
     def confirm(self):
-        if self.transport is quick and self.requests[0].key == wrong:
+        if self.transport is quick and self.requests[0].key == wrong_key:
             raise TransferError("quick: what came is not what was sent")
 
     monkeypatch.setattr(FakeReading, "request", request_wrong)
     monkeypatch.setattr(FakeReading, "confirm", confirm)
-    made = assembly(peers)
-    np.testing.assert_array_equal(made.run(), X.T[3:6])
-    assert [(stage.holder, stage.transport) for stage in made.sources.stages] == [
+    task_assembly = assembly(peers)
+    np.testing.assert_array_equal(task_assembly.run(), X.T[3:6])
+    assert [(stage.holder, stage.transport) for stage in task_assembly.sources.stages] == [
         ("a", "quick"),
         ("c", "slow"),
     ]
@@ -359,39 +359,39 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
     ],
 )
 def test_a_local_block_that_is_not_as_declared(peers, block, error):
-    made = assembly(peers)
-    made.local.blocks[1] = block
+    task_assembly = assembly(peers)
+    task_assembly.local.blocks[1] = block
     with pytest.raises(error):
-        made.run()
+        task_assembly.run()
 
 
 def test_local_blocks_of_two_libraries(peers, monkeypatch):
     monkeypatch.setattr(type(CUPY), "check", lambda self, block: None)
-    made = assembly(peers, ("b", "b", "a"))
-    made.local.blocks[1] = made.local.blocks[1].copy().view(DeviceArray)
+    task_assembly = assembly(peers, ("b", "b", "a"))
+    task_assembly.local.blocks[1] = task_assembly.local.blocks[1].copy().view(DeviceArray)
     with pytest.raises(BlockMismatchError, match=r"block .* of numpy and block .* of cupy"):
-        made.run()
+        task_assembly.run()
 
 
 def test_what_a_function_gets_is_its_own_and_not_known_to_be_written(peers):
     """Also of a block that would be handed on as it is."""
-    block, got = X[:3].copy(), []
+    block, arguments = X[:3].copy(), []
 
     def overwrite(array, index):
-        got.append(array)
+        arguments.append(array)
         array[...] = index[0]
         return array
 
     plan = redistribution(((3,), (9,)), (0, 1), ((3,), (9,))).block((0, 0))
     assert plan.is_copy
     output = OutputSpec(("x",), X.dtype, "numpy", OPTIONS, overwrite)
-    made = Assembly(plan, output, [block], peers)
-    result = made.finish(whole := made.run(), (7, 0))
-    assert result is got[0] is not whole, "that array is known to be written"
-    assert np.shares_memory(result, whole)
+    task_assembly = Assembly(plan, output, [block], peers)
+    result = task_assembly.finish(block_before := task_assembly.run(), (7, 0))
+    assert result is arguments[0] is not block_before, "that array is known to be written"
+    assert np.shares_memory(result, block_before)
     assert not np.shares_memory(result, block)
     assert (result == 7).all()
     np.testing.assert_array_equal(block, X[:3])
-    assert made.epilogue.seconds > 0
+    assert task_assembly.epilogue.seconds > 0
     reused = Assembly(plan, replace(output, epilogue=None), [block], peers)
     assert reused.finish(reused.run(), (0, 0)) is block

@@ -9,9 +9,9 @@ from dask_p2p.config import options
 from dask_p2p.engine.remote import Fetch, RemoteSource
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import Piece
-from dask_p2p.transports import Route
 from dask_p2p.transports.base import Reading, Region, Request
 from dask_p2p.transports.buffers import Footprint
+from dask_p2p.transports.router import Route
 
 BOX = ((0, 2), (0, 4))
 
@@ -46,7 +46,7 @@ def record_written(fetch, *sources):
 
 
 @pytest.mark.parametrize(
-    ("failure", "given_up", "left"),
+    ("failure", "given_up", "routes_left"),
     [
         ({"scope": "region"}, 1, ["ipc of b", "cma of c"]),
         ({}, 1, ["ipc of b", "cma of c"]),
@@ -55,7 +55,7 @@ def record_written(fetch, *sources):
         ({"scope": "holder", "is_silence": True}, 2, ["cma of c"]),
     ],
 )
-def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, left):
+def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, routes_left):
     fetch = begun()
     first, _ = fetch.sources
     cma, ipc = fetch.route.transport, SimpleNamespace(name="ipc", in_place=True)
@@ -64,5 +64,5 @@ def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, left
     assert sum(source.error is not None for source in fetch.sources) == given_up
     assert hasattr(fetch.reading, "is_closed") == (given_up == 2)
     first.leave_route()
-    assert [f"{route.transport.name} of {route.holder}" for route in first.routes] == left
+    assert [f"{route.transport.name} of {route.holder}" for route in first.routes] == routes_left
     assert first.causes == ["cma: why"]

@@ -36,20 +36,20 @@ def alive(dask_worker):
 
 
 def check_all_is_gone(client):
-    found = {}
+    frames = {}
 
     def all_is_gone():
-        found.update(client.run(alive))
-        assert sum(noted for noted, _ in found.values()), "something was noted"
-        return all(gone for _, gone in found.values())
+        frames.update(client.run(alive))
+        assert sum(noted for noted, _ in frames.values()), "something was noted"
+        return all(gone for _, gone in frames.values())
 
-    wait_until(all_is_gone, state=lambda: found)
+    wait_until(all_is_gone, state=lambda: frames)
 
 
 def test_of_a_rank_whose_function_raises(client):
     def function(ctx, x):
-        made = np.ones(1000)
-        note(made)
+        array = np.ones(1000)
+        note(array)
         ctx.barrier()
         if ctx.rank == 1:
             raise ZeroDivisionError("of rank 1")
@@ -64,8 +64,8 @@ def test_of_a_rank_whose_function_raises(client):
 
 def test_of_a_rank_whose_peer_dies(client, tmp_path):
     def function(ctx, x, path):
-        made = np.ones(1000)
-        note(made)
+        array = np.ones(1000)
+        note(array)
         ctx.barrier()
         if ctx.rank == 1 and not path.exists():
             path.touch()
@@ -80,8 +80,8 @@ def test_of_a_rank_whose_peer_dies(client, tmp_path):
 
 def test_of_a_task_of_a_layer(client):
     def function(block):
-        made = block + 1
-        note(made)
+        array = block + 1
+        note(array)
         raise ZeroDivisionError("of a block")
 
     x = da.zeros((4, 1000), chunks=(2, 500))
@@ -94,14 +94,14 @@ def test_of_a_task_of_a_layer(client):
 
 def raising():
     array = np.ones(3)
-    kept = weakref.ref(array)
+    reference = weakref.ref(array)
     try:
         try:
             raise OSError("cause")
         except OSError as exc:
             raise TransferError("failed") from exc
     except TransferError as exc:
-        return exc, kept
+        return exc, reference
 
 
 def test_an_exception_that_is_kept_has_no_frames():

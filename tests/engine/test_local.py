@@ -69,7 +69,8 @@ def assembly(store, holders=((HERE,), (HERE,), (HERE,)), plan=None, dtype=X.dtyp
     plan = plan or PLAN.block((1, 0))
     output = OutputSpec(("x",), dtype, "numpy", replace(OPTIONS, **changes))
     blocks = [
-        BlockRef(("x", *source), of) for source, of in zip(plan.sources, holders, strict=True)
+        BlockRef(("x", *source), holders_of_block)
+        for source, holders_of_block in zip(plan.sources, holders, strict=True)
     ]
     return Assembly(plan, output, blocks, store)
 
@@ -81,8 +82,8 @@ def test_local_and_remote_blocks_together():
     log = []
     transports = FakeTransport("quick", log), FakeTransport("slow", log)
     store = Store(*transports, blocks={KEYS[1]: BLOCKS[KEYS[1]]}, spilled=[KEYS[1]])
-    made = assembly(store, (("a",), (HERE, "c"), ("c",)))
-    check(made.run())
+    task_assembly = assembly(store, (("a",), (HERE, "c"), ("c",)))
+    check(task_assembly.run())
     assert store.read == [KEYS[1]]
     assert opened(log) == [("quick", "c"), ("quick", "a")]
     assert store.served == [], "a spilled block is not published ahead"
@@ -129,10 +130,10 @@ def test_a_spilled_block_is_of_the_kind_that_it_had():
     """Of one that dask-cuda has spilled, the bytes lie in host memory."""
     store = Store(blocks=BLOCKS, spilled=KEYS)
     store.kind = "cupy"
-    made = assembly(store)
-    assert made._kind(made.local.in_memory()) == "cupy"
+    task_assembly = assembly(store)
+    assert task_assembly._kind(task_assembly.local.in_memory()) == "cupy"
     store.kind = None
-    assert made._kind(made.local.in_memory()) == "numpy", "as declared"
+    assert task_assembly._kind(task_assembly.local.in_memory()) == "numpy", "as declared"
 
 
 class DeviceQueue(HostQueue):

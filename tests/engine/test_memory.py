@@ -131,13 +131,13 @@ def test_what_is_done_to_the_block_afterwards_counts(peers):
             assert (shape, dtype) == ((3, 9), np.dtype("f8"))
             return 500
 
-    made = assembly(peers)
-    made.output = replace(made.output, epilogue=Epilogue())
+    task_assembly = assembly(peers)
+    task_assembly.output = replace(task_assembly.output, epilogue=Epilogue())
     peers.memory = 2 * 216 + 499  # what comes, 144 bytes, is gone by then
     with pytest.raises(MemoryLimitError, match="transfer, or afterwards 500 B to transform it"):
-        made.run()
+        task_assembly.run()
     peers.memory += 1
-    check(made.run())
+    check(task_assembly.run())
 
 
 class NthFails:
@@ -168,9 +168,9 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
     monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
     from tests.engine.test_assembly import BLOCKS, FakeReading, box_slices
 
-    def request(self, of, box, error):
+    def request(self, request, box, error):
         future = Future()
-        future.set_result(parts(BLOCKS[of.key][box_slices(box)]))
+        future.set_result(parts(BLOCKS[request.key][box_slices(box)]))
         return future
 
     monkeypatch.setattr(FakeReading, "request", request)
@@ -180,7 +180,9 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
             assembly(peers).run()
         assert quick.open_now == []
         assert len(outputs.given) == 1
-        assert [kept for kept in (*outputs.given, *parts.given) if kept() is not None] == []
+        assert [
+            reference for reference in (*outputs.given, *parts.given) if reference() is not None
+        ] == []
     finally:
         gc.enable()
     assert caught.value.missing_bytes is None
@@ -200,7 +202,7 @@ def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch
         with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
             assembly(peers).run()
         assert quick.open_now == []
-        assert [kept() for kept in outputs.given] == [None]
+        assert [reference() for reference in outputs.given] == [None]
     finally:
         gc.enable()
 
@@ -218,8 +220,8 @@ def test_idle_buffers_are_given_up_before_there_is_an_error(monkeypatch):
     from dask_p2p.transports import buffers as module
 
     buffers = Buffers("numpy", 2**20)
-    del (taken := [buffers.take((1000,), "u1")])[:]
-    assert taken == []
+    del (buffers_lent := [buffers.take((1000,), "u1")])[:]
+    assert buffers_lent == []
     assert buffers.idle_bytes == 1024
     real, tries = module.allocate, []
 

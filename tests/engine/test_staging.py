@@ -18,10 +18,10 @@ from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import box_shape, box_size, box_slices
 from dask_p2p.plans import redistribution, slab_chunks
-from dask_p2p.transports import Router
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.packed import CommTransport
 from dask_p2p.transports.packed_reading import PackedReading
+from dask_p2p.transports.router import Router
 from dask_p2p.transports.ucx import UcxTransport
 from tests.support import BOUND_S
 from tests.transports.loopback import LoopbackHost, wait_until
@@ -75,17 +75,17 @@ class Peers:
 @pytest.fixture
 def workers(loop, tmp_path):
     """Give a reader's transports, and those of the holders that it reads from."""
-    network, made = {}, []
+    network, worker_contexts = {}, []
 
-    def make(cls, here, options):
-        host = network.get(here) or LoopbackHost(here, loop.loop, network, tmp_path)
+    def make(cls, address, options):
+        host = network.get(address) or LoopbackHost(address, loop.loop, network, tmp_path)
         transport = cls(host, options)
         host.handlers.update(transport.handlers())
-        made.append(transport)
+        worker_contexts.append(transport)
         return transport
 
     yield make, network
-    for transport in made:
+    for transport in worker_contexts:
         loop.run(transport.close())
     for host in network.values():
         host.close()
@@ -104,7 +104,7 @@ def buffers(monkeypatch):
     meters = {}
     take, put_back = Buffers.take, Buffers.put_back
 
-    def taken(self, shape, dtype):
+    def lend(self, shape, dtype):
         nbytes = buffer_bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize)
         meters.setdefault(self, Meter()).add(nbytes)
         return take(self, shape, dtype)
@@ -113,7 +113,7 @@ def buffers(monkeypatch):
         meters[self].add(-size_bytes)
         put_back(self, size_bytes, memory)
 
-    monkeypatch.setattr(Buffers, "take", taken)
+    monkeypatch.setattr(Buffers, "take", lend)
     monkeypatch.setattr(Buffers, "put_back", given_back)
     return meters
 
@@ -166,10 +166,10 @@ def test_ucx(workers, buffers, limit_bytes):
 
 def read_at_once(reader, key, boxes, chosen, times=6):
     """Read all boxes, one after another, so often at the same time; return the results' bytes."""
-    of = "holder", key, X.shape, X.dtype, "numpy"
+    request_fields = "holder", key, X.shape, X.dtype, "numpy"
 
     def read():
-        remote = open_block(reader, *of, boxes, chosen)
+        remote = open_block(reader, *request_fields, boxes, chosen)
         try:
             return b"".join(
                 np.array(remote.request().result(BOUND_S)).tobytes() for _ in range(len(boxes))
@@ -216,12 +216,12 @@ def test_a_holder_that_never_has_room_reports_it(workers, cls):
     reader = make(cls, "reader", options())
     serving = make(cls, "holder", replace(chosen, staging_limit_bytes=1000))
     network["holder"].blocks = {"x": X}
-    (taken,) = serving.packed.reserve(1000)
+    (reservation,) = serving.packed.reserve(1000)
     read = partial(read_at_once, reader, "x", BOXES, chosen)
     with pytest.raises(TransferError, match="outgoing staging limit"):
         read(times=1)
     wait_until(lambda: not any(usage(serving).values()))
-    taken()
+    reservation()
     wait_until(lambda: serving.packed.reserved_bytes == 0)
     assert read_at_once(reader, "x", BOXES, options(), times=1) == [EXPECTED]
     assert box_shape(BOXES[0]) == (24, 4)

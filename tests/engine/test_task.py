@@ -72,9 +72,9 @@ def test_the_last_error_names_the_cause_of_each_attempt(monkeypatch):
     runtime = AttemptLog("tcp://here")
     for cause in ("dumb", "deaf", "deaf"):
         with pytest.raises(Reschedule):
-            module.try_again("key", TransferError(cause), runtime, chosen)
+            module.reschedule_failed("key", TransferError(cause), runtime, chosen)
     with pytest.raises(TransferError, match="attempt 1: dumb; attempts 2 to 3: deaf; attempt 4: x"):
-        module.try_again("key", TransferError("x"), runtime, chosen)
+        module.reschedule_failed("key", TransferError("x"), runtime, chosen)
 
 
 def test_the_text_about_attempts_is_bounded():
@@ -110,7 +110,7 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
     for _ in range(2):  # whoever wants it again is given as many attempts again
         for _ in range(chosen.attempts - 1):
             with pytest.raises(Reschedule):
-                module.try_again("key", error, runtime, chosen)
+                module.reschedule_failed("key", error, runtime, chosen)
         assert pauses_s[:3] == [0.05, 0.1, 0.2]
         assert max(pauses_s) <= 2.0
         assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
@@ -118,5 +118,5 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
             TransferError,
             match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",
         ):
-            module.try_again("key", error, runtime, chosen)
+            module.reschedule_failed("key", error, runtime, chosen)
         pauses_s.clear()

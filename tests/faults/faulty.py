@@ -1,4 +1,4 @@
-"""Faulty connections: messages of other workers come late, twice, cut short, or not at all.
+"""Faulty connections: messages of other workers come late, twice, or not at all.
 
 `install` and the rest are for `client.run`. Answers to RPCs are spoilt where they arrive, messages
 of UCX where they are sent.
@@ -11,7 +11,6 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
-import numpy as np
 from distributed.comm import CommClosedError
 
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -20,7 +19,7 @@ from dask_p2p.transports.ucx_messenger import Message, Messenger
 OPS = ("p2p_comm_read", "p2p_ucx_read")
 
 #: Of answers to RPCs.
-ANSWERS = ("drop", "lose", "hang", "delay", "duplicate", "reorder", "truncate", "garble")
+ANSWERS = ("drop", "lose", "hang", "delay", "duplicate", "reorder")
 #: Of messages over UCX.
 MESSAGES = ("message-swallow",)
 
@@ -82,9 +81,6 @@ class FaultyCalls:
             raise
         if fault is None:
             return reply
-        spoilt = [answer for answer in reply.get("parts", ()) if np.size(answer.get("data", ()))]
-        if fault == "truncate" and not spoilt:
-            return reply  # nothing to spoil
         self.faults.counts[fault] += 1
         if fault == "lose":  # on its way back
             raise CommClosedError("lost on purpose")
@@ -94,26 +90,21 @@ class FaultyCalls:
             await asyncio.sleep(DELAY_S)
         elif fault == "duplicate":
             reply = await self.call(address, op, **kwargs)
-        elif fault == "reorder":
-            await self._reorder()
-        elif fault == "garble":
-            reply = {"status": "ok"}
         else:
-            answer = self.faults.random.choice(spoilt)
-            answer["data"] = answer["data"][:-1]
+            await self._reorder()
         return reply
 
     async def _reorder(self):
         """Hold an answer until the next one that gets here has been given out."""
         if self._held is not None:
-            held, self._held = self._held, None
-            asyncio.get_running_loop().call_later(DELAY_S / 10, held.set)
+            waiting_answer, self._held = self._held, None
+            asyncio.get_running_loop().call_later(DELAY_S / 10, waiting_answer.set)
             return
-        self._held = held = asyncio.Event()
+        self._held = waiting_answer = asyncio.Event()
         try:
-            await asyncio.wait_for(held.wait(), _PARTNER_S)
+            await asyncio.wait_for(waiting_answer.wait(), _PARTNER_S)
         except TimeoutError:
-            if self._held is held:
+            if self._held is waiting_answer:
                 self._held = None
 
 

@@ -84,9 +84,9 @@ def _is_complete(client, n_workers):
 
 def _replace_missing(client):
     """Replace workers that nannies did not restart, as happens on a busy machine."""
-    there = set(addresses(client))
+    present = set(addresses(client))
     for name, nanny in list(client.cluster.workers.items()):
-        if nanny.worker_address not in there:
+        if nanny.worker_address not in present:
             _drop(client.cluster, name)
 
 
@@ -113,13 +113,13 @@ def _have_no_records(client, n_workers):
 
     A worker that leaves may lack the plugin, and answers with an error.
     """
-    answers = client.run(_forget_others, addresses(client), on_error="return")
-    return [*answers.values()] == [True] * n_workers
+    replies = client.run(_forget_others, addresses(client), on_error="return")
+    return [*replies.values()] == [True] * n_workers
 
 
-def _forget_others(others, dask_worker):
-    for other in others:
-        dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(other)
+def _forget_others(gone_addresses, dask_worker):
+    for address in gone_addresses:
+        dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(address)
     return True
 
 
@@ -155,19 +155,19 @@ def one_block_each(client, x, workers):
     return client.persist(da.concatenate(rows))
 
 
-def held(client):
+def count_resources(client):
     """Resources that transfers hold on each worker; a worker that leaves need not answer."""
-    answers = client.run(_held, on_error="return")
-    return {worker: of for worker, of in answers.items() if not isinstance(of, OSError)}
+    replies = client.run(_count_resources, on_error="return")
+    return {worker: counts for worker, counts in replies.items() if not isinstance(counts, OSError)}
 
 
-def _held(dask_worker):
+def _count_resources(dask_worker):
     return usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context)
 
 
 def assert_nothing_is_held(client):
     """Immediately, or after the last answers."""
-    wait_until(lambda: not any(any(of.values()) for of in held(client).values()))
+    wait_until(lambda: not any(any(counts.values()) for counts in count_resources(client).values()))
 
 
 def attempts(dask_worker):
@@ -207,20 +207,20 @@ def wait_at(path):
 # --- traps, set by `client.run` on the worker that they are for ---
 
 
-def spring(dask_worker, act, what):
+def spring(dask_worker, act, argument):
     if act == "kill":
-        os.kill(os.getpid() if what is None else what, signal.SIGKILL)
+        os.kill(os.getpid() if argument is None else argument, signal.SIGKILL)
     elif act == "close":
         dask_worker.loop.add_callback(dask_worker.close_gracefully)
     elif act == "halt":
-        os.kill(what, signal.SIGSTOP)
+        os.kill(argument, signal.SIGSTOP)
     elif act == "wait":
-        wait_at(what)
+        wait_at(argument)
     else:
         raise ValueError(act)
 
 
-def set_trap(moment, number, act, what=None, *, dask_worker):
+def set_trap(moment, number, act, argument=None, *, dask_worker):
     """Do something when this worker gets to a moment for the n-th time.
 
     Parameters
@@ -241,16 +241,16 @@ def set_trap(moment, number, act, what=None, *, dask_worker):
 
     def passing():
         if next(counter) == number:
-            spring(dask_worker, act, what)
+            spring(dask_worker, act, argument)
 
     if moment == "asked":
         serve = dask_worker.handlers["p2p_comm_read"]
 
-        async def asked(**kwargs):
+        async def spring_trap(**kwargs):
             passing()
             return await serve(**kwargs)
 
-        dask_worker.handlers["p2p_comm_read"] = asked
+        dask_worker.handlers["p2p_comm_read"] = spring_trap
         return
     owner, name = {
         "publishing": (SameHostTransport, "publish_block"),

@@ -32,7 +32,7 @@ def client(shared):
     """Two workers that answer well, before a test and after it."""
     yield shared
     shared.run(recover)
-    wait_until(lambda: not shared.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
+    wait_until(lambda: not shared.run_on_scheduler(has_task, "p2p-transpose"), BOUND_S)
 
 
 def fail(how, dask_worker):
@@ -40,7 +40,7 @@ def fail(how, dask_worker):
     dask_worker.failed_requests = 0
     dask_worker.good_answer = dask_worker.handlers["p2p_comm_read"]
 
-    async def answer(**request):
+    async def send_reply(**request):
         dask_worker.failed_requests += 1
         if how == "refuses":
             return {"status": "error", "message": f"trouble no. {dask_worker.failed_requests}"}
@@ -54,7 +54,7 @@ def fail(how, dask_worker):
             raise CommClosedError("on purpose")
         return {"status": "ok", "parts": [{"status": "ok", "data": "nonsense"}]}
 
-    dask_worker.handlers["p2p_comm_read"] = answer
+    dask_worker.handlers["p2p_comm_read"] = send_reply
 
 
 def requests(dask_worker):
@@ -75,12 +75,12 @@ def failure(client, y, reader):
     with pytest.raises(TransferError) as caught:
         future.result(timeout=BOUND_S)
     future.release()
-    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"), BOUND_S)
+    wait_until(lambda: not client.run_on_scheduler(has_task, "p2p-transpose"), BOUND_S)
     assert f"failed {ATTEMPTS} times on {reader}" in str(caught.value)
     return str(caught.value)
 
 
-def known(prefix, dask_scheduler):
+def has_task(prefix, dask_scheduler):
     return any(prefix in str(key) for key in dask_scheduler.tasks)
 
 
@@ -108,8 +108,8 @@ def test_a_peer_that_always(client, how, cause):
         assert re.search(rf"attempts? {number}\b.*: .*{cause.format(number)}", text)
     assert_nothing_is_held(client)
     assert client.run(recover, workers=[holder])[holder] == ATTEMPTS
-    got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(got, expected(SHAPE).T)
+    result = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(result, expected(SHAPE).T)
 
 
 def test_wanted_again_it_gets_as_many_attempts_again(client):

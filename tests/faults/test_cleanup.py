@@ -19,8 +19,8 @@ from tests.faults.support import (
     addresses,
     assert_nothing_is_held,
     cluster_of,
+    count_resources,
     expected,
-    held,
     one_block_each,
     set_trap,
     source,
@@ -40,7 +40,7 @@ def in_the_middle(client, gate):
 
 def all_hold_something(client, gate):
     gate.wait_until_reached(by=3)
-    return all(of["comm.opened"] >= 1 for of in held(client).values())
+    return all(counts["comm.opened"] >= 1 for counts in count_resources(client).values())
 
 
 def works(client):

@@ -81,8 +81,8 @@ def halted(client, worker):
 
 @pytest.mark.slow
 def test_another_holder_is_asked(client, x):
-    reader, holder, _, other = addresses(client)
-    replicate(client, x, 1, [holder, other])
+    reader, holder, _, second_holder = addresses(client)
+    replicate(client, x, 1, [holder, second_holder])
     with dask.config.set(PATIENT):
         y = client.persist(dask_p2p.transpose(x)[:16], workers=[reader])
     wait(y)
@@ -92,9 +92,9 @@ def test_another_holder_is_asked(client, x):
         start_s = time.monotonic()
         with dask.config.set({"p2p.timeouts.request": "5 s"}):  # the others answer within it
             y = dask_p2p.transpose(x, chunks=((16, 48), (64,)))[:16]
-        got = client.compute(y, workers=[reader]).result(timeout=BOUND_S)
+        result = client.compute(y, workers=[reader]).result(timeout=BOUND_S)
         took_s = time.monotonic() - start_s
-        np.testing.assert_array_equal(got, expected(SHAPE).T[:16])
+        np.testing.assert_array_equal(result, expected(SHAPE).T[:16])
         assert holder not in read_from(client, reader)
     assert 5 <= took_s < BOUND_S / 2, "one deadline"
     check(client, x)
@@ -108,8 +108,8 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
     wait(z)
     with halted(client, holder), dask.config.set(PATIENT):
         waiting = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
-        others = client.compute(dask_p2p.transpose(z), workers=free)
-        np.testing.assert_array_equal(others.result(timeout=BOUND_S), expected(SHAPE).T + 1)
+        futures = client.compute(dask_p2p.transpose(z), workers=free)
+        np.testing.assert_array_equal(futures.result(timeout=BOUND_S), expected(SHAPE).T + 1)
         assert not waiting.done()
     np.testing.assert_array_equal(waiting.result(timeout=BOUND_S), expected(SHAPE).T[:16])
     with halted(client, holder):

@@ -63,11 +63,11 @@ def fail_once(module, name, function, number, error, dask_worker):
         patch.setattr(owner, function, failing)
 
 
-def undo(others, dask_worker):
+def undo(gone_addresses, dask_worker):
     """Undo it, and forget failures of other workers; return the number of calls that failed."""
     dask_worker.p2p_patch.undo()
-    for other in others:
-        dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(other)
+    for address in gone_addresses:
+        dask_worker.plugins[PLUGIN_NAME].context.router.on_worker_left(address)
     return dask_worker.p2p_failed
 
 

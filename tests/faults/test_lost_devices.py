@@ -20,8 +20,8 @@ def lose_device(dask_worker):
     assert host.on_device_lost(DeviceLostError("the GPU of this process works no more"))
 
 
-def break_device(others=()):
-    wait_until(lambda: all(map(os.path.exists, others)))  # these run, too
+def break_device(gone_addresses=()):
+    wait_until(lambda: all(map(os.path.exists, gone_addresses)))  # these run, too
     lose_device(get_worker())
     time.sleep(0.05)  # its own error comes later
     raise RuntimeError("illegal memory access")
@@ -60,11 +60,11 @@ def test_tasks_beside_it_run_again(tmp_path):
     with cluster_of(2, threads_per_worker=2) as client:
         victim = addresses(client)[0]
         pid = pid_of(client, victim)
-        here = {"workers": [victim], "allow_other_workers": True, "pure": False}
-        beside = client.submit(outlast_device, path, **here)
-        broken = client.submit(break_device, [path], **here)
+        placement = {"workers": [victim], "allow_other_workers": True, "pure": False}
+        neighbour = client.submit(outlast_device, path, **placement)
+        broken = client.submit(break_device, [path], **placement)
         began_s = time.monotonic()
-        assert beside.result(timeout=BOUND_S) != pid
+        assert neighbour.result(timeout=BOUND_S) != pid
         assert time.monotonic() - began_s < BOUND_S / 2
         with pytest.raises(RuntimeError, match="illegal memory access"):
             broken.result(timeout=BOUND_S)

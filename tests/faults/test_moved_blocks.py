@@ -76,7 +76,9 @@ def start(client, gate, x, reader):
     workers = addresses(client)[:3]
     rows = one_block_each(client, dask_p2p.transpose(x, chunks=(16, -1)), workers)
     gate.wait_until_reached()
-    wait([of for of in futures_of(rows) if workers[of.key[1]] != reader], timeout=BOUND_S)
+    wait(
+        [future for future in futures_of(rows) if workers[future.key[1]] != reader], timeout=BOUND_S
+    )
     return rows
 
 
@@ -88,30 +90,30 @@ def finish(client, gate, y):
 
 def test_a_block_of_the_readers_own_that_moved(client, gate):
     """It is a reference as well: the task is sent again, with the block's new holder."""
-    reader, *_, other = addresses(client)
+    reader, *_, second_holder = addresses(client)
     x = slabs(client)
     rows = start(client, gate, x, reader)
-    replicate(client, x, 0, [reader, other])
+    replicate(client, x, 0, [reader, second_holder])
     drop(client, reader, x, 0)
-    wait_until(lambda: holders(client, x, 0) == {other})
+    wait_until(lambda: holders(client, x, 0) == {second_holder})
     finish(client, gate, rows)
 
 
 @pytest.mark.parametrize("replicated", ["before", "later", "never"])
 def test_a_block_that_its_holder_drops(client, gate, replicated):
     """It has another holder then, or Dask computes it again."""
-    reader, holder, _, other = addresses(client)
+    reader, holder, _, second_holder = addresses(client)
     x = slabs(client)
     assert holders(client, x, 1) == {holder}
     if replicated == "before":
-        replicate(client, x, 1, [holder, other])
+        replicate(client, x, 1, [holder, second_holder])
     y = start(client, gate, x, reader)
     if replicated == "later":
-        replicate(client, x, 1, [holder, other])
+        replicate(client, x, 1, [holder, second_holder])
     drop(client, holder, x, 1)
     finish(client, gate, y)
     if replicated != "never":
-        assert other in read_from(client, reader)
+        assert second_holder in read_from(client, reader)
     if replicated == "before":
         assert holder not in read_from(client, reader)
 

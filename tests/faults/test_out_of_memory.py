@@ -25,7 +25,7 @@ from tests.faults.support import (
     one_block_each,
     source,
 )
-from tests.faults.test_attempts import known
+from tests.faults.test_attempts import has_task
 from tests.transports.loopback import wait_until
 
 SHAPE = (384, 384)
@@ -37,9 +37,9 @@ PARTS = {
 CLUSTER = {"n_workers": 2, "options": PARTS}
 
 
-def run_out(what, number, dask_worker):
+def run_out(allocation, number, dask_worker):
     """Let an allocation fail, from the n-th on."""
-    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[what]
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[allocation]
     dask_worker.allocate = allocate = getattr(owner, name)
     count = 0
 
@@ -53,8 +53,8 @@ def run_out(what, number, dask_worker):
     setattr(owner, name, fails)
 
 
-def restore_allocation(what, dask_worker):
-    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[what]
+def restore_allocation(allocation, dask_worker):
+    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[allocation]
     setattr(owner, name, dask_worker.allocate)
 
 
@@ -82,12 +82,12 @@ def lent_bytes(dask_worker):
 def forget(client, future):
     """Wait until the scheduler has dropped a failed task: another of its key would fail, too."""
     future.release()
-    wait_until(lambda: not client.run_on_scheduler(known, "p2p-transpose"))
+    wait_until(lambda: not client.run_on_scheduler(has_task, "p2p-transpose"))
 
 
 def check(client, x):
-    got = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(got, expected(SHAPE).T)
+    result = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(result, expected(SHAPE).T)
     assert_nothing_is_held(client)
 
 
@@ -100,11 +100,11 @@ def x(shared):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("what", "number", "order"),
+    ("allocation", "number", "order"),
     [("kernel", 1, ["comm"]), ("buffer", 1, ["ucx"]), ("buffer", 3, ["ucx"])],
     ids=["the output", "a first part", "a later part"],
 )
-def test_a_reader_runs_out(shared, x, what, number, order):
+def test_a_reader_runs_out(shared, x, allocation, number, order):
     if order == ["ucx"]:
         pytest.importorskip("ucxx")
     reader, _ = addresses(shared)
@@ -113,7 +113,7 @@ def test_a_reader_runs_out(shared, x, what, number, order):
         y = dask_p2p.transpose(x)[:192]
         # What is idle would do for a few parts.
         shared.run(forget_buffers)
-        shared.run(run_out, what, number, workers=[reader])
+        shared.run(run_out, allocation, number, workers=[reader])
         future = shared.compute(y, workers=[reader])
         with pytest.raises(MemoryLimitError, match=r"out of memory on worker .*no \(") as caught:
             future.result(timeout=BOUND_S)
@@ -122,15 +122,15 @@ def test_a_reader_runs_out(shared, x, what, number, order):
         assert caught.value.needed_bytes > 192 * 384 * 8
         assert shared.run(attempts, workers=[reader])[reader] == {}, "it is not tried again"
         assert_nothing_is_held(shared)
-        shared.run(restore_allocation, what, workers=[reader])
+        shared.run(restore_allocation, allocation, workers=[reader])
         forget(shared, future)
         check(shared, x)
 
 
 def forget_buffers(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
-    for kept in ucx.buffers.values():
-        kept.clear()
+    for pool in ucx.buffers.values():
+        pool.clear()
 
 
 def test_a_reader_has_no_room_for_an_answer(shared, x):

@@ -46,8 +46,8 @@ def measure(dask_worker):
 def run(client, x, number):
     for i in range(number):
         y = dask_p2p.transpose(x, chunks=(64 + i % 64, -1))
-        got = client.compute(y).result(timeout=BOUND_S)
-        assert (got == expected(SHAPE).T).all()
+        result = client.compute(y).result(timeout=BOUND_S)
+        assert (result == expected(SHAPE).T).all()
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_nothing_grows(client, runs, order):
         after = client.run(measure)
         assert_nothing_is_held(client)
     for worker in before:
-        grown = {what: after[worker][what] - before[worker][what] for what in before[worker]}
+        grown = {name: after[worker][name] - before[worker][name] for name in before[worker]}
         assert grown.pop("memory") < MOST_OTHER_BYTES + (runs - WARM_UP) * MOST_BYTES_A_RUN
         assert grown["files"] <= MOST_FILES, grown
         assert grown["threads"] <= MOST_THREADS, grown

@@ -37,17 +37,17 @@ def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, numb
     client.run(set_trap, "placed", 1, "wait", gate.path, workers=[waiting])
     first = one_block_each(client, dask_p2p.transpose(xs[0]), workers)
     gate.wait_until_reached()
-    others = [
+    futures = [
         client.persist(dask_p2p.transpose(x), workers=free, allow_other_workers=False)
         for x in xs[1:]
     ]
-    for i, y in enumerate(others, start=1):
-        got = client.compute(y, workers=free).result(timeout=BOUND_S)
-        np.testing.assert_array_equal(got, expected(SHAPE).T + i)
+    for i, y in enumerate(futures, start=1):
+        result = client.compute(y, workers=free).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(result, expected(SHAPE).T + i)
     assert not all(future.done() for future in client.futures_of(first))
     gate.open()
-    got = client.compute(first).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(got, expected(SHAPE).T)
+    result = client.compute(first).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(result, expected(SHAPE).T)
     assert_nothing_is_held(client)
 
 
@@ -60,7 +60,7 @@ def test_all_at_once_within_a_deadline(client, number, bound_s):
     started_s = time.monotonic()
     futures = client.compute([dask_p2p.transpose(x) for x in xs])
     for i, future in enumerate(futures):
-        got = future.result(timeout=bound_s)
-        np.testing.assert_array_equal(got, expected((60, 40 + i)).T)
+        result = future.result(timeout=bound_s)
+        np.testing.assert_array_equal(result, expected((60, 40 + i)).T)
     assert time.monotonic() - started_s < bound_s
     assert_nothing_is_held(client)

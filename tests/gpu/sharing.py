@@ -10,18 +10,16 @@ from tests.gpu.support import POOL
 
 
 def shared_cluster(n_workers=2, *, gpus=True, **kwargs):
-    """Replace `dask_p2p.local_cluster`."""
     from dask_cuda import LocalCUDACluster
 
     class SharedCluster(LocalCUDACluster):
         def new_worker_spec(self):
-            """Return the specification of the first worker, under the name of the next one."""
-            there, self.worker_spec = self.worker_spec, {}
+            specs, self.worker_spec = self.worker_spec, {}
             try:
                 [spec] = super().new_worker_spec().values()
             finally:
-                self.worker_spec = there
-            return {next(n for n in range(len(there) + 1) if n not in there): spec}
+                self.worker_spec = specs
+            return {next(n for n in range(len(specs) + 1) if n not in specs): spec}
 
     options = {
         "CUDA_VISIBLE_DEVICES": [0],

@@ -9,10 +9,12 @@ import numpy as np
 from distributed import Client
 
 import dask_p2p
+from dask_p2p.cli.cluster import count_wrong
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.dask_internals import warn_client
 from tests.faults.support import BOUND_S
+from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
 POOL = {"rmm_pool_size": 8 * 2**30}
@@ -20,7 +22,6 @@ POOL = {"rmm_pool_size": 8 * 2**30}
 
 @contextmanager
 def gpu_client(**options):
-    """A client of a new cluster with two GPUs."""
     with (
         dask_p2p.local_cluster(2, gpus=True, **{**POOL, **options}) as cluster,
         Client(cluster) as client,
@@ -34,14 +35,33 @@ def on_gpu(x, chunks):
     return da.from_array(x, chunks=chunks).map_blocks(cupy.asarray)
 
 
-def held(client):
+def on_host(y):
+    """The values of CuPy blocks: only those have get()."""
+    return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
+
+
+def check_transpose(client, x, transport=None):
+    """Transpose an `indexed_array` of CuPy blocks; check each element, and the transport."""
+    y = persisted(client, dask_p2p.transpose(x))
+    assert int(count_wrong(y, x.shape, (1, 0), kind="cupy").compute()) == 0
+    if transport is not None:
+        assert used(client, y) == {transport}
+
+
+def free_all_blocks():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def ipc_counts(client):
     """Blocks kept by descriptor directories, and mappings that are open, on each worker."""
 
-    def look(dask_worker):
+    def count(dask_worker):
         ipc = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"]
         return len(ipc.directory), len(ipc.mappings)
 
-    return client.run(look)
+    return client.run(count)
 
 
 HOLD = r"""
@@ -62,11 +82,11 @@ class HeldKernel:
         import cupyx
 
         self._go_on, self._found = (cupyx.zeros_pinned((1,), "i4") for _ in range(2))
-        given = [np.uintp(each.ctypes.data) for each in (self._go_on, self._found)]
+        pointers = [np.uintp(flag.ctypes.data) for flag in (self._go_on, self._found)]
         kernel = cupy.RawKernel(HOLD, "hold")
-        kernel((1,), (1,), (*given, np.int64(BOUND_S * 10**9)), stream=stream)
+        kernel((1,), (1,), (*pointers, np.int64(BOUND_S * 10**9)), stream=stream)
 
-    def free_memory(self):
+    def release(self):
         self._go_on[0] = 1
 
     @property
@@ -82,7 +102,11 @@ def warnings_of(client, caught):
         warn_client(dask_worker, f"the last of {dask_worker.address}", P2PWarning)
 
     def texts():
-        return [str(each.message) for each in caught if issubclass(each.category, P2PWarning)]
+        return [
+            str(caught_warning.message)
+            for caught_warning in caught
+            if issubclass(caught_warning.category, P2PWarning)
+        ]
 
     last = {f"the last of {worker}" for worker in client.run(send_last)}
     wait_until(lambda: last <= {*texts()}, BOUND_S)

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Record, iterate
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.gpu.test_sections import UNEVEN, X, check, heat, heat_of, way
 from tests.sections.iterate.test_iterate import reference
 from tests.support import persisted
@@ -29,18 +28,18 @@ def count_of_replays(client):
 
     def note():
         from dask_p2p.sections.iterate.capture import Captured
-        from tests.gpu import test_captured_by_default as here
+        from tests.gpu import test_captured_by_default as this_module
 
         if not hasattr(Captured, "original"):
             Captured.original = Captured.__call__
-            Captured.__call__ = lambda graph: (here.replays.append(1), graph.original())
+            Captured.__call__ = lambda graph: (this_module.replays.append(1), graph.original())
 
     def count():
-        from tests.gpu import test_captured_by_default as here
+        from tests.gpu import test_captured_by_default as this_module
 
-        found = len(here.replays)
-        here.replays.clear()
-        return found
+        replay_count = len(this_module.replays)
+        this_module.replays.clear()
+        return replay_count
 
     client.run(note)
     client.run(count)
@@ -63,25 +62,25 @@ def count_of_forks(client):
     def note():
         from dask_p2p import tuning
         from dask_p2p.sections.gpu.device import Gpu
-        from tests.gpu import test_captured_by_default as here
+        from tests.gpu import test_captured_by_default as this_module
 
-        here.replaced[:] = tuning.current, Gpu.on_side_stream
+        this_module.replaced[:] = tuning.current, Gpu.on_side_stream
         forks = Gpu.on_side_stream
         tuning.current = replace(tuning.current, graph_overlap_bytes=1)
-        Gpu.on_side_stream = lambda gpu: (here.forks.append(1), forks(gpu))[1]
+        Gpu.on_side_stream = lambda gpu: (this_module.forks.append(1), forks(gpu))[1]
 
     def count():
-        from tests.gpu import test_captured_by_default as here
+        from tests.gpu import test_captured_by_default as this_module
 
-        return len(here.forks)
+        return len(this_module.forks)
 
     def restore():
         from dask_p2p import tuning
         from dask_p2p.sections.gpu.device import Gpu
-        from tests.gpu import test_captured_by_default as here
+        from tests.gpu import test_captured_by_default as this_module
 
-        tuning.current, Gpu.on_side_stream = here.replaced
-        here.forks.clear()
+        tuning.current, Gpu.on_side_stream = this_module.replaced
+        this_module.forks.clear()
 
     client.run(note)
     yield lambda: sum(client.run(count).values())
@@ -101,10 +100,10 @@ def test_large_fields(client, way, count_of_replays):
 
     x = da.random.default_rng(0).normal(size=(4096, 2048), chunks=2048).map_blocks(cupy.asarray)
     x = persisted(client, x)
-    found, wanted = (
+    actual, expected = (
         iterate(heat, x, 1, STEPS, ranks=2, **options) for options in ({}, {"capture": False})
     )
-    assert not int(abs(found - wanted).max().compute())
+    assert not int(abs(actual - expected).max().compute())
     assert (count_of_replays() > 0) == (way == "windows")
 
 
@@ -138,11 +137,11 @@ def counter():
 
 
 def test_steps_that_count(client, way, count_of_replays):
-    found, wanted = (
+    actual, expected = (
         on_host(iterate(counter(), on_gpu(X, UNEVEN), 1, STEPS, **options))
         for options in ({}, {"capture": False})
     )
-    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_array_equal(actual, expected)
     assert not count_of_replays()
 
 
@@ -153,9 +152,10 @@ def test_coupled_fields_with_records(client, way, count_of_replays):
     fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(X + 1, UNEVEN)}
     total = Record(lambda u: u[1:-1, 1:-1].sum(), every=100)
     options = {"record": {"total": total}, "rate": 1e-3}
-    found, wanted = (
-        iterate(react, fields, 1, STEPS, **options, **more) for more in ({}, {"capture": False})
+    actual, expected = (
+        iterate(react, fields, 1, STEPS, **options, **capture_options)
+        for capture_options in ({}, {"capture": False})
     )
     for name in ("u", "v"):
-        np.testing.assert_array_equal(on_host(found[name]), on_host(wanted[name]))
-    np.testing.assert_array_equal(found["total"].compute(), wanted["total"].compute())
+        np.testing.assert_array_equal(on_host(actual[name]), on_host(expected[name]))
+    np.testing.assert_array_equal(actual["total"].compute(), expected["total"].compute())

@@ -13,9 +13,9 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.backends import device
 from dask_p2p.backends import device as driver
-from dask_p2p.cli.cluster import count_wrong, indexed_array
+from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.plugins.registration import workers_of
-from tests.gpu.support import POOL, gpu_client, on_gpu, warnings_of
+from tests.gpu.support import POOL, check_transpose, gpu_client, on_gpu, on_host, warnings_of
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)
@@ -51,10 +51,10 @@ def test_check_finds_nothing_in_the_way(client):
 def test_check_names_what_is_in_the_way(settings, words):
     with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster) as client:
         report = dask_p2p.check(client)
-    found = [problem for problem in report.problems if words in problem.fault]
-    assert len(found) == 1, str(report)
-    assert len(found[0].workers) == 2
-    assert "rmm_pool_size" in found[0].cure
+    problems = [problem for problem in report.problems if words in problem.fault]
+    assert len(problems) == 1, str(report)
+    assert len(problems[0].workers) == 2
+    assert "rmm_pool_size" in problems[0].cure
     assert all(link.error is None for link in report.links)
 
 
@@ -74,10 +74,10 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
             np.testing.assert_array_equal(y.compute().get(), x.T)
             assert used(client, y) <= {"ucx", "comm"}
             del y
-        ours = warnings_of(client, caught)
-    assert len(ours) == 1
-    assert "cannot be shared by CUDA IPC" in ours[0]
-    assert "rmm_pool_size" in ours[0]
+        p2p_warnings = warnings_of(client, caught)
+    assert len(p2p_warnings) == 1
+    assert "cannot be shared by CUDA IPC" in p2p_warnings[0]
+    assert "rmm_pool_size" in p2p_warnings[0]
 
 
 def refuse_handles(dask_worker):
@@ -106,13 +106,12 @@ def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
         a = persisted(client, on_gpu(x, (100, 300)))
         y = persisted(client, dask_p2p.transpose(a))
         # As NumPy blocks: without the bindings Dask itself cannot send CuPy's.
-        got = y.map_blocks(lambda b: b.get(), meta=np.empty((0, 0))).compute()
-        np.testing.assert_array_equal(got, x.T)
+        np.testing.assert_array_equal(on_host(y), x.T)
         assert used(client, y) <= {"ucx", "comm"}
-        ours = warnings_of(client, caught)
+        p2p_warnings = warnings_of(client, caught)
     # Without the bindings the GPU is unknown: an obstacle, as for a worker without a GPU.
-    assert len(ours) == (trouble is refuse_handles)
-    assert all("CUDA IPC does not share memory here" in text for text in ours)
+    assert len(p2p_warnings) == (trouble is refuse_handles)
+    assert all("CUDA IPC does not share memory here" in text for text in p2p_warnings)
 
 
 def uuid(dask_worker):
@@ -138,14 +137,12 @@ def test_permuted_devices(request, monkeypatch):
     with dask_p2p.local_cluster(gpus=True, **POOL) as cluster, Client(cluster) as client:
         workers = workers_of(client)
         pynvml.nvmlInit()
-        for worker, found in client.run(uuid).items():
+        for worker, uuids in client.run(uuid).items():
             number = int(workers[worker]["name"])  # dask-cuda names workers after their GPUs
             handle = pynvml.nvmlDeviceGetHandleByIndex(number)
             named = pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-").replace("-", "")
-            assert found == named
+            assert uuids == named
         x = persisted(client, indexed_array(shape, (300, 770), "f4", kind="cupy"))
-        y = persisted(client, dask_p2p.transpose(x))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {"ipc"}
+        check_transpose(client, x, "ipc")
         # A block is on the GPU that it names, also if it was made from a block of another GPU.
         assert client.run(devices) == {worker: {0} for worker in workers}

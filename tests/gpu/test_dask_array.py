@@ -10,8 +10,8 @@ import pytest
 import dask_p2p
 from dask_p2p import estimate, fft
 from dask_p2p.engine.task import AssembleTask
+from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
-from tests.gpu.test_operations import on_host
 from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
 from tests.support import persisted, used
 
@@ -34,12 +34,12 @@ def in_blocks(library):
     return library.from_array(VALUES, chunks=(6, -1))
 
 
-def check(client, y, wanted):
+def check(client, y, expected):
     """Compare an array of CuPy blocks with one of NumPy blocks; return its persisted blocks."""
     y = persisted(client, y)
     assert declared(y)
-    assert (y.dtype, y.chunks) == (wanted.dtype, wanted.chunks)
-    np.testing.assert_allclose(on_host(y), wanted.compute(), rtol=1e-9, atol=1e-9)
+    assert (y.dtype, y.chunks) == (expected.dtype, expected.chunks)
+    np.testing.assert_allclose(on_host(y), expected.compute(), rtol=1e-9, atol=1e-9)
     return y
 
 
@@ -60,13 +60,12 @@ def test_regions_move_between_gpus(client, x):
     ):
         with dask.config.set({"p2p.transports.order": ["ipc"]}):
             y = program(x)
-        made = persisted(client, y)
+        result = persisted(client, y)
         assert used(client, y) == {"ipc"}
-        assert declared(made)
+        assert declared(result)
 
 
 def exchange(y):
-    """The plans of the tasks that assemble the blocks of an array, by index."""
     tasks = y.__dask_graph__().values()
     return {task.index: task.plan for task in tasks if isinstance(task, AssembleTask)}
 
@@ -78,11 +77,11 @@ of_dask = pytest.mark.parametrize("library", ["dask.array"], indirect=True)
 @of_dask
 @pytest.mark.parametrize("name", INSTALLED)
 def test_the_methods_of_dask(name, client, library, x):
-    wanted = INSTALLED[name](in_blocks(library).persist())
-    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as taken:
+    expected = INSTALLED[name](in_blocks(library).persist())
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as installation:
         y = persisted(client, INSTALLED[name](x))
-    assert taken.count == 1
-    check(client, y, wanted)
+    assert installation.count == 1
+    check(client, y, expected)
 
 
 @of_dask
@@ -90,24 +89,24 @@ def test_a_transpose_and_a_rechunk_are_one_transpose(client, x):
     """Their tasks are those of `dask_p2p.transpose`, so they move the same bytes."""
     rows = (2, -1)
     with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install():
-        ours = exchange(x.T.rechunk(rows))
-    assert len(ours) == 10
-    assert ours == exchange(dask_p2p.transpose(x, chunks=rows))
+        p2p_layers = exchange(x.T.rechunk(rows))
+    assert len(p2p_layers) == 10
+    assert p2p_layers == exchange(dask_p2p.transpose(x, chunks=rows))
 
 
 @of_dask
 @pytest.mark.parametrize("name", ["fft", "fft2", "rfft"])
 def test_transforms_of_the_library(name, client, library, x):
-    given = {"fft2": {}}.get(name, {"axis": 0})
-    with dask_p2p.install() as taken:
-        y = getattr(library.fft, name)(x, **given)
-    assert taken.counts["fft"] == 1
-    check(client, y, getattr(fft, name)(in_blocks(library), **given))
+    keywords = {"fft2": {}}.get(name, {"axis": 0})
+    with dask_p2p.install() as installation:
+        y = getattr(library.fft, name)(x, **keywords)
+    assert installation.counts["fft"] == 1
+    check(client, y, getattr(fft, name)(in_blocks(library), **keywords))
 
 
 def test_estimates(client, x):
-    found = estimate(x, workers=2)
-    assert found.input_bytes == found.output_bytes == VALUES.nbytes // 2
+    memory = estimate(x, workers=2)
+    assert memory.input_bytes == memory.output_bytes == VALUES.nbytes // 2
     assert "1 exchange" in str(fft.estimate(fft.fft(x, axis=0)))
 
 

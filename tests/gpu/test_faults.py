@@ -61,8 +61,8 @@ def three_workers(transport):
 
 
 def assert_right(client, y):
-    wrong = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy"))
-    assert int(wrong.result(timeout=BOUND_S)) == 0
+    wrong_count = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy"))
+    assert int(wrong_count.result(timeout=BOUND_S)) == 0
 
 
 def assert_flat(client):
@@ -70,7 +70,8 @@ def assert_flat(client):
     mapped = len(addresses(client)) - 1
     wait_until(
         lambda: all(
-            of.pop("ipc.mapped") <= mapped and not any(of.values()) for of in held(client).values()
+            counts.pop("ipc.mapped") <= mapped and not any(counts.values())
+            for counts in held(client).values()
         ),
         BOUND_S,
     )

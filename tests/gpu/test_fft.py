@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import dask
 import numpy as np
 import pytest
 
 from dask_p2p import fft
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)
@@ -19,9 +20,9 @@ CUTS = [(6, -1, -1), (-1, 8, -1), (-1, -1, 9), (12, 15, -1), (12, 15, 18)]
 PRECISION = {"f": 1e-6, "F": 1e-6, "d": 1e-13, "D": 1e-13}
 
 
-def assert_close(got, expected, char):
-    assert got.shape == expected.shape
-    assert np.abs(got - expected).max(initial=0) <= PRECISION[char] * np.abs(expected).max(
+def assert_close(actual, expected, char):
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max(initial=0) <= PRECISION[char] * np.abs(expected).max(
         initial=0
     )
 
@@ -30,13 +31,15 @@ def declared(y):
     """Whether all blocks are CuPy's and of the declared dtype."""
     dtype = y.dtype
 
-    def look(block):
+    def check_declared(block):
         kind = type(block).__module__.partition(".")[0]
         return np.full((1,) * block.ndim, kind == "cupy" and block.dtype == dtype)
 
     return bool(
         y.map_blocks(
-            look, chunks=tuple((1,) * n for n in y.numblocks), meta=np.empty((0,) * y.ndim, bool)
+            check_declared,
+            chunks=tuple((1,) * n for n in y.numblocks),
+            meta=np.empty((0,) * y.ndim, bool),
         )
         .compute()
         .all()
@@ -45,37 +48,26 @@ def declared(y):
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
 @pytest.mark.parametrize("chunks", CUTS, ids=str)
-@pytest.mark.parametrize("char", "fFdD")
-def test_there_and_back(client, transport, chunks, char):
+@pytest.mark.parametrize(
+    ("char", "real"), [*((char, False) for char in "fFdD"), ("f", True), ("d", True)]
+)
+def test_there_and_back(client, transport, chunks, char, real):
     a = X.real.astype(char) if char in "fd" else X.astype(char)
-    wide = a.astype("D")
+    wide = a.astype("d" if real else "D")
     x = persisted(client, on_gpu(a, chunks))
     with dask.config.set({"p2p.transports.order": [transport]}):
-        y = persisted(client, fft.fftn(x))
-        z = persisted(client, fft.ifftn(y, chunks=x.chunks))
+        y = persisted(client, (fft.rfftn if real else fft.fftn)(x))
+        inverse = partial(fft.irfftn, s=a.shape) if real else fft.ifftn
+        z = persisted(client, inverse(y, chunks=x.chunks))
     assert used(client, y) <= {transport}
-    assert y.dtype == z.dtype == np.dtype("F" if char in "fF" else "D")
+    assert y.dtype == np.dtype("F" if char in "fF" else "D")
+    assert z.dtype == (a.dtype if real else y.dtype)
     assert declared(y)
-    assert_close(on_host(y), np.fft.fftn(wide), char)
+    assert declared(z)
+    assert_close(on_host(y), (np.fft.rfftn if real else np.fft.fftn)(wide), char)
     assert z.chunks == x.chunks
     assert_close(on_host(z), wide, char)
     np.testing.assert_array_equal(on_host(x), a)
-
-
-@pytest.mark.parametrize("transport", ["ipc", "ucx"])
-@pytest.mark.parametrize("chunks", CUTS, ids=str)
-@pytest.mark.parametrize("char", "fd")
-def test_real_numbers(client, transport, chunks, char):
-    a = X.real.astype(char)
-    x = persisted(client, on_gpu(a, chunks))
-    with dask.config.set({"p2p.transports.order": [transport]}):
-        y = persisted(client, fft.rfftn(x))
-        z = persisted(client, fft.irfftn(y, s=a.shape, chunks=x.chunks))
-    assert declared(y)
-    assert declared(z)
-    assert z.dtype == a.dtype
-    assert_close(on_host(y), np.fft.rfftn(a.astype("d")), char)
-    assert_close(on_host(z), a, char)
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -83,15 +75,15 @@ def test_real_numbers(client, transport, chunks, char):
 def test_blocks_that_lie_otherwise(client, axes, real):
     """Views, and blocks as Fortran has them, are read as they lie, and stay what they are."""
     a = X.real.copy() if real else X
-    there, back, theirs = (
+    transformed, restored, numpy_transform = (
         (fft.rfftn, fft.irfftn, np.fft.rfftn) if real else (fft.fftn, fft.ifftn, np.fft.fftn)
     )
-    expected, s = theirs(a, axes=axes), [a.shape[axis] for axis in axes]
+    expected, s = numpy_transform(a, axes=axes), [a.shape[axis] for axis in axes]
     for lies in (lambda block: block.copy(order="F"), lambda block: block.repeat(2, 2)[..., ::2]):
         x = persisted(client, on_gpu(a, (12, -1, -1)).map_blocks(lies))
-        y = persisted(client, there(x, axes=axes))
+        y = persisted(client, transformed(x, axes=axes))
         assert_close(on_host(y), expected, "D")
-        assert_close(on_host(persisted(client, back(y, s=s, axes=axes))), a, "D")
+        assert_close(on_host(persisted(client, restored(y, s=s, axes=axes))), a, "D")
         np.testing.assert_array_equal(on_host(x), a)
 
 

@@ -14,8 +14,7 @@ import pytest
 import dask_p2p
 from dask_p2p import tuning
 from tests.fusing import programs
-from tests.gpu.support import on_gpu
-from tests.gpu.test_operations import on_host
+from tests.gpu.support import on_gpu, on_host
 from tests.sections.support import nothing_is_left
 from tests.support import persisted
 
@@ -85,8 +84,8 @@ def way(request):
         yield request.param
 
 
-def check(got, wanted):
-    np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-10 * np.abs(wanted).max())
+def check(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=1e-10, atol=1e-10 * np.abs(expected).max())
 
 
 def expected(program, x, chunks):
@@ -99,17 +98,17 @@ def test_programs(client, way, name, size):
     x, chunks = (X, UNEVEN) if size == "small" else (LARGE, (512, -1))
     if name == "rechunks of Dask":  # of small blocks
         x = x[:512, :512]
-    given = persisted(client, on_gpu(x, chunks))
-    wanted = expected(PROGRAMS[name], x, chunks)
-    y = PROGRAMS[name](given)
-    check(on_host(dask_p2p.fused(y)), wanted)
+    x_on_gpu = persisted(client, on_gpu(x, chunks))
+    reference = expected(PROGRAMS[name], x, chunks)
+    y = PROGRAMS[name](x_on_gpu)
+    check(on_host(dask_p2p.fused(y)), reference)
     for mode in ("on", "auto"):
         with dask.config.set({"p2p.fuse": mode}):
-            check(on_host(y), wanted)
-    step = dask_p2p.compile(PROGRAMS[name], given)
+            check(on_host(y), reference)
+    step = dask_p2p.compile(PROGRAMS[name], x_on_gpu)
     for _ in range(2):
-        check(on_host(step(given)), wanted)
-    np.testing.assert_array_equal(on_host(given), x)
+        check(on_host(step(x_on_gpu)), reference)
+    np.testing.assert_array_equal(on_host(x_on_gpu), x)
     nothing_is_left(client)
 
 
@@ -136,8 +135,8 @@ def test_late_kernels(client, way):
         return x
 
     x = persisted(client, on_gpu(X, (48, -1)))
-    wanted = expected(lambda x: program(x, lambda block: block + 1), X, (48, -1))
-    check(on_host(dask_p2p.fused(program(x, late))), wanted)
+    reference = expected(lambda x: program(x, lambda block: block + 1), X, (48, -1))
+    check(on_host(dask_p2p.fused(program(x, late))), reference)
 
 
 def test_a_worker_is_killed(client, way, tmp_path):
@@ -155,8 +154,8 @@ def test_a_worker_is_killed(client, way, tmp_path):
         y = overlaps(x)
         return overlaps(y.map_blocks(function, dtype=x.dtype, meta=x._meta))
 
-    wanted = expected(lambda x: program(x, lambda block: block + 1), X, UNEVEN)
-    check(on_host(dask_p2p.fused(program(on_gpu(X, UNEVEN), dies_once))), wanted)
+    reference = expected(lambda x: program(x, lambda block: block + 1), X, UNEVEN)
+    check(on_host(dask_p2p.fused(program(on_gpu(X, UNEVEN), dies_once))), reference)
     client.wait_for_workers(2, timeout=120)
 
 
@@ -169,31 +168,31 @@ def heat(u):
 def test_a_resident_gang(client, way):
     x = persisted(client, on_gpu(X, (48, -1)))
     step = dask_p2p.compile(lambda u: (heat(u), u.sum()), x)
-    wanted = X
+    reference = X
     with step.resident(x) as run:
         u = x
         for _ in range(50):
             u, total = run(u)
-            last, wanted = wanted, expected(heat, wanted, (48, -1))
-        check(np.asarray(to_host(run.fetch(u))), wanted)
+            last, reference = reference, expected(heat, reference, (48, -1))
+        check(np.asarray(to_host(run.fetch(u))), reference)
         assert abs(float(to_host(run.fetch(total))) - last.sum()) < 1e-9
-        check(on_host(run.array(u)), wanted)
+        check(on_host(run.array(u)), reference)
     np.testing.assert_array_equal(on_host(x), X)
 
 
 def check_killed(client, at, steps):
     """Check the values of a resident gang, one of whose workers is killed after a step."""
     x = persisted(client, on_gpu(X, (48, -1)))
-    wanted = X
+    reference = X
     with dask_p2p.compile(heat, x).resident(x) as run:
         u = x
         for number in range(steps):
-            u, wanted = run(u), expected(heat, wanted, (48, -1))
+            u, reference = run(u), expected(heat, reference, (48, -1))
             if number == at:
                 run.fetch(u)
                 victim = run._streams.ranks[number % 2][0]
                 client.run(signal.raise_signal, signal.SIGKILL, workers=[victim], on_error="ignore")
-        check(np.asarray(to_host(run.fetch(u))), wanted)
+        check(np.asarray(to_host(run.fetch(u))), reference)
     client.wait_for_workers(2, timeout=120)
 
 
@@ -231,15 +230,15 @@ def gangs(client, monkeypatch):
 def test_replayed_calls_are_those_of_functions(client, gangs, function):
     x = persisted(client, on_gpu(X, (48, -1)))
     step = dask_p2p.compile(lambda u: function(u).rechunk((48, -1)), x)
-    found = []
+    replays = []
     for first in (10**9, 4):
         gangs(first)
         with step.resident(x) as run:
             u = x
             for _ in range(12):
                 u = run(u)
-            found.append(to_host(run.fetch(u)))
-    assert np.array_equal(*found)
+            replays.append(to_host(run.fetch(u)))
+    assert np.array_equal(*replays)
 
 
 def adds_noise(block):
@@ -255,20 +254,20 @@ def test_random_numbers_are_not_replayed(client, gangs):
     x = persisted(client, on_gpu(X * 0, (48, -1)))
     step = dask_p2p.compile(lambda u: u.map_blocks(adds_noise, dtype=u.dtype, meta=u._meta), x)
     with step.resident(x) as run:
-        found = [to_host(run.fetch(run(x))) for _ in range(20)]
-    for number, each in enumerate(found):
-        assert not any(np.array_equal(each, other) for other in found[:number])
+        draws = [to_host(run.fetch(run(x))) for _ in range(20)]
+    for number, draw in enumerate(draws):
+        assert not any(np.array_equal(draw, earlier) for earlier in draws[:number])
 
 
-@pytest.mark.parametrize("other", ["layers", "iterate"])
-def test_replayed_calls_beside_other_work(client, gangs, other):
+@pytest.mark.parametrize("neighbour", ["layers", "iterate"])
+def test_replayed_calls_beside_other_work(client, gangs, neighbour):
     """Arguments of earlier calls, other gangs and tasks on the same GPUs, results that are kept."""
     gangs(4)
     x = persisted(client, on_gpu(X, (48, -1)))
     big = persisted(client, on_gpu(LARGE, (1024, -1)))
-    wanted = [X]
+    reference = [X]
     for _ in range(60):
-        wanted.append(expected(heat, wanted[-1], (48, -1)))
+        reference.append(expected(heat, reference[-1], (48, -1)))
     with dask_p2p.compile(heat, x).resident(x) as run:
         handles = [x]
         for number in range(60):
@@ -276,16 +275,16 @@ def test_replayed_calls_beside_other_work(client, gangs, other):
             if number % 20 == 10:
                 y = (
                     dask_p2p.transpose(big)
-                    if other == "layers"
+                    if neighbour == "layers"
                     else dask_p2p.iterate(
                         lambda u: u[1:-1, 1:-1] * 1.0, big, 1, 5, boundary="periodic"
                     )
                 )
-                check(on_host(y), LARGE.T if other == "layers" else LARGE)
+                check(on_host(y), LARGE.T if neighbour == "layers" else LARGE)
         again = run(handles[30])
         for number in (1, 20, 40, 60):
-            check(np.asarray(to_host(run.fetch(handles[number]))), wanted[number])
-        check(np.asarray(to_host(run.fetch(again))), wanted[31])
+            check(np.asarray(to_host(run.fetch(handles[number]))), reference[number])
+        check(np.asarray(to_host(run.fetch(again))), reference[31])
 
 
 @pytest.mark.parametrize("at", [30, 45])

@@ -54,9 +54,9 @@ def pool(request):
 
 def by_turns(ctx, x):
     for _ in ctx.steps(STEPS):
-        there = ctx.redistribute(x, (1,))
-        there += 1
-        ctx.redistribute(there, from_partition=(1,), out=x)
+        turned = ctx.redistribute(x, (1,))
+        turned += 1
+        ctx.redistribute(turned, from_partition=(1,), out=x)
     return x
 
 
@@ -83,12 +83,11 @@ def do(client, kind):
     x = client.persist(on_gpu(X, CHUNKS))
     y = WORK[kind](x)
     y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
-    got = result_of(client, client.compute(y), timeout_s=120)
-    np.testing.assert_allclose(got, wanted_of(kind), rtol=1e-11, atol=1e-11)
+    actual = result_of(client, client.compute(y), timeout_s=120)
+    np.testing.assert_allclose(actual, wanted_of(kind), rtol=1e-11, atol=1e-11)
 
 
 def kill_one(client):
-    """Kill a worker; return its address."""
     pids = client.run(os.getpid)
     victim = min(pids)
     os.kill(pids[victim], signal.SIGKILL)
@@ -96,7 +95,6 @@ def kill_one(client):
 
 
 def wait_for_another(client, gone, within_s=BACK_S):
-    """Wait until new workers have replaced those that are gone."""
     wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, within_s)
 
 
@@ -143,7 +141,6 @@ def die_once(path, after_s):
 
 
 def result_after_death(client, y, path, go_on=lambda: None):
-    """The values of an array, one of whose ranks dies once; its worker must be back soon."""
     workers = {str(pid): address for address, pid in client.run(os.getpid).items()}
     y = y.map_blocks(lambda block: block.get(), dtype=y.dtype, meta=np.empty((0, 0)))
     future = client.compute(y)
@@ -167,7 +164,7 @@ def slow_heat(u, out, path, ns, reads):
 
 
 @pytest.mark.parametrize(
-    ("ns", "given"),
+    ("ns", "options"),
     [
         (20_000_000, {}),
         (20_000_000, {"reads": True}),
@@ -177,15 +174,15 @@ def slow_heat(u, out, path, ns, reads):
     ],
     ids=str,
 )
-def test_killed_while_the_other_gpu_waits_for_it(pool, tmp_path, ns, given):
+def test_killed_while_the_other_gpu_waits_for_it(pool, tmp_path, ns, options):
     """What it had still to do on its GPU is never done, and the other's streams wait for that."""
     path, steps = tmp_path / "died", LONG if ns != 200_000 else 10 * LONG
-    given = {"reads": False, **given}
+    options = {"reads": False, **options}
     with gpu_client(**pool) as client:
-        y = iterate(slow_heat, on_gpu(X, CHUNKS), 1, steps, path=path, ns=ns, **given)
-        got = result_after_death(client, y, path)
-        wanted = reference(heat, [X], 1, steps, "periodic")[0]
-        np.testing.assert_allclose(got, wanted, rtol=1e-9, atol=1e-11)
+        y = iterate(slow_heat, on_gpu(X, CHUNKS), 1, steps, path=path, ns=ns, **options)
+        actual = result_after_death(client, y, path)
+        expected = reference(heat, [X], 1, steps, "periodic")[0]
+        np.testing.assert_allclose(actual, expected, rtol=1e-9, atol=1e-11)
         del y
         nothing_is_left(client)
 
@@ -196,9 +193,9 @@ def turns_slowly(ctx, x, path):
     s = ctx.state(x=x)
     for _ in ctx.steps(100, s, every=20):
         spin(cupy.cuda.get_current_stream(), 20_000_000)
-        there = ctx.redistribute(s.x, (1,))
-        there += 1
-        ctx.redistribute(there, from_partition=(1,), out=s.x)
+        turned = ctx.redistribute(s.x, (1,))
+        turned += 1
+        ctx.redistribute(turned, from_partition=(1,), out=s.x)
         if ctx.rank == 0:
             die_once(path, 0.5)
     return s.x
@@ -208,8 +205,8 @@ def test_killed_while_its_memory_is_read(pool, tmp_path):
     path = tmp_path / "died"
     with gpu_client(**pool) as client:
         y = spmd(turns_slowly, on_gpu(X, CHUNKS), path=path)
-        got = result_after_death(client, y, path)
-        np.testing.assert_allclose(got, X + 100, rtol=1e-12)
+        actual = result_after_death(client, y, path)
+        np.testing.assert_allclose(actual, X + 100, rtol=1e-12)
         del y
         nothing_is_left(client)
 
@@ -235,8 +232,8 @@ def test_killed_while_the_other_does_something_else(pool, gate, tmp_path):
     path = tmp_path / "died"
     with gpu_client(**pool) as client:
         y = spmd(waits_on_the_host, on_gpu(X, CHUNKS), path=path, gate=gate.path)
-        got = result_after_death(client, y, path, gate.open)
-        np.testing.assert_array_equal(got, X)
+        actual = result_after_death(client, y, path, gate.open)
+        np.testing.assert_array_equal(actual, X)
         del y
         nothing_is_left(client)
 
@@ -262,8 +259,8 @@ def hold(connection, seconds):
 def holder(seconds):
     """A process that holds, and the handles of its event and its memory."""
     context = multiprocessing.get_context("spawn")
-    connection, other = context.Pipe()
-    process = context.Process(target=hold, args=(other, seconds), daemon=True)
+    connection, child_end = context.Pipe()
+    process = context.Process(target=hold, args=(child_end, seconds), daemon=True)
     process.start()
     try:
         assert connection.poll(60), "the holder does not answer"
@@ -282,14 +279,14 @@ def test_closing_a_mapping_does_not_stop_other_threads():
     with holder(0) as (_, (_, memory_handle)):
         address = runtime.ipcOpenMemHandle(memory_handle)
         stream = cupy.cuda.Stream(non_blocking=True)
-        held = HeldKernel(stream)
+        kernel = HeldKernel(stream)
         closing = threading.Thread(target=close_ipc, args=(address,))
         closing.start()
         closing.join(1)  # it may wait by now
-        held.free_memory()
+        kernel.release()
         closing.join()
         stream.synchronize()
-        assert held.was_let_go
+        assert kernel.was_let_go
 
 
 def wait_for_lost(connection, count):
@@ -327,8 +324,8 @@ def test_waits_for_an_event_of_a_killed_process_end_or_are_known(count):
     These are the last tests here: the kernel of the killed process may occupy the GPU for a minute.
     """
     context = multiprocessing.get_context("spawn")
-    connection, other = context.Pipe()
-    process = context.Process(target=wait_for_lost, args=(other, count))
+    connection, child_end = context.Pipe()
+    process = context.Process(target=wait_for_lost, args=(child_end, count))
     process.start()
     try:
         assert connection.poll(120), "the waits go on, and nothing is known of them"

@@ -65,7 +65,10 @@ def test_nothing_grows(order):
         del x
         assert_flat(client)
     for worker in before:
-        grown = {what: after[worker][what] - before[worker][what] for what in before[worker]}
+        grown = {
+            resource: after[worker][resource] - before[worker][resource]
+            for resource in before[worker]
+        }
         # Dask's own logs grow; a leak of one block a run would be 32 MB times 240.
         assert grown.pop("memory") < 64 * MIB, grown
         assert grown["device memory"] <= 0, grown
@@ -88,15 +91,15 @@ def used_bytes(dask_worker):
     return resource.pool_size(), cupy.cuda.runtime.memGetInfo()[0]
 
 
-@pytest.mark.parametrize("of", ["iterate", "redistribute"])
-def test_no_memory_of_the_gpu_is_lost(client, way, of):
+@pytest.mark.parametrize("program", ["iterate", "redistribute"])
+def test_no_memory_of_the_gpu_is_lost(client, way, program):
     def there_and_back(ctx, x):
         for _ in range(5):
             x = ctx.redistribute(ctx.redistribute(x, (1,)), from_partition=(1,))
         return x
 
     def run():
-        if of == "iterate":
+        if program == "iterate":
             y = persisted(client, iterate(heat, x, 1, 30, checkpoint_every=10))
         else:
             y = persisted(client, spmd(there_and_back, x))

@@ -49,7 +49,7 @@ def library(request, client, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_iterate(client, way, library, ranks, overlap):
     fields = {"u": on_gpu(U, UNEVEN), "v": on_gpu(V, UNEVEN)}
-    made = iterate(
+    result = iterate(
         called_with(library, react),
         fields,
         1,
@@ -59,10 +59,10 @@ def test_iterate(client, way, library, ranks, overlap):
         overlap=overlap,
         as_library=library,
     )
-    wanted = both({"u": U, "v": V}, 1, 30, [(react, "uv")])
-    for name, value in wanted.items():
-        check(made[name], value)
-    np.testing.assert_allclose(made["mass"].compute()[-1], wanted["u"].sum(), rtol=1e-9)
+    expected = both({"u": U, "v": V}, 1, 30, [(react, "uv")])
+    for name, value in expected.items():
+        check(result[name], value)
+    np.testing.assert_allclose(result["mass"].compute()[-1], expected["u"].sum(), rtol=1e-9)
 
 
 def test_results_that_are_dropped_at_once(client, library):
@@ -74,8 +74,8 @@ def test_results_that_are_dropped_at_once(client, library):
     def step(u):
         return u + 1
 
-    made = iterate(called_with(library, step), x, 0, 300, as_library=library)
-    assert abs(made - 300).max().compute() == 0
+    result = iterate(called_with(library, step), x, 0, 300, as_library=library)
+    assert abs(result - 300).max().compute() == 0
 
 
 def test_spmd(client, library):
@@ -98,9 +98,9 @@ def test_map_on_gpu(client, library, where):
         return called_with(library, module.sin)(x)
 
     options = {"as_library": library, "dtype": float, "part_bytes": 4000}
-    (found,) = dask.compute(map_on_gpu(sines, x, **options))
-    found = found.get() if where == "gpu" else found
-    np.testing.assert_allclose(found, np.sin(X), rtol=1e-12)
+    (actual,) = dask.compute(map_on_gpu(sines, x, **options))
+    actual = actual.get() if where == "gpu" else actual
+    np.testing.assert_allclose(actual, np.sin(X), rtol=1e-12)
 
 
 def test_a_group_of_nccl(client):
@@ -109,12 +109,12 @@ def test_a_group_of_nccl(client):
         from cupy.cuda import nccl
 
         group = nccl.NcclCommunicator(ctx.size, ctx.nccl_id(), ctx.rank)
-        stream, made = cupy.cuda.get_current_stream(), cupy.empty_like(x)
+        stream, total = cupy.cuda.get_current_stream(), cupy.empty_like(x)
         kinds = nccl.NCCL_FLOAT64, nccl.NCCL_SUM
-        group.allReduce(x.data.ptr, made.data.ptr, x.size, *kinds, stream.ptr)
+        group.allReduce(x.data.ptr, total.data.ptr, x.size, *kinds, stream.ptr)
         stream.synchronize()
         group.destroy()
-        return made
+        return total
 
     pytest.importorskip("cupy.cuda.nccl")
     x = on_gpu(np.arange(8.0).reshape(2, 4), (1, 4))

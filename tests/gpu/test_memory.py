@@ -15,8 +15,7 @@ from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
 from tests.faults.support import addresses, one_block_each, set_trap
-from tests.gpu.support import forgotten, gpu_client
-from tests.gpu.support import held as held_blocks
+from tests.gpu.support import check_transpose, forgotten, free_all_blocks, gpu_client, ipc_counts
 from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -29,15 +28,12 @@ def test_cupys_own_pool():
     with gpu_client(rmm_pool_size=None, rmm_allocator_external_lib_list=None) as client:
         for _ in range(3):
             a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
-            y = persisted(client, dask_p2p.transpose(a))
-            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-            assert used(client, y) == {"ipc"}
-            del a, y
-            client.run(give_memory_back)
+            check_transpose(client, a, "ipc")
+            del a
+            client.run(free_all_blocks)
 
 
 def count_restored(dask_worker):
-    """Count the blocks that the package brings back to the GPU whole."""
     from dask_cuda import device_host_file
 
     restore, dask_worker.restored = device_host_file.host_to_device, 0
@@ -77,24 +73,16 @@ def test_spilled_blocks_are_read_out_of_host_memory(transport):
 SMALL_POOL = {"rmm_pool_size": 4 * 2**30, "rmm_maximum_pool_size": 4 * 2**30}
 
 
-def give_memory_back():
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-
-
 def test_spilled_inputs():
     shape = (8000, 8000)  # 256 MB: more than the limit on device memory allows on two GPUs
     with gpu_client(device_memory_limit="80 MB") as client:
         a = persisted(client, indexed_array(shape, (1000, 8000), "f4", kind="cupy"))
         spilled = client.run(lambda dask_worker: len(dask_worker.data.host))
         assert any(spilled.values())
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        check_transpose(client, a)
 
 
 def on_host(dask_worker):
-    """Blocks that were spilled to host memory."""
     return len(dask_worker.data.host)
 
 
@@ -115,21 +103,21 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
         client.run(set_trap, "placed", 1, "wait", gate.path, workers=[reader])
         y = client.persist(dask_p2p.transpose(x).blocks[0], workers=[reader])
         gate.wait_until_reached()
-        more = indexed_array((8000, 4000), (2000, 4000), "f4", kind="cupy")
-        more = client.persist(more, workers=[holder])
-        wait(more)
+        spilling = indexed_array((8000, 4000), (2000, 4000), "f4", kind="cupy")
+        spilling = client.persist(spilling, workers=[holder])
+        wait(spilling)
         assert client.run(on_host, workers=[holder])[holder] > 0
         gate.open()
         y = da.concatenate([y, dask_p2p.transpose(x).blocks[1]])
         assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        del x, y, more
+        del x, y, spilling
 
 
 def fill_pool(leave_bytes, dask_worker):
     """Allocate all but some bytes of the worker's pool, in pieces as large as possible."""
     import cupy
 
-    left = cupy.cuda.alloc(leave_bytes)
+    remainder = cupy.cuda.alloc(leave_bytes)
     dask_worker.filling = []
     piece_bytes = 2**30
     while piece_bytes >= 2**20:
@@ -137,7 +125,7 @@ def fill_pool(leave_bytes, dask_worker):
             dask_worker.filling.append(cupy.cuda.alloc(piece_bytes))
         except MemoryError:
             piece_bytes //= 2
-    del left
+    del remainder
 
 
 def empty_pool(dask_worker):
@@ -166,7 +154,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
 
     def give_all_back():
         drop_queue_slots()  # which are kept for a second
-        give_memory_back()
+        free_all_blocks()
 
     def reserved_bytes():
         import cupy
@@ -177,18 +165,18 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     plain = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
     with dask_p2p.local_cluster(2, gpus=True, **plain) as cluster, Client(cluster) as client:
         dask_p2p.register(client)
-        taken = []
+        allocations = []
         for number in range(50):
             shape = (4000 + 64 * number, 4000)
             a = persisted(client, indexed_array(shape, (shape[0] // 2, 4000), "f4", kind="cupy"))
             y = persisted(client, dask_p2p.transpose(a))
             assert used(client, y) == {"ipc"}
             del a, y
-            wait_until(lambda: not any(published for published, _ in held_blocks(client).values()))
+            wait_until(lambda: not any(published for published, _ in ipc_counts(client).values()))
             wait_until(lambda: not any(client.run(count_blocks).values()))
             client.run(give_all_back)  # by all first, as they may share the GPU
-            taken.append(max(client.run(reserved_bytes).values()))
-    assert max(taken[5:]) - taken[4] < 2**25, taken
+            allocations.append(max(client.run(reserved_bytes).values()))
+    assert max(allocations[5:]) - allocations[4] < 2**25, allocations
 
 
 RETAIN = "p2p.transports.directory.retain"
@@ -197,8 +185,8 @@ RETAIN = "p2p.transports.directory.retain"
 def device_bytes(dask_worker):
     """Return the bytes that a worker's store and the leases of its peers keep in device memory."""
     directory = dask_worker.plugins["dask-p2p"].context.router.transports["ipc"].directory
-    kept = [entry.block for entry in [*directory.published.values(), *directory.withdrawn]]
-    blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *kept]}
+    owned = [entry.block for entry in [*directory.published.values(), *directory.withdrawn]]
+    blocks = {id(block): block.nbytes for block in [*dask_worker.data.device.values(), *owned]}
     return sum(blocks.values())
 
 
@@ -254,7 +242,6 @@ def test_an_array_of_three_times_the_device_memory(transport, extent):
 
 
 def keys_on_host(name, dask_worker):
-    """Blocks of an array that were spilled to host memory."""
     return sorted(key for key in dask_worker.data.host if key[0] == name)
 
 
@@ -311,8 +298,7 @@ def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
         assert "chunks=" in str(caught.value)
         client.run(empty_pool, workers=[reader])
         forgotten(client, y)
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        check_transpose(client, a)
 
 
 @pytest.mark.parametrize("transport", ["ucx", "comm"])
@@ -333,8 +319,7 @@ def test_a_holder_without_memory_to_pack_in(transport):
             y.result(timeout=200)
         client.run(empty_pool, workers=[holder])
         forgotten(client, y)
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        check_transpose(client, a)
 
 
 def test_what_no_gpu_has_is_refused_at_once():
@@ -363,9 +348,7 @@ def test_an_array_that_is_larger_than_the_hosts_memory_of_its_workers():
     shape = (131072, 131072)
     with gpu_client(memory_limit="16 GiB", rmm_pool_size=100 * 2**30) as client:
         a = persisted(client, indexed_array(shape, (16384, 131072), "f4", kind="cupy"))
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {"ipc"}
+        check_transpose(client, a, "ipc")
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])
@@ -375,9 +358,7 @@ def test_a_small_staging_limit(client, transport):
     options = {"p2p.memory.staging-limit": "8 MiB", "p2p.transports.order": [transport]}
     with dask.config.set(options):
         a = persisted(client, indexed_array(shape, (4000, 8000), "f4", kind="cupy"))
-        found = dask_p2p.estimate(a)
-        assert found.workers == 2
-        assert found.staging_bytes <= 2 * 8 * 2**20
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {transport}
+        memory = dask_p2p.estimate(a)
+        assert memory.workers == 2
+        assert memory.staging_bytes <= 2 * 8 * 2**20
+        check_transpose(client, a, transport)

@@ -30,64 +30,64 @@ def there_and_back(ctx, x, elements, has_out):
         return original(value)
 
     device.to_host = noted
-    other, wrong = 1 - ctx.rank, cupy.zeros((), "i8")
-    own, out = cupy.empty(elements), cupy.empty(elements) if has_out else None
-    for turn in range(TURNS):
-        own[...] = cupy.arange(elements) + 10 * turn + ctx.rank
-        came = ctx.sendrecv(own, other, other, out=out)
-        own[...] = -1
-        wrong += (came != cupy.arange(elements) + 10 * turn + other).sum()
+    peer, wrong_count = 1 - ctx.rank, cupy.zeros((), "i8")
+    block, out = cupy.empty(elements), cupy.empty(elements) if has_out else None
+    for round_number in range(TURNS):
+        block[...] = cupy.arange(elements) + 10 * round_number + ctx.rank
+        received = ctx.sendrecv(block, peer, peer, out=out)
+        block[...] = -1
+        wrong_count += (received != cupy.arange(elements) + 10 * round_number + peer).sum()
     del device.to_host
-    return np.array([int(wrong), len(downloads)])
+    return np.array([int(wrong_count), len(downloads)])
 
 
 @pytest.mark.parametrize("has_out", [False, True])
 @pytest.mark.parametrize("elements", [1 << 13, 1 << 20, 10_000_019])
 def test_arrays_go_from_gpu_to_gpu(client, elements, has_out):
-    given = {"elements": elements, "has_out": has_out, "outputs": PerRank(np.zeros(2, int))}
-    found = spmd(there_and_back, on_gpu(X, (1, 4)), **given)
-    assert found.compute().tolist() == [[0, 0]] * 2
+    options = {"elements": elements, "has_out": has_out, "outputs": PerRank(np.zeros(2, int))}
+    actual = spmd(there_and_back, on_gpu(X, (1, 4)), **options)
+    assert actual.compute().tolist() == [[0, 0]] * 2
     nothing_is_left(client)
 
 
 def test_without_ipc_they_go_through_host_memory(client):
-    given = {"elements": 1 << 16, "has_out": False, "outputs": PerRank(np.zeros(2, int))}
+    options = {"elements": 1 << 16, "has_out": False, "outputs": PerRank(np.zeros(2, int))}
     with dask.config.set({"p2p.transports.order": ["comm"]}):
-        found = spmd(there_and_back, on_gpu(X, (1, 4)), **given).compute()
-    assert found.tolist() == [[0, TURNS]] * 2
+        actual = spmd(there_and_back, on_gpu(X, (1, 4)), **options).compute()
+    assert actual.tolist() == [[0, TURNS]] * 2
 
 
 def exchange_all_kinds(ctx, x):
     """Exchange values of several kinds in several ways; return which of them are wrong."""
     import cupy
 
-    other = 1 - ctx.rank
-    of = [cupy.arange(60_000.0).reshape(200, 300) + rank for rank in range(2)]
-    a, b = of[ctx.rank], of[other]
+    peer = 1 - ctx.rank
+    arrays = [cupy.arange(60_000.0).reshape(200, 300) + rank for rank in range(2)]
+    a, b = arrays[ctx.rank], arrays[peer]
     value = {"c": a, "f": a.T, "part": (a[::2, 3:], np.arange(9)), "small": a[0, :2], "rank": 1}
-    first, second = ctx.isend(value, other), ctx.isend(a.astype("c8"), other)
-    got = ctx.recv(other)
+    first, second = ctx.isend(value, peer), ctx.isend(a.astype("c8"), peer)
+    received = ctx.recv(peer)
     group = ctx.split(0, key=-ctx.rank)
     pairs = [
-        (got["c"], b),
-        (got["f"], b.T),
-        (got["part"][0], b[::2, 3:]),
-        (got["small"], b[0, :2]),
-        (ctx.recv(other), b.astype("c8")),
-        (ctx.bcast(a if ctx.rank else None, root=1), of[1]),
-        *zip(ctx.alltoall([a, a]), of, strict=True),
+        (received["c"], b),
+        (received["f"], b.T),
+        (received["part"][0], b[::2, 3:]),
+        (received["small"], b[0, :2]),
+        (ctx.recv(peer), b.astype("c8")),
+        (ctx.bcast(a if ctx.rank else None, root=1), arrays[1]),
+        *zip(ctx.alltoall([a, a]), arrays, strict=True),
         (group.sendrecv(a, 1 - group.rank, 1 - group.rank), b),
     ]
     first.wait()
     second.wait()
-    same = [got["part"][1].tolist() == [*range(9)], got["rank"] == 1]
+    same = [received["part"][1].tolist() == [*range(9)], received["rank"] == 1]
     same += [isinstance(one, cupy.ndarray) and bool((one == like).all()) for one, like in pairs]
     return np.array(same)
 
 
 def test_values_of_all_kinds(client):
-    found = spmd(exchange_all_kinds, on_gpu(X, (1, 4)), outputs=PerRank(np.zeros(11, bool)))
-    assert found.compute().tolist() == [[True] * 11] * 2
+    actual = spmd(exchange_all_kinds, on_gpu(X, (1, 4)), outputs=PerRank(np.zeros(11, bool)))
+    assert actual.compute().tolist() == [[True] * 11] * 2
     nothing_is_left(client)
 
 
@@ -96,20 +96,20 @@ def send_and_die_once(ctx, x, path):
 
     import cupy
 
-    other, own = 1 - ctx.rank, cupy.full(1 << 20, ctx.rank + 1.0)
-    for turn in range(10):
-        if ctx.rank == turn % 2:
-            sent = ctx.isend(own, other)
-            if turn == 5:
+    peer, block = 1 - ctx.rank, cupy.full(1 << 20, ctx.rank + 1.0)
+    for round_number in range(10):
+        if ctx.rank == round_number % 2:
+            sent = ctx.isend(block, peer)
+            if round_number == 5:
                 die_once(path)
             sent.wait()
         else:
-            found = ctx.recv(other)
-    return np.array(bool((found == other + 1).all()))
+            received = ctx.recv(peer)
+    return np.array(bool((received == peer + 1).all()))
 
 
 def test_a_lost_sender(client, tmp_path):
     path = str(tmp_path / "died")
-    found = spmd(send_and_die_once, on_gpu(X, (1, 4)), path=path, outputs=PerRank(np.array(False)))
-    assert found.compute().tolist() == [True, True]
+    actual = spmd(send_and_die_once, on_gpu(X, (1, 4)), path=path, outputs=PerRank(np.array(False)))
+    assert actual.compute().tolist() == [True, True]
     nothing_is_left(client)

@@ -7,7 +7,7 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import BlockMismatchError, InputError
-from tests.gpu.support import on_gpu
+from tests.gpu.support import on_gpu, on_host
 from tests.gpu.test_sections import UNEVEN, X, check, nine, way
 from tests.sections.iterate.test_iterate import reference
 
@@ -52,7 +52,7 @@ def test_corners_that_are_asked_not_to_be_exchanged(client, way, ranks, dtype):
 
     x = np.arange(X.size).reshape(X.shape).astype(dtype)
     y = iterate(star, on_gpu(x, UNEVEN), 1, 5, corners=False, ranks=ranks)
-    assert np.array_equal(y.map_blocks(lambda b: b.get(), meta=x[:0]), reference_of(star, x))
+    assert np.array_equal(on_host(y), reference_of(star, x))
     with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
         iterate(corner, on_gpu(x, UNEVEN), 1, 5, corners=False, ranks=ranks).compute()
 
@@ -96,14 +96,14 @@ def test_fractions_in_fields_of_integers_are_refused(client, dtype):
     x = np.zeros(X.shape, dtype)  # the first step makes no fractions
     x[3, 4] = 4
 
-    def whole(u, out):
+    def step_whole(u, out):
         out[...] = (u[2:] * 1.0 + u[:-2]) / 2
 
     def in_parts(u, out):
         out[:2] = 0.5 * u[1:3]
         out[2:] = 1
 
-    for function in (whole, in_parts):
+    for function in (step_whole, in_parts):
         with pytest.raises(BlockMismatchError, match=r"dtype="):
             iterate(function, on_gpu(x, UNEVEN), {0: 1}, 3).compute()
 
@@ -127,15 +127,8 @@ def test_kernels_that_take_pointers_fill_out(client):
 
     for dtype in ("i4", "f4"):
         x = np.arange(X.size).reshape(X.shape).astype(dtype)
-        y = iterate(tripled, on_gpu(x, UNEVEN), 0, 2).map_blocks(lambda b: b.get(), meta=x[:0])
-        assert np.array_equal(y.compute(), 9 * x)
-
-
-def test_several_new_arrays_are_refused(client):
-    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
-    y, _ = iterate(lambda u, v: (u + v, u - v), fields, 0, 3)
-    with pytest.raises(BlockMismatchError, match=r"expected one new array .*by name"):
-        y.compute()
+        y = iterate(tripled, on_gpu(x, UNEVEN), 0, 2)
+        assert np.array_equal(on_host(y), 9 * x)
 
 
 @pytest.mark.parametrize("dtype", ["u4", "f4", "f8", "i8"])
@@ -145,5 +138,5 @@ def test_data_that_equal_the_marks_of_unfilled_memory(client, dtype):
 
     bits = b"\xa5" * (X.size * np.dtype(dtype).itemsize)
     x = np.frombuffer(bits, dtype).reshape(X.shape)
-    y = iterate(copied, on_gpu(x, UNEVEN), 0, 3).map_blocks(lambda b: b.get(), meta=x[:0])
-    assert np.array_equal(y.compute(), x)
+    y = iterate(copied, on_gpu(x, UNEVEN), 0, 3)
+    assert np.array_equal(on_host(y), x)

@@ -16,13 +16,13 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends import pipelines as part_streams
-from dask_p2p.backends.device_queue import KeptSlots
+from dask_p2p.backends.device_queue import SlotCache
 from dask_p2p.backends.host_memory import is_pinned
 from dask_p2p.backends.pipelines import HostStreams, PartStreams
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
-from dask_p2p.plans.base import Input, Step, plan_parts, steps
+from dask_p2p.plans.base import Input, Step, plan_parts, schedule_steps
 from tests.gpu.test_streams import spin
 from tests.support import output_of, persisted, tune_here
 
@@ -42,7 +42,7 @@ def function(a):
     return a * 2 + 1
 
 
-def whole(func, block, **kwargs):
+def compute_whole(func, block, **kwargs):
     import cupy
 
     return cupy.asnumpy(func(cupy.asarray(block), **kwargs))
@@ -56,8 +56,8 @@ def test_values_are_those_of_whole_blocks(dtype, register_from, axis, monkeypatc
     array = values(dtype)
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
-    got = y.compute(scheduler="threads")
-    assert got.tobytes() == whole(function, array).tobytes()
+    actual = y.compute(scheduler="threads")
+    assert actual.tobytes() == compute_whole(function, array).tobytes()
 
 
 def test_functions_that_overwrite_what_they_get():
@@ -150,8 +150,10 @@ def pinned_array(*shape):
 
 def doubled(monkeypatch, func, left_out=None):
     def fewer(*args):
-        for step in steps(*args):
-            after = tuple(each for each in step.after if (each[0], step.action) != left_out)
+        for step in schedule_steps(*args):
+            after = tuple(
+                dependency for dependency in step.after if (dependency[0], step.action) != left_out
+            )
             yield Step(step.action, step.part, after)
 
     up = part_streams._BlockInTransit._up
@@ -162,8 +164,8 @@ def doubled(monkeypatch, func, left_out=None):
 
     if func is at_once:
         monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)
-    monkeypatch.setattr(part_streams, "steps", fewer)
-    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(part_streams, "schedule_steps", fewer)
+    monkeypatch.setattr(HostStreams, "_kept_slots", SlotCache())
     work = InPinnedMemory(func)
     PartStreams(2**60, pytest.fail).run(work, work.out)
     return work.out, 2 * work.array
@@ -180,8 +182,8 @@ def test_slots_are_not_overwritten_while_they_are_in_use(monkeypatch, func):
 )
 def test_without_an_event_values_are_wrong(monkeypatch, func, left_out):
     """The test above would fail without it."""
-    got, expected = doubled(monkeypatch, func, left_out)
-    assert (got != expected).any()
+    actual, expected = doubled(monkeypatch, func, left_out)
+    assert (actual != expected).any()
 
 
 def test_no_more_memory_is_taken_than_is_estimated():
@@ -213,9 +215,9 @@ def test_blocks_of_several_threads_go_through_the_same_streams(is_kept):
         x = x.map_blocks(pinned_copy).persist(scheduler="threads")
     y = dask_p2p.map_on_gpu(function, x, part_bytes=2**18)
     with dask.config.set(pool=None, num_workers=4):
-        got = y.compute(scheduler="threads")
+        actual = y.compute(scheduler="threads")
     assert threading.active_count() > 1
-    np.testing.assert_array_equal(got, function(array))
+    np.testing.assert_array_equal(actual, function(array))
 
 
 def pinned_copy(block):
@@ -236,7 +238,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
         y = persisted(client, dask_p2p.map_on_gpu(late, same, dtype="f4"))
         np.testing.assert_array_equal(y.compute(), 4 * array)
         (records,) = client.run(records_of, y.name).values()
-    spans = sorted((each.start_s, each.stop_s) for each in records)
+    spans = sorted((record.start_s, record.stop_s) for record in records)
     assert len(spans) == 8
     assert all(then[0] < first[1] for first, then in pairwise(spans))
     assert all(third[0] > first[1] for first, third in zip(spans, spans[2:], strict=False))
@@ -248,7 +250,7 @@ def hand_on_small_blocks():
 
 def records_of(name, dask_worker):
     records = dask_worker.plugins[PLUGIN_NAME].context.records.since(0)[1]
-    return [each for each in records if each.key[0] == name]
+    return [record for record in records if record.key[0] == name]
 
 
 @pytest.mark.gpu(2)
@@ -278,16 +280,16 @@ def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
     assert dask_p2p.estimate(y).total_bytes + 2**18 <= limit_bytes  # `a * 2` is there too
     pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
     pool.set_limit(size=limit_bytes)
-    monkeypatch.setattr(HostStreams, "_kept_slots", KeptSlots())
+    monkeypatch.setattr(HostStreams, "_kept_slots", SlotCache())
     cupy.cuda.set_allocator(pool.malloc)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", P2PWarning)
-            got = y.compute(scheduler="sync")
+            actual = y.compute(scheduler="sync")
         assert pool.total_bytes() <= limit_bytes
     finally:
         cupy.cuda.set_allocator(before)
-    np.testing.assert_array_equal(got, function(array))
+    np.testing.assert_array_equal(actual, function(array))
 
 
 def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
@@ -298,14 +300,17 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
 
     monkeypatch.setattr(pinned, "register", refused)
     monkeypatch.setattr(pinned, "_warned", set())
-    monkeypatch.setattr(HostStreams, "_kept_host_slots", KeptSlots())
+    monkeypatch.setattr(HostStreams, "_kept_host_slots", SlotCache())
     array = values("f4")
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES)
     with pytest.warns(P2PWarning, match="host memory cannot be pinned") as caught:
-        got = y.compute(scheduler="sync")
-    assert len([each for each in caught if each.category is P2PWarning]) == 1
-    np.testing.assert_array_equal(got, function(array))
+        actual = y.compute(scheduler="sync")
+    assert (
+        len([caught_warning for caught_warning in caught if caught_warning.category is P2PWarning])
+        == 1
+    )
+    np.testing.assert_array_equal(actual, function(array))
 
 
 WITHOUT_LOCKED_MEMORY = """

@@ -8,17 +8,12 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from tests.gpu.support import on_gpu
+from tests.gpu.support import on_gpu, on_host
 from tests.support import persisted
 
 pytestmark = pytest.mark.gpu(2)
 
 X = np.random.default_rng(0).random((120, 90))
-
-
-def on_host(y):
-    """The values of CuPy blocks: only those have get()."""
-    return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned", "comm"])
@@ -73,8 +68,8 @@ def test_map_overlap_of_several_arrays_and_with_the_keywords_of_dask(client):
     expected = X * X[:1] * 3 + np.repeat([0, 1], 45)
     np.testing.assert_array_equal(on_host(persisted(client, y)), expected)
     np.testing.assert_array_equal(on_host(persisted(client, y * 1)), expected)
-    for kept, values in ((x, X), (row, X[:1])):
-        np.testing.assert_array_equal(on_host(kept), values)
+    for retained, values in ((x, X), (row, X[:1])):
+        np.testing.assert_array_equal(on_host(retained), values)
 
 
 def test_a_block_that_stays_is_handed_on(client):
@@ -85,5 +80,5 @@ def test_a_block_that_stays_is_handed_on(client):
         blocks = [dask_worker.data.get(key) for key in (a, b)]
         return None if blocks[0] is None or blocks[1] is None else blocks[0] is blocks[1]
 
-    found = set(client.run(same, (x.name, 0, 0), (y.name, 0, 0)).values())
-    assert found == {True, None}
+    results = set(client.run(same, (x.name, 0, 0), (y.name, 0, 0)).values())
+    assert results == {True, None}

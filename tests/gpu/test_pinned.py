@@ -14,8 +14,7 @@ from distributed import Client
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from tests.faults.support import BOUND_S, addresses
-from tests.gpu.support import gpu_client, on_gpu
-from tests.gpu.test_transposes import CASES
+from tests.gpu.support import check_transpose, gpu_client
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 from tests.transports.packed.test_pinned_cluster import mapped_segments, own_segments
@@ -31,40 +30,16 @@ def _by_pinned():
         yield
 
 
-def assert_right(client, y, dtype=None):
-    wrong = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy", dtype=dtype))
-    assert int(wrong.result(timeout=BOUND_S)) == 0
-
-
-@pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
-def test_equals_numpy(client, shape, chunks, axes, to):
-    x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
-    a = persisted(client, on_gpu(x, chunks))
-    y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
-    got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
-    np.testing.assert_array_equal(got, np.transpose(x, axes))
-    assert used(client, y) <= {"pinned"}
-
-
-@pytest.mark.parametrize(
-    "dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex64", "complex128"]
-)
-def test_every_item_size(client, dtype):
-    a = persisted(client, indexed_array(SHAPE, (700, 2000), dtype, kind="cupy"))
-    with dask.config.set({"p2p.transports.part-bytes": "1 MiB"}):
-        y = persisted(client, dask_p2p.transpose(a))
-    assert_right(client, y, np.dtype(dtype))
-    assert used(client, y) == {"pinned"}
+def assert_right(client, y):
+    wrong_count = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy"))
+    assert int(wrong_count.result(timeout=BOUND_S)) == 0
 
 
 def test_on_and_on_in_small_parts(client):
     a = persisted(client, indexed_array(SHAPE, (300, 2000), "f4", kind="cupy"))
     with dask.config.set({"p2p.transports.part-bytes": "256 kiB"}):
         for _ in range(20):
-            y = persisted(client, dask_p2p.transpose(a))
-            assert_right(client, y)
-            assert used(client, y) == {"pinned"}
-            del y
+            check_transpose(client, a, "pinned")
 
 
 @pytest.mark.parametrize("setting", ["rmm_async", "rmm_managed_memory"])
@@ -73,10 +48,7 @@ def test_an_allocator_that_ipc_cannot_share(setting):
     with dask_p2p.local_cluster(2, gpus=True, **options) as cluster, Client(cluster) as client:
         a = persisted(client, indexed_array(SHAPE, (700, 2000), "f4", kind="cupy"))
         for _ in range(3):
-            y = persisted(client, dask_p2p.transpose(a))
-            assert_right(client, y)
-            assert used(client, y) == {"pinned"}
-            del y
+            check_transpose(client, a, "pinned")
 
 
 def test_numpy_blocks_of_gpu_workers(client):

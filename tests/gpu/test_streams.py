@@ -66,14 +66,13 @@ def on_torch_stream(out, values):
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        there, values = torch.from_dlpack(out), torch.from_dlpack(values)
+        torch_out, values = torch.from_dlpack(out), torch.from_dlpack(values)
         torch.cuda._sleep(LATE_NS * 2)  # cycles
-        there.copy_(values)
-    KEPT.append((stream, there, values))
+        torch_out.copy_(values)
+    KEPT.append((stream, torch_out, values))
 
 
 def written_late(how, block_info):
-    """A block whose values come half a second after its task has returned."""
     import cupy
 
     info = block_info[None]
@@ -193,14 +192,13 @@ def leave_stream_current(shape):
     stream.use()
     KEPT.append(stream)
     scratch = cupy.empty(shape, "f4")
-    other = cupy.full(shape, -1, "f4")
-    KEPT.append(other)
+    garbage = cupy.full(shape, -1, "f4")
+    KEPT.append(garbage)
     stream.synchronize()
-    on_stream(scratch, other, stream)
+    on_stream(scratch, garbage, stream)
 
 
 def finish():
-    """Wait for all that kernels of this worker still do."""
     import cupy
 
     cupy.cuda.Device().synchronize()
@@ -237,11 +235,11 @@ def capture(library, gate=None):
     if library == "torch":
         import torch
 
-        there, graph = torch.from_dlpack(out), torch.cuda.CUDAGraph()
+        torch_out, graph = torch.from_dlpack(out), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            there.add_(1)
+            torch_out.add_(1)
             pause(gate)
-            there.add_(1)
+            torch_out.add_(1)
         graph.replay()
         torch.cuda.synchronize()
     else:
@@ -267,8 +265,10 @@ def pause(gate):
 def settle(client, x):
     """Wait until workers have let go of all but an array: that uses the null stream."""
     keys = {*map(str, flatten(x.__dask_keys__()))}
-    held = lambda dask_worker: {*map(str, dask_worker.data)}  # noqa: E731
-    wait_until(lambda: all(there <= keys for there in client.run(held).values()))
+    keys_in_memory = lambda dask_worker: {*map(str, dask_worker.data)}  # noqa: E731
+    wait_until(
+        lambda: all(worker_keys <= keys for worker_keys in client.run(keys_in_memory).values())
+    )
     client.run(gc.collect)
     client.run(finish)
 
@@ -358,18 +358,18 @@ def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
     busy = cupy.cuda.Stream(non_blocking=True)
     thread = threading.Thread(target=capturing)
     with device.device_work():
-        held = HeldKernel(busy)
-        done = busy.record(cupy.cuda.Event(disable_timing=True))
+        kernel = HeldKernel(busy)
+        busy_event = busy.record(cupy.cuda.Event(disable_timing=True))
         thread.start()
         assert captured.wait(30)
-        assert not done.done
-        threading.Timer(0.2, held.free_memory).start()
+        assert not busy_event.done
+        threading.Timer(0.2, kernel.release).start()
         device.wait_for_all_streams()
-        assert held.was_let_go
-        assert done.done
-        other = cupy.cuda.Stream(non_blocking=True)
-        device.order_after_null_stream([other])
-        other.synchronize()
+        assert kernel.was_let_go
+        assert busy_event.done
+        other_stream = cupy.cuda.Stream(non_blocking=True)
+        device.order_after_null_stream([other_stream])
+        other_stream.synchronize()
     go_on.set()
     thread.join(30)
     assert result == [1.0]
@@ -392,8 +392,8 @@ def test_a_worker_whose_gpu_is_lost_leaves_and_its_work_is_done_elsewhere(order)
         (victim, pid) = min(pids.items())
         wait(client.submit(break_device, workers=[victim], pure=False))
         y = dask_p2p.transpose(x)
-        got = client.compute(y.map_blocks(lambda b: b.get(), meta=np.empty((0, 0), "f4")))
-        np.testing.assert_array_equal(result_of(client, got, BOUND_S), VALUES.T)
+        actual = client.compute(y.map_blocks(lambda b: b.get(), meta=np.empty((0, 0), "f4")))
+        np.testing.assert_array_equal(result_of(client, actual, BOUND_S), VALUES.T)
         wait_until(lambda: not psutil.pid_exists(pid), BOUND_S)
         # Its nanny has started another one, on the same GPU.
         client.wait_for_workers(2, timeout=BOUND_S)

@@ -9,7 +9,7 @@ import pytest
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import BlockMismatchError
-from tests.gpu.support import gpu_client, held, on_gpu
+from tests.gpu.support import check_transpose, gpu_client, ipc_counts, on_gpu, on_host
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 
@@ -31,22 +31,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "chunks", "axes", "to"), CASES)
-@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
+@pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["pinned"], ["comm"]], ids=str)
 def test_equals_numpy(client, shape, chunks, axes, to, order):
     x = np.arange(int(np.prod(shape)), dtype=np.float64).reshape(shape)
     a = persisted(client, on_gpu(x, chunks))
     with dask.config.set({"p2p.transports.order": order}):
         y = persisted(client, dask_p2p.transpose(a, axes, chunks=to))
-    # Only CuPy blocks have get().
-    got = y.map_blocks(lambda b: b.get(), meta=np.empty((0,) * y.ndim)).compute()
-    np.testing.assert_array_equal(got, np.transpose(x, axes))
+    np.testing.assert_array_equal(on_host(y), np.transpose(x, axes))
     assert used(client, y) <= set(order)
 
 
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "uint16", "float16", "float32", "int64", "complex64", "complex128"]
 )
-@pytest.mark.parametrize("transport", ["ipc", "ucx"])
+@pytest.mark.parametrize("transport", ["ipc", "ucx", "pinned"])
 def test_every_item_size(client, dtype, transport):
     shape = (1030, 770)
     a = persisted(client, indexed_array(shape, (300, 770), dtype, kind="cupy"))
@@ -66,10 +64,7 @@ def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
     ):
         a = persisted(client, indexed_array(shape, (700, 5000), "f4", kind="cupy"))
         for _ in range(5):
-            y = persisted(client, dask_p2p.transpose(a))
-            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-            assert used(client, y) == {"ucx"}
-            del y
+            check_transpose(client, a, "ucx")
 
 
 def test_comm_over_ucx():
@@ -79,17 +74,15 @@ def test_comm_over_ucx():
         dask.config.set({"p2p.transports.order": ["comm"]}),
     ):
         a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
-        y = persisted(client, dask_p2p.transpose(a))
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
-        assert used(client, y) == {"comm"}
+        check_transpose(client, a, "comm")
 
 
 def test_blocks_of_any_memory_layout(client):
     x = np.arange(400 * 300.0).reshape(400, 300)
     a = on_gpu(x, (100, 300)).map_blocks(lambda b: b.copy(order="F"))
     b = on_gpu(x, (100, 300)).map_blocks(lambda b: b[::-1][::-1])
-    for made in (a, b):
-        y = dask_p2p.transpose(persisted(client, made))
+    for array in (a, b):
+        y = dask_p2p.transpose(persisted(client, array))
         np.testing.assert_array_equal(y.compute().get(), x.T)
 
 
@@ -99,8 +92,8 @@ def test_leases_end_and_nothing_is_kept(client):
         a = persisted(client, on_gpu(x, (200, 300)))
         y = persisted(client, dask_p2p.transpose(a))
         del a, y
-    wait_until(lambda: [kept for kept, _ in held(client).values()] == [0, 0])
-    assert all(mappings <= 2 for _, mappings in held(client).values())
+    wait_until(lambda: [kept_count for kept_count, _ in ipc_counts(client).values()] == [0, 0])
+    assert all(mappings <= 2 for _, mappings in ipc_counts(client).values())
 
 
 def test_wrong_blocks_are_named(client):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import dask_p2p
+from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
-from tests.gpu.test_operations import on_host
 from tests.support import persisted, used
 
 xr = pytest.importorskip("xarray")
@@ -55,19 +55,21 @@ def arrays(client, library):
     return on_gpu, build(lazy)
 
 
-def check(found, wanted):
-    """Compare a result of CuPy blocks with one of NumPy blocks."""
+def check(actual, reference):
     import cupy
 
-    found, wanted = variables(found.persist()), variables(wanted)
-    assert found.keys() == wanted.keys()
-    for name, variable in found.items():
-        theirs = wanted[name]
+    actual, reference = variables(actual.persist()), variables(reference)
+    assert actual.keys() == reference.keys()
+    for name, variable in actual.items():
+        expected_variable = reference[name]
         assert isinstance(variable.data._meta, cupy.ndarray), name
         assert declared(variable.data), name
-        assert (variable.dims, variable.chunks) == (theirs.dims, theirs.chunks)
-        assert variable.dtype == theirs.dtype
-        expected = theirs.compute().data
+        assert (variable.dims, variable.chunks) == (
+            expected_variable.dims,
+            expected_variable.chunks,
+        )
+        assert variable.dtype == expected_variable.dtype
+        expected = expected_variable.compute().data
         bound = 1000 * np.finfo(variable.dtype).eps * abs(expected).max()
         np.testing.assert_allclose(on_host(variable.data), expected, rtol=0, atol=bound)
 
@@ -75,16 +77,16 @@ def check(found, wanted):
 @pytest.mark.parametrize("name", [*PROGRAMS, *SECTIONS])
 def test_values_are_those_of_numpy(name, client, arrays):
     program = {**PROGRAMS, **SECTIONS}[name]
-    found, wanted = map(program, arrays)
-    check(found, wanted)
+    actual, expected = map(program, arrays)
+    check(actual, expected)
 
 
 def test_regions_move_between_gpus(client, arrays):
     with dask.config.set({"p2p.transports.order": ["ipc"]}):
         turned = arrays[0].p2p.transpose("x", "t").data
-    computed = persisted(client, turned)
+    result = persisted(client, turned)
     assert used(client, turned) == {"ipc"}
-    assert declared(computed)
+    assert declared(result)
 
 
 CHUNKS = {
@@ -96,17 +98,17 @@ CHUNKS = {
 @pytest.mark.parametrize("library", ["dask.array"], indirect=True)
 @pytest.mark.parametrize("name", CHUNKS)
 def test_chunk_of_xarray(name, client, arrays):
-    wanted = CHUNKS[name](arrays[1]).persist()
-    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as taken:
-        found = CHUNKS[name](arrays[0]).persist()
-    assert taken.count
-    check(found, wanted)
+    expected = CHUNKS[name](arrays[1]).persist()
+    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as installation:
+        actual = CHUNKS[name](arrays[0]).persist()
+    assert installation.count
+    check(actual, expected)
 
 
 def test_arrays_in_memory(client):
     cupy = pytest.importorskip("cupy")
-    a, wanted = build(cupy.asarray), build(np.asarray)
-    check(a.p2p.fft("t").chunk(), wanted.p2p.fft("t").chunk())
+    a, expected = build(cupy.asarray), build(np.asarray)
+    check(a.p2p.fft("t").chunk(), expected.p2p.fft("t").chunk())
     turned = a.p2p.transpose("x", "t")
     assert isinstance(turned.data, cupy.ndarray)
     np.testing.assert_array_equal(turned.data.get(), VALUES.T)
@@ -114,11 +116,11 @@ def test_arrays_in_memory(client):
 
 def test_to_zarr(client, arrays, tmp_path):
     pytest.importorskip("zarr")
-    a, wanted = map(as_dataset, arrays)
+    a, expected = map(as_dataset, arrays)
     a.p2p.transpose("x", "t").p2p.to_zarr(tmp_path / "a", chunks={"x": 7}, consolidated=False)
-    with xr.open_zarr(tmp_path / "a", consolidated=False) as found:
-        xr.testing.assert_allclose(found.compute(), wanted.transpose("x", "t").compute())
-        assert found.u.chunks[0] == (7, 7, 6)
+    with xr.open_zarr(tmp_path / "a", consolidated=False) as stored:
+        xr.testing.assert_allclose(stored.compute(), expected.transpose("x", "t").compute())
+        assert stored.u.chunks[0] == (7, 7, 6)
 
 
 def test_arrays_of_cupy_xarray(client):
@@ -127,6 +129,6 @@ def test_arrays_of_cupy_xarray(client):
     assert a.cupy.is_cupy
     turned = a.p2p.transpose("x", "t").p2p.fft("t").persist()
     assert turned.cupy.is_cupy
-    found = turned.cupy.as_numpy().compute()
-    wanted = build(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
-    np.testing.assert_allclose(found.data, wanted.compute().data, rtol=1e-9, atol=1e-9)
+    actual = turned.cupy.as_numpy().compute()
+    expected = build(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
+    np.testing.assert_allclose(actual.data, expected.compute().data, rtol=1e-9, atol=1e-9)

@@ -11,13 +11,13 @@ from dask_p2p.transports.rpc import Background
 
 async def test_coroutines_are_kept_until_they_end():
     """Only the coroutine refers to the future that it awaits."""
-    background, futures, done = Background(), [], []
+    background, futures, finished = Background(), [], []
 
     async def work():
         future = asyncio.get_running_loop().create_future()
         futures.append(weakref.ref(future))
         await future
-        done.append(True)
+        finished.append(True)
 
     background.start(work())
     await asyncio.sleep(0)
@@ -25,7 +25,7 @@ async def test_coroutines_are_kept_until_they_end():
     futures[0]().set_result(None)
     while background._running:
         await asyncio.sleep(0)
-    assert done == [True]
+    assert finished == [True]
 
 
 async def test_cancel():

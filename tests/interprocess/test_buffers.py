@@ -21,8 +21,8 @@ def test_sizes_that_are_near_share_buffers():
 
 def test_no_more_than_the_limit_is_kept():
     buffers = Buffers("numpy", 128 * KIB)
-    taken = [buffers.take((64 * KIB,), "u1") for _ in range(5)]
-    taken.clear()
+    arrays = [buffers.take((64 * KIB,), "u1") for _ in range(5)]
+    arrays.clear()
     assert buffers.idle_bytes == 128 * KIB
     buffers.clear()
     assert buffers.idle_bytes == 0

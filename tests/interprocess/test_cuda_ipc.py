@@ -37,9 +37,6 @@ class FakeRuntime:
         self.open[self._next] = handle
         return self._next
 
-    def memGetInfo(self):  # noqa: N802
-        return GPU_BYTES, GPU_BYTES
-
     def ipcCloseMemHandle(self, address):  # noqa: N802
         del self.open[address]
 
@@ -49,7 +46,6 @@ def runtime(monkeypatch):
     runtime = FakeRuntime()
     fake = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", fake)
-    cuda_ipc._device_bytes.cache_clear()
     return runtime
 
 
@@ -72,8 +68,8 @@ def peer(process, pid=0):
     return Peer("boot", "namespace", 0, pid, process, "folder", "gpu")
 
 
-def acquire(mappings, process, *args, block_bytes=1, **more):
-    return mappings.acquire(peer(process), ipc_handle(*args, **more), block_bytes)
+def acquire(mappings, process, *args, block_bytes=1, **fields):
+    return mappings.acquire(peer(process), ipc_handle(*args, **fields), block_bytes)
 
 
 def opened(runtime):
@@ -96,11 +92,11 @@ def test_memory_of_a_process_that_has_ended_is_free(runtime, mappings, holder, e
     """Of a worker that is killed: its nanny starts another one, which wants as much memory."""
     for buffer_id in (1, 2):
         mappings.release(mappings.acquire(ending, ipc_handle(buffer_id, f"{buffer_id:02}"), 1))
-    other = acquire(mappings, "q", 1, "cc")
-    mappings.release(other)
+    mapping = acquire(mappings, "q", 1, "cc")
+    mappings.release(mapping)
     assert len(runtime.open) == 3, "they are kept for the next user"
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {other.address})
+    wait_until(lambda: set(runtime.open) == {mapping.address})
 
 
 def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
@@ -161,19 +157,6 @@ def test_what_is_used_no_more_is_closed_by_itself(runtime, monkeypatch):
     mappings.release(used)
     wait_until(lambda: opened(runtime) == set())
     mappings.close()
-
-
-def test_unused_mappings_of_a_process_are_bounded_by_what_a_gpu_has(runtime, mappings, monkeypatch):
-    now_s = iter(range(1000))
-    monkeypatch.setattr(cuda_ipc, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
-    third = GPU_BYTES // 3
-    kept = acquire(mappings, "p", 0, "00", nbytes=MIB)
-    other = acquire(mappings, "q", 0, "ff", nbytes=third)
-    mappings.release(other)
-    for buffer_id in range(1, 9):
-        mappings.release(acquire(mappings, "p", buffer_id, f"{buffer_id:02x}", nbytes=third))
-    assert kept.address in runtime.open, "it is in use"
-    assert opened(runtime) == {"00", "ff", "07", "08"}
 
 
 def test_an_allocation_in_the_place_of_a_freed_one_is_not_read_through_the_old_mapping(

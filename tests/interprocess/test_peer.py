@@ -23,13 +23,13 @@ HERE = Peer("boot", "pid:[1]", 1000, 1, "p", "/tmp/a", "aa")
     ],
 )
 def test_what_keeps_processes_from_reading_each_other(changes, code):
-    there = replace(HERE, pid=2)
-    assert separation(HERE, there) is None
-    assert separation(HERE, replace(there, **changes)).code == code
+    remote = replace(HERE, pid=2)
+    assert separation(HERE, remote) is None
+    assert separation(HERE, replace(remote, **changes)).code == code
 
 
 def test_a_process_describes_itself():
-    own = Peer.describe_self("aa", "/tmp/a")
-    assert own.pid == os.getpid()
-    assert own == Peer.describe_self("aa", "/tmp/a")
-    assert separation(own, own).code == "same-process"
+    description = Peer.describe_self("aa", "/tmp/a")
+    assert description.pid == os.getpid()
+    assert description == Peer.describe_self("aa", "/tmp/a")
+    assert separation(description, description).code == "same-process"

@@ -26,8 +26,8 @@ from tests.support import tune
 def read_view(view, pid=None):
     runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     memory = np.empty(int(np.prod(runs.shape)) * view.itemsize, np.uint8)
-    found = read(os.getpid() if pid is None else pid, runs, view.dtype, memory)
-    return runs, np.broadcast_to(found, view.shape)
+    array = read(os.getpid() if pid is None else pid, runs, view.dtype, memory)
+    return runs, np.broadcast_to(array, view.shape)
 
 
 @st.composite
@@ -35,9 +35,9 @@ def views(draw):
     """Regions of arrays of any memory layout: permuted, stepped, reversed, repeated."""
     dtype = draw(st.sampled_from(["u1", "f4", ">i8", "c16", "M8[ns]", "S3", "i2,f8"]))
     extents = draw(st.lists(st.integers(1, 9), max_size=4))
-    whole = np.zeros(extents, dtype)
-    whole.reshape(-1).view("u1")[:] = np.arange(whole.nbytes) % 251
-    view = whole.transpose(draw(st.permutations(range(whole.ndim))))
+    base_array = np.zeros(extents, dtype)
+    base_array.reshape(-1).view("u1")[:] = np.arange(base_array.nbytes) % 251
+    view = base_array.transpose(draw(st.permutations(range(base_array.ndim))))
     for axis in range(view.ndim):
         step = draw(st.sampled_from([1, 1, 2, -1, -3]))
         view = view[(slice(None),) * axis + (slice(None, None, step),)]
@@ -51,28 +51,30 @@ def views(draw):
 def test_a_region_is_copied_to_where_it_belongs(view, data):
     """Or nowhere, if it lies there in another order."""
     margins = [data.draw(st.integers(0, 2)) for _ in view.shape]
-    whole = np.zeros([n + 2 * m for n, m in zip(view.shape, margins, strict=True)], view.dtype)
-    whole.reshape(-1).view("u1")[:] = 77
+    target_array = np.zeros(
+        [n + 2 * m for n, m in zip(view.shape, margins, strict=True)], view.dtype
+    )
+    target_array.reshape(-1).view("u1")[:] = 77
     inner = tuple(slice(m, m + n) for n, m in zip(view.shape, margins, strict=True))
-    expected = whole.copy()
+    expected = target_array.copy()
     runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dask_p2p.transports.process_memory.MOST_RUNS", data.draw(st.integers(1, 5)))
         tune(patch, process_run_bytes=1)
-        is_done = read_into(os.getpid(), runs, whole[(*inner, ...)])
+        is_done = read_into(os.getpid(), runs, target_array[(*inner, ...)])
     if is_done:
         expected[inner] = view
     elif view.flags.c_contiguous and not any(margins) and view.nbytes:
         pytest.fail("one run is copied to one")
-    assert whole.tobytes() == expected.tobytes()
+    assert target_array.tobytes() == expected.tobytes()
 
 
 def test_short_runs_are_not_copied_one_by_one():
     view = np.arange(64.0).reshape(8, 8)
     runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
-    whole = np.zeros((8, 10))
-    assert not read_into(os.getpid(), runs, whole[:, :8])
-    assert not whole.any()
+    base_array = np.zeros((8, 10))
+    assert not read_into(os.getpid(), runs, base_array[:, :8])
+    assert not base_array.any()
 
 
 def test_a_region_that_is_nowhere():
@@ -87,9 +89,9 @@ def test_items_without_bytes():
 
 CHILD = """
 import numpy, sys
-from dask_p2p.transports.process_memory import allow_readers
+from dask_p2p.transports.process_memory import own_token
 from tests.support import tune
-allow_readers()
+own_token()
 array = numpy.arange(1000.0)
 print(array.ctypes.data, flush=True)
 sys.stdin.read()
@@ -118,9 +120,9 @@ def test_a_token_proves_which_process_is_read():
     assert (address, token) == own_token()
     assert holds(os.getpid(), address, token)
     assert obstacle(os.getpid(), address, token) is None
-    other = bytes(byte ^ 1 for byte in token)
-    assert not holds(os.getpid(), address, other)
-    assert obstacle(os.getpid(), address, other).code == "other-process"
+    wrong_token = bytes(byte ^ 1 for byte in token)
+    assert not holds(os.getpid(), address, wrong_token)
+    assert obstacle(os.getpid(), address, wrong_token).code == "other-process"
     assert obstacle(os.getpid(), 8, token).code == "forbidden"
     assert obstacle(os.getpid(), 2**70, token).code == "forbidden"
 
@@ -128,7 +130,7 @@ def test_a_token_proves_which_process_is_read():
 @pytest.mark.parametrize("step", [1, 2, -1])
 def test_a_remote_array_is_read_directly_where_the_order_in_memory_allows_it(step):
     x = np.arange(6000.0).reshape(2, 3000)[:, ::step]
-    there = RemoteArray(os.getpid(), x.ctypes.data, x.shape, x.strides, x.dtype)
+    remote_array = RemoteArray(os.getpid(), x.ctypes.data, x.shape, x.strides, x.dtype)
     sizes = []
 
     def memory_of(nbytes):
@@ -136,7 +138,7 @@ def test_a_remote_array_is_read_directly_where_the_order_in_memory_allows_it(ste
         return np.empty(nbytes, np.uint8)
 
     into = np.zeros(x.shape)
-    assert (there.read(into, memory_of) is into) == (step == 1)
+    assert (remote_array.read(into, memory_of) is into) == (step == 1)
     assert len(sizes) == (step != 1)
-    np.testing.assert_array_equal(there.read(None, memory_of), x)
+    np.testing.assert_array_equal(remote_array.read(None, memory_of), x)
     assert sizes[-1] == x.nbytes

@@ -25,17 +25,17 @@ def test_this_process_has_one_name():
 
 
 def test_the_end_of_a_process_is_found_once(sleeper):
-    processes, calls, others = Processes(), Calls(), Calls()
-    for on_end in (calls, others, calls):
+    processes, calls, later_calls = Processes(), Calls(), Calls()
+    for on_end in (calls, later_calls, calls):
         processes.watch("sleeper", sleeper.pid, on_end)
     processes.watch("own", os.getpid(), calls)
     assert not processes.has_ended("sleeper")
     sleeper.kill()  # nobody has waited for it yet: it is a zombie
-    wait_until(lambda: calls.names and others.names, BOUND_S)
+    wait_until(lambda: calls.names and later_calls.names, BOUND_S)
     assert processes.has_ended("sleeper")
     assert not processes.has_ended("own")
-    assert calls.names == others.names == ["sleeper"]
-    assert threading.current_thread() not in calls.threads + others.threads
+    assert calls.names == later_calls.names == ["sleeper"]
+    assert threading.current_thread() not in calls.threads + later_calls.threads
 
 
 def test_none_of_the_last_waits_for_another(sleeper):
@@ -66,13 +66,13 @@ def test_a_process_that_has_ended_before(sleeper):
 
 
 def test_what_is_forgotten_is_not_called(sleeper):
-    processes, calls, others = Processes(), Calls(), Calls()
+    processes, calls, kept_calls = Processes(), Calls(), Calls()
     processes.watch("sleeper", sleeper.pid, calls)
-    processes.watch("sleeper", sleeper.pid, others)
+    processes.watch("sleeper", sleeper.pid, kept_calls)
     processes.forget("sleeper", calls)
     processes.forget("nobody", calls)
     sleeper.kill()
-    wait_until(lambda: others.names, BOUND_S)
+    wait_until(lambda: kept_calls.names, BOUND_S)
     assert calls.names == []
 
 

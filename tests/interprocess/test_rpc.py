@@ -35,7 +35,7 @@ FAILED = "there could not send .*"
 def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words, details):
     """With the other reads that fail too."""
     reply = refuse(raised)
-    assert all(type(said) is str for said in reply.values())
+    assert all(type(value) is str for value in reply.values())
     with pytest.raises(error, match=words) as caught:
         check_reply(reply, "there", BLOCK)
     assert type(caught.value) is error

@@ -68,16 +68,16 @@ def test_the_scheduler_has_them(client):
     (run,) = dask_p2p.last_runs(client, n=1)
     assert run.name == y.name
 
-    def more(*what):
-        return executed(client, name).get(what, 0) - before.get(what, 0)
+    def added(*labels):
+        return executed(client, name).get(labels, 0) - before.get(labels, 0)
 
     wait_for_heartbeats(client, name)
-    wait_until(lambda: more(*MOVED) == run.least_bytes)
+    wait_until(lambda: added(*MOVED) == run.least_bytes)
     stages = [stage for record in run.made for stage in record.stages]
     kernel_s = sum(r.kernel_s for r in run.made) + sum(stage.kernel_s for stage in stages)
     waited_s = sum(stage.waited_s for stage in stages)
-    assert more("p2p-kernel", "seconds") == pytest.approx(kernel_s)
-    assert more("p2p-transfer", "seconds") == pytest.approx(waited_s)
+    assert added("p2p-kernel", "seconds") == pytest.approx(kernel_s)
+    assert added("p2p-transfer", "seconds") == pytest.approx(waited_s)
     spent_s = sum(record.stop_s - record.start_s for record in run.made)
     activities = ("p2p-kernel", "p2p-transfer", "thread-cpu", "thread-noncpu")
-    assert sum(more(activity, "seconds") for activity in activities) >= 0.9 * spent_s
+    assert sum(added(activity, "seconds") for activity in activities) >= 0.9 * spent_s

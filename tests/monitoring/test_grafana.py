@@ -30,17 +30,17 @@ def labels():
     class Server:
         pass
 
-    found = {}
+    names = {}
     for kind in ("worker", "scheduler"):
         with pytest.MonkeyPatch.context() as patch:
             server = Server()
-            patch.setattr(prometheus, "_asked", lambda kind, server=server: server)
+            patch.setattr(prometheus, "_page_server", lambda kind, server=server: server)
             families = [*COUNTERS, *GAUGES]
             values = {family.name: {"x": 1} for family in families}
             patch.setitem(prometheus.registered, server, lambda values=values: values)
             page = generate_latest(prometheus.Collector(kind)).decode()
-        found |= dict(re.findall(r"^(\w+)(?:{(\w+)=)?.* 1\.0$", page, re.MULTILINE))
-    return found
+        names |= dict(re.findall(r"^(\w+)(?:{(\w+)=)?.* 1\.0$", page, re.MULTILINE))
+    return names
 
 
 def expressions():
@@ -57,10 +57,10 @@ def test_the_dashboard_asks_for_figures_that_there_are(labels):
 
 
 def test_the_dashboard_asks_for_labels_that_there_are(labels):
-    known = {"instance"}
+    label_names = {"instance"}
     for text in expressions():
         (names, by) = re.findall(NAMES, text), re.findall(r"by \((\w+)\)", text)
-        assert set(by) <= known | {labels[name] for name in names}, text
+        assert set(by) <= label_names | {labels[name] for name in names}, text
     for panel in DASHBOARD["panels"]:
         for target in panel["targets"]:
             shown = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
@@ -80,9 +80,9 @@ def test_the_documentation_lists_all_figures(labels):
     assert set(re.findall(NAMES, DOCUMENT)) == set(labels)
     rows = re.findall(rf"^\| `({NAMES})` \| `({NAMES})` \|([^|]*)\|", DOCUMENT, re.MULTILINE)
     assert len(rows) == len(COUNTERS) + len(GAUGES)
-    for own, of_cluster, text in rows:
-        assert of_cluster == own.replace("dask_p2p", "dask_p2p_cluster")
-        assert re.findall(r"`(\w+)`", text)[:1] == ([labels[own]] if labels[own] else [])
+    for name, of_cluster, text in rows:
+        assert of_cluster == name.replace("dask_p2p", "dask_p2p_cluster")
+        assert re.findall(r"`(\w+)`", text)[:1] == ([labels[name]] if labels[name] else [])
 
 
 def test_the_configuration_of_prometheus():

@@ -27,7 +27,7 @@ def x(client):
     return spread(client, da.from_array(indexed((64, 64), float), chunks=(16, 64)))
 
 
-def made(client, y):
+def compute_in_place(client, y):
     """Compute an array where it falls, and return its run and the workers of its blocks."""
     y = client.persist(y)
     wait(y)
@@ -44,7 +44,7 @@ def holder_of(client, x, row):
 @pytest.mark.usefixtures("without_stealing")
 def test_a_transpose(client, x):
     before_s = time.time()
-    run, readers = made(client, dask_p2p.transpose(x))
+    run, readers = compute_in_place(client, dask_p2p.transpose(x))
     holders = [holder_of(client, x, row) for row in range(4)]
     tile_bytes = 16 * 16 * 8
     expected = {}
@@ -74,7 +74,7 @@ def test_a_transpose(client, x):
 
 @pytest.mark.usefixtures("without_stealing")
 def test_a_rechunk(client, x):
-    run, readers = made(client, dask_p2p.rechunk(x, (32, 64)))
+    run, readers = compute_in_place(client, dask_p2p.rechunk(x, (32, 64)))
     expected = 0
     for row in range(2):
         reader = readers[run.name, row, 0]
@@ -87,11 +87,11 @@ def test_a_rechunk(client, x):
 @pytest.mark.usefixtures("without_stealing")
 def test_halos(client, x):
     y = dask_p2p.map_overlap(lambda block: block * 1.0, x, {0: 1}, "periodic")
-    run, readers = made(client, y)
+    run, readers = compute_in_place(client, y)
     expected = 0
     for row in range(4):
-        for beside in (row - 1, row + 1):
-            if holder_of(client, x, beside % 4) != readers[run.name, row, 0]:
+        for neighbour in (row - 1, row + 1):
+            if holder_of(client, x, neighbour % 4) != readers[run.name, row, 0]:
                 expected += 64 * 8
     assert run.moved_bytes == expected == 8 * 64 * 8
     assert (run.operation, run.shape, run.blocks) == ("p2p-overlap", (64, 64), (4, 1))
@@ -122,18 +122,17 @@ def test_an_argument_of_a_delayed_function_moves_as_regions(client, x):
 
 
 def refuse(how_often, dask_worker):
-    """Answer the first requests for regions with an error."""
     good = dask_worker.handlers["p2p_comm_read"]
-    left = [how_often]
+    refusals = [how_often]
 
-    async def answer(**request):
-        if left[0]:
-            left[0] -= 1
+    async def reply(**request):
+        if refusals[0]:
+            refusals[0] -= 1
             return {"status": "error", "message": "on purpose"}
         dask_worker.handlers["p2p_comm_read"] = good
         return await good(**request)
 
-    dask_worker.handlers["p2p_comm_read"] = answer
+    dask_worker.handlers["p2p_comm_read"] = reply
 
 
 def test_failed_attempts_are_counted(client, x):
@@ -167,7 +166,7 @@ def test_a_task_that_never_ends_well_is_there_too(client, x):
 
 
 def fall_back(holder, dask_worker):
-    from dask_p2p.transports import Route
+    from dask_p2p.transports.router import Route
 
     router = dask_worker.plugins[PLUGIN_NAME].context.router
     error = TransferError(f"cma: {holder} on purpose", reason="on purpose")
@@ -296,7 +295,6 @@ def endless_step(u):
 
 
 def held_block(block):
-    """A block that waits for the test."""
     Event("held-block").wait(BOUND_S)
     return block
 

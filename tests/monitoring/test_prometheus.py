@@ -51,26 +51,26 @@ def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
     attempts = "dask_p2p_cluster_attempts_total", "p2p-transpose"
     own_attempts = "dask_p2p_attempts_total", "p2p-transpose"
 
-    def look(at_least=0):
+    def wait_for_figures(at_least=0):
         """Return the scheduler's and the workers' figures, when the scheduler has all records."""
-        seen = []
+        figures = []
 
         def look_once():
             pages = {worker: read_page(url) for worker, url in workers.items()}
-            seen[:] = read_page(scheduler), pages
-            counted = seen[0].get(attempts, 0)
+            figures[:] = read_page(scheduler), pages
+            counted = figures[0].get(attempts, 0)
             return counted == sum(page.get(own_attempts, 0) for page in pages.values()) >= at_least
 
         wait_until(look_once)
-        return seen
+        return figures
 
-    before, of_workers = look()
+    before, of_workers = wait_for_figures()
     persisted(client, dask_p2p.map_on_gpu(np.sqrt, x, fallback="numpy"))
     y = dask_p2p.transpose(x)
     y = persisted(client, y)
     (run,) = dask_p2p.last_runs(client, n=1)
     assert run.name == y.name
-    after, pages = look(at_least=before.get(attempts, 0) + 4)
+    after, pages = wait_for_figures(at_least=before.get(attempts, 0) + 4)
     for name in ("attempts", "tasks"):
         figure = f"dask_p2p_cluster_{name}_total", "p2p-transpose"
         assert after[figure] - before.get(figure, 0) == 4
@@ -84,12 +84,14 @@ def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
         assert page[spent] - of_workers[worker].get(spent, 0) == pytest.approx(made_s)
     for family in COUNTERS:
         name = f"{family.name}_total"
-        own = {key for page in pages.values() for key in page if key[0] == f"dask_p2p_{name}"}
-        assert own or family.name == "fallbacks", name
-        for key in own:
+        worker_keys = {
+            key for page in pages.values() for key in page if key[0] == f"dask_p2p_{name}"
+        }
+        assert worker_keys or family.name == "fallbacks", name
+        for key in worker_keys:
             total = after[f"dask_p2p_cluster_{name}", *key[1:]]
-            others = total - sum(page.get(key, 0) for page in pages.values())
-            assert others >= -1e-6, "of workers that have left"
+            former_workers = total - sum(page.get(key, 0) for page in pages.values())
+            assert former_workers >= -1e-6, "of workers that have left"
     for family in GAUGES:
         assert any(key[0] == f"dask_p2p_cluster_{family.name}" for key in after), family.name
 
@@ -111,13 +113,13 @@ def test_servers_of_one_process_export_their_own_figures():
             for _ in range(2):  # the pages before were of others
                 _, *of_workers = await pages()
                 figure = "dask_p2p_attempts_total", "p2p-transpose"
-                made = [page.get(figure, 0) for page in of_workers]
+                attempts = [page.get(figure, 0) for page in of_workers]
                 counted = [
                     worker.plugins[PLUGIN_NAME].context.counters.values()["attempts"]
                     for worker in cluster.workers.values()
                 ]
-                assert made == [values.get("p2p-transpose", 0) for values in counted]
-                assert sum(made) == 4
+                assert attempts == [values.get("p2p-transpose", 0) for values in counted]
+                assert sum(attempts) == 4
 
             async def first_page():
                 return (await pages())[0]
@@ -136,7 +138,7 @@ def test_servers_of_one_process_export_their_own_figures():
 
 @pytest.mark.parametrize("kind", ["worker", "scheduler"])
 def test_a_process_whose_page_has_not_been_read_yet(kind, monkeypatch):
-    monkeypatch.setattr(prometheus, "_asked", lambda kind: None)
+    monkeypatch.setattr(prometheus, "_page_server", lambda kind: None)
     assert list(prometheus.Collector(kind).collect()) == []
 
 

@@ -25,9 +25,9 @@ def test_a_log_is_bounded_in_records_and_their_stages():
     log = RecordLog(10)
     for i in range(100):
         log.append(record(i))
-    assert [kept.key[1] for kept in log] == [*range(90, 100)]
+    assert [logged.key[1] for logged in log] == [*range(90, 100)]
     log.append(record(100, stages=(Stage("b", "comm", 1),) * 4))
-    assert [kept.key[1] for kept in log] == [*range(95, 101)]
+    assert [logged.key[1] for logged in log] == [*range(95, 101)]
     log.append(record(101, stages=(Stage("b", "comm", 1),) * 100))
     assert len(log) == 1, "the newest one is there in any case"
 
@@ -49,8 +49,8 @@ def test_the_newest_of_a_log():
         log.append(record(i, stages=(Stage("b", "comm", 1),) * i))
     assert log.newest(4) == []
     assert log.newest(5) == [record(4, stages=(Stage("b", "comm", 1),) * 4)]
-    assert [kept.key[1] for kept in log.newest(9)] == [3, 4]
-    assert [kept.key[1] for kept in log.newest(100)] == [*range(5)]
+    assert [logged.key[1] for logged in log.newest(9)] == [3, 4]
+    assert [logged.key[1] for logged in log.newest(100)] == [*range(5)]
 
 
 def test_a_store_has_each_record_once():
@@ -58,11 +58,11 @@ def test_a_store_has_each_record_once():
     store.add("a", 0, [record(0), record(1)])
     store.add("a", 0, [record(0), record(1), record(2)])  # asked for by two at once
     store.add("b", 7, [record(3)])  # some were lost before
-    assert [kept.key[1] for kept in store] == [0, 1, 2, 3]
+    assert [logged.key[1] for logged in store] == [0, 1, 2, 3]
     assert (store.next("a"), store.next("b")) == (3, 8)
     store.forget("a")  # another one may come with its address
     store.add("a", 0, [record(4)])
-    assert [kept.key[1] for kept in store] == [0, 1, 2, 3, 4]
+    assert [logged.key[1] for logged in store] == [0, 1, 2, 3, 4]
 
 
 def some_stages(i, count):
@@ -115,14 +115,14 @@ def test_records_of_another_version_are_refused(monkeypatch):
 def test_the_figures_of_a_run():
     stages = (Stage("b", "cma", 100), Stage("c", "comm", 50))
     fallback = Fallback("c", "cma", "not permitted")
-    run, *others = runs_of(
+    run, *other_runs = runs_of(
         [
             record(1, 3.0, stages, fallbacks=(fallback,), wasted_bytes=7, dtype="f4"),
             record(0, 1.0, stages[:1], dtype="f4"),
             record(1, 2.0, error="b is deaf", wasted_bytes=20),
         ]
     )
-    assert not others
+    assert not other_runs
     assert (run.operation, run.shape, run.dtype, run.blocks) == (
         "p2p-transpose",
         (4, 2),
@@ -171,6 +171,7 @@ def test_tables():
         assert text in oldest
     assert " - " in newest
     assert len({len(line) for line in repr(runs).splitlines()}) == 1
+    assert "<td>" in runs[0]._repr_html_()
     html = runs._repr_html_()
     assert html.count("<tr>") == 3
     assert "&lt;f4&gt;" in html

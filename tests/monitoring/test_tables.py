@@ -6,7 +6,6 @@ from tests.monitoring.support import record
 
 
 def rank_record(i, start_s=0.0, waited_s=0.25, **values):
-    """A record of a second, with a wait of a quarter."""
     name = "p2p-iterate-ranks-0123456789abcdef0123456789abcdef"
     values = {"name": name, "attempt": 1, "steps": 10} | values
     return record(i, start_s, (Stage("b", "link", 100, waited_s),), **values)

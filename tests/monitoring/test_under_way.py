@@ -31,25 +31,23 @@ def read_bytes(record):
 
 
 def running(client, worker):
-    """Return a worker's records of its tasks under way."""
 
     async def ask(dask_worker):
         return await dask_worker.plugins[PLUGIN_NAME].context.new_records()
 
-    answer = client.run(ask, workers=[worker])[worker]
-    return unpacked(answer["under_way"])
+    reply = client.run(ask, workers=[worker])[worker]
+    return unpacked(reply["under_way"])
 
 
 def hold_back(dask_worker):
-    """Answer requests for regions only once they are let through."""
     good = dask_worker.handlers["p2p_comm_read"]
     dask_worker.let_through = asyncio.Event()
 
-    async def answer(**request):
+    async def reply(**request):
         await dask_worker.let_through.wait()
         return await good(**request)
 
-    dask_worker.handlers["p2p_comm_read"] = answer
+    dask_worker.handlers["p2p_comm_read"] = reply
 
 
 def let_through(dask_worker):
@@ -60,8 +58,8 @@ def let_through(dask_worker):
 
 def test_bytes_in_place_by_holder(client, slabs):
     workers, x = slabs
-    reader, *others = workers
-    last = others[-1]
+    reader, *other_workers = workers
+    last = other_workers[-1]
     dask_p2p.register(client)
     client.run(hold_back, workers=[last])
     with dask.config.set({"p2p.transports.order": ["comm"]}):
@@ -74,9 +72,9 @@ def test_bytes_in_place_by_holder(client, slabs):
         client.run(let_through, workers=[last])
     assert y.result().shape == (16, 64)
     assert (record.worker, record.wanted_bytes, record.is_made) == (reader, 3 * TILE_BYTES, False)
-    assert {s.holder: s.nbytes for s in record.stages} == dict.fromkeys(others, TILE_BYTES) | {
-        last: 0
-    }
+    assert {s.holder: s.nbytes for s in record.stages} == dict.fromkeys(
+        other_workers, TILE_BYTES
+    ) | {last: 0}
     assert {s.transport for s in record.stages} == {"comm"}
     assert (record.array_shape, record.blocks) == ((64, 64), (4, 1))
     assert record.start_s < record.stop_s

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import split_evenly
 from dask_p2p.plans import GridPlan, block_plans, redistribution
-from dask_p2p.plans.fft import FftStage, ReorderedPlan, Rolled, Transform, stages
+from dask_p2p.plans.fft import FftStage, ReorderedPlan, RolledAxis, Transform, plan_stages
 from tests.plans.support import assembled, blocks_of, elements_read
 
 
@@ -37,7 +37,7 @@ def requests(draw):
 @given(requests())
 def test_each_axis_is_transformed_once_where_it_is_whole(request):
     chunks, transform, final = request
-    way = stages(chunks, transform, final)
+    way = plan_stages(chunks, transform, final)
     assert way[0].chunks == chunks
     transformed_axes, shape = [], list(map(sum, chunks))
     for stage in way:
@@ -58,7 +58,7 @@ def test_each_axis_is_transformed_once_where_it_is_whole(request):
 def turned(chunks, lengths, is_inverse):
     """The chunks after a transform along all axes, and how many exchanges that took."""
     transform = Transform(dict(enumerate(lengths)), is_inverse=is_inverse)
-    way = stages(chunks, transform)
+    way = plan_stages(chunks, transform)
     return transform.after(way[-1].chunks, frozenset(way[-1].axes)), len(way) - 1
 
 
@@ -118,15 +118,16 @@ def test_chunks_of_the_result_that_leave_the_axis_whole_cost_nothing():
     pencils = ((6, 6), (6, 6), (12,))
     transform = Transform({0: 12, 1: 12, 2: 12})
     slabs = ((12,), (12,), (3, 3, 3, 3))
-    assert stages(pencils, transform, slabs) == [FftStage(pencils, (2,)), FftStage(slabs, (0, 1))]
+    stages = [FftStage(pencils, (2,)), FftStage(slabs, (0, 1))]
+    assert plan_stages(pencils, transform, slabs) == stages
 
 
 def test_what_halves_goes_first_and_what_grows_last():
     """If two divided axes can move in any order, the one that shrinks moves first."""
     chunks = ((6, 6), (12,), (6, 6))
-    first = stages(chunks, Transform({0: 4, 2: 40}))[1]
+    first = plan_stages(chunks, Transform({0: 4, 2: 40}))[1]
     assert first.axes == (0,)
-    assert stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
+    assert plan_stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
 
 
 @st.composite
@@ -134,7 +135,7 @@ def rolled_axes(draw):
     old = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     inner = draw(st.lists(st.integers(0, sum(old)), max_size=3))
     new = tuple(b - a for a, b in pairwise(sorted([0, *inner, sum(old)])))
-    return Rolled(tuple(old), new, draw(st.integers(-9, 9)))
+    return RolledAxis(tuple(old), new, draw(st.integers(-9, 9)))
 
 
 @given(st.lists(rolled_axes(), min_size=1, max_size=2))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_shape, split_evenly
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
-from dask_p2p.plans.halo import halo_plan
+from dask_p2p.plans.halo import plan_halo
 from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
 
 
@@ -105,5 +105,5 @@ def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
 
 
 def test_plans_of_equal_constants_with_other_bits_differ():
-    plans = [halo_plan(((4,),), ((1, 1),), (end,)) for end in (0.0, -0.0)]
+    plans = [plan_halo(((4,),), ((1, 1),), (end,)) for end in (0.0, -0.0)]
     assert [str(plan.block((0,)).fills[0].value) for plan in plans] == ["0.0", "-0.0"]

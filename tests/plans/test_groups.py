@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.geometry import block_indices
-from dask_p2p.plans import grouped, redistribution
+from dask_p2p.plans import group_blocks, redistribution
 from dask_p2p.plans.grid import FEW_EDGES, MOST_EDGES, SMALL_GROUP
 
 
@@ -24,8 +24,8 @@ def never():
 def test_small_graphs_are_left_alone_and_no_cluster_is_asked():
     plan = slabs(44)
     assert edges(plan) <= FEW_EDGES
-    assert grouped(plan, None, never) is plan
-    assert grouped(slabs(200), 0, never).chunks == slabs(200).chunks
+    assert group_blocks(plan, None, never) is plan
+    assert group_blocks(slabs(200), 0, never).chunks == slabs(200).chunks
 
 
 @pytest.mark.parametrize("blocks", [64, 141])
@@ -33,7 +33,7 @@ def test_small_graphs_are_left_alone_and_no_cluster_is_asked():
 def test_graphs_of_some_edges_have_groups_where_these_are_small(blocks, rows):
     plan = slabs(blocks, rows)
     assert FEW_EDGES < edges(plan) <= MOST_EDGES
-    large = grouped(plan, None, lambda: 4)
+    large = group_blocks(plan, None, lambda: 4)
     sizes = large.chunks[0]
     if large is plan:
         assert 2 * rows * (blocks * rows) > SMALL_GROUP, "two blocks would be small"
@@ -49,7 +49,7 @@ def test_graphs_of_some_edges_have_groups_where_these_are_small(blocks, rows):
 )
 def test_large_ones_have_groups_for_all_threads(threads, rows, number):
     plan = slabs(1000, rows)
-    large = grouped(plan, None, lambda: threads)
+    large = group_blocks(plan, None, lambda: threads)
     groups = len(large.chunks[0])
     assert groups <= number <= groups * 1.1
     assert edges(large) == 1000 * groups
@@ -63,14 +63,14 @@ def test_large_ones_have_groups_for_all_threads(threads, rows, number):
 
 
 def test_a_number_that_is_asked_for():
-    assert len(grouped(slabs(9), 3, never).chunks[0]) == 3
-    assert len(grouped(slabs(10), 4, never).chunks[0]) == 4
-    assert grouped(slabs(9), 9, never).chunks == slabs(9).chunks
+    assert len(group_blocks(slabs(9), 3, never).chunks[0]) == 3
+    assert len(group_blocks(slabs(10), 4, never).chunks[0]) == 4
+    assert group_blocks(slabs(9), 9, never).chunks == slabs(9).chunks
 
 
 def test_no_groups_where_they_save_nothing():
     """Each block reads one other: an edge is an edge."""
     plan = redistribution(((1,) * 30_000,), (0,), ((1,) * 30_000,))
     assert edges(plan) > MOST_EDGES
-    assert grouped(plan, None, lambda: 4) is plan
-    assert grouped(plan, 10, never) is plan
+    assert group_blocks(plan, None, lambda: 4) is plan
+    assert group_blocks(plan, 10, never) is plan

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import block_bounds, box_size
-from dask_p2p.plans import block_plans, halo_plan
+from dask_p2p.plans import block_plans, plan_halo
 from dask_p2p.plans.halo import BOUNDARIES
 from tests.plans.support import assembled, blocks_of, elements_read
 
@@ -50,7 +50,7 @@ def test_each_block_gets_its_neighbours(halo):
     shape = tuple(map(sum, chunks))
     x = np.arange(1000, 1000 + np.prod(shape)).reshape(shape)
     around = with_halos(x, depth, boundary)
-    plan = halo_plan(chunks, depth, boundary)
+    plan = plan_halo(chunks, depth, boundary)
     sources = blocks_of(x, chunks)
     for index, block_plan in block_plans(plan):
         reach = []
@@ -74,8 +74,8 @@ def test_without_corners_only_they_are_left_out(halo):
     shape = tuple(map(sum, chunks))
     x = np.arange(1, 1 + np.prod(shape)).reshape(shape)
     sources = blocks_of(x, chunks)
-    with_corners = halo_plan(chunks, depth, boundary)
-    star = halo_plan(chunks, depth, boundary, has_corners=False)
+    with_corners = plan_halo(chunks, depth, boundary)
+    star = plan_halo(chunks, depth, boundary, has_corners=False)
     plans = zip(block_plans(with_corners), block_plans(star), strict=True)
     for (index, all_of_it), (_, part) in plans:
         expected = assembled(all_of_it, sources, x.dtype)
@@ -95,7 +95,7 @@ def test_without_corners_only_they_are_left_out(halo):
 def test_values_are_those_of_dask(kind):
     x = np.arange(35.0).reshape(5, 7)
     chunks = ((3, 2), (4, 3))
-    plan = halo_plan(chunks, ((2, 2), (1, 1)), (kind, kind))
+    plan = plan_halo(chunks, ((2, 2), (1, 1)), (kind, kind))
     expected = overlap(da.from_array(x, chunks=chunks), {0: 2, 1: 1}, {0: kind, 1: kind})
     assert plan.chunks == expected.chunks
     for index, block_plan in block_plans(plan):

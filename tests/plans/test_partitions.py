@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.ranks import RankGrid, partition_of, partitioned
+from dask_p2p.plans.ranks import RankGrid, distribute_array, partition_of
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=5).map(tuple)
 
@@ -24,7 +24,7 @@ def gangs(draw):
 @given(gangs())
 def test_local_blocks_cover_the_array_once_and_divide_these_axes(gang):
     ranks, shape, partition, *_ = gang
-    new = partitioned(ranks, shape, partition)
+    new = distribute_array(ranks, shape, partition)
     assert new.size == ranks.size
     covered = np.zeros(shape, int)
     for rank in range(new.size):
@@ -36,12 +36,12 @@ def test_local_blocks_cover_the_array_once_and_divide_these_axes(gang):
         for axis in divided_axes:
             if new.grid[axis] == ranks.grid[axis]:
                 assert new.local_sizes[axis] == ranks.local_sizes[axis]
-        assert partitioned(ranks, shape, partition_of(ranks)) is ranks
+        assert distribute_array(ranks, shape, partition_of(ranks)) is ranks
 
 
 def test_axes_are_divided_so_that_most_ranks_have_something():
     ranks = RankGrid(((1,) * 4,), (4,))
-    assert partitioned(ranks, (8, 8), (0, 1)).grid == (2, 2)
-    assert partitioned(ranks, (1, 8), (0, 1)).grid == (1, 4)
-    assert partitioned(ranks, (2, 3), (0, 1)).grid == (2, 2)
-    assert partitioned(ranks, (3, 1), (0,)).local_sizes == ((1, 1, 1, 0), (1,))
+    assert distribute_array(ranks, (8, 8), (0, 1)).grid == (2, 2)
+    assert distribute_array(ranks, (1, 8), (0, 1)).grid == (1, 4)
+    assert distribute_array(ranks, (2, 3), (0, 1)).grid == (2, 2)
+    assert distribute_array(ranks, (3, 1), (0,)).local_sizes == ((1, 1, 1, 0), (1,))

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.base import Input, plan_parts, steps
-from dask_p2p.plans.halo import halo_plan, halo_widths_of
+from dask_p2p.plans.base import Input, plan_parts, schedule_steps
+from dask_p2p.plans.halo import halo_widths_of, plan_halo
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -17,7 +17,7 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 def with_halo(x, chunks, depth, boundary):
     """Return each block with its halos, as `map_overlap` assembles them; and the halos."""
-    plan = halo_plan((chunks,), (depth,), (boundary,))
+    plan = plan_halo((chunks,), (depth,), (boundary,))
     bounds = np.cumsum((0, *chunks))
     blocks = []
     for number in range(len(chunks)):
@@ -131,7 +131,7 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
     """Issue all steps, and return the first two that touch the same memory in no order."""
     clocks = {name: {} for name in ("host", "up", "run", "down")}
     finished, touched = {}, {}
-    for step in steps(count, slots, is_reduced):
+    for step in schedule_steps(count, slots, is_reduced):
         if step.action in direct:
             continue
         clock = clocks[TIMELINES[step.action]]
@@ -167,7 +167,7 @@ def first_race(count, slots, is_reduced, direct=(), left_out=None):
 )
 def test_no_step_comes_before_those_whose_memory_it_uses(count, slots, is_reduced, direct):
     assert first_race(count, slots, is_reduced, direct) is None
-    order = list(steps(count, slots, is_reduced))
+    order = list(schedule_steps(count, slots, is_reduced))
     for action in TIMELINES:
         parts = [step.part for step in order if step.action == action]
         is_last_only = is_reduced and action in ("down", "empty")

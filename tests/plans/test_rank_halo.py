@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_shape, box_slices
-from dask_p2p.plans.halo import halo_exchange, halo_plan, interior_and_boundary
+from dask_p2p.plans.halo import plan_halo, plan_halo_exchange, split_interior
 from dask_p2p.plans.ranks import RankGrid
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
@@ -24,7 +24,7 @@ def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
-    halos = [halo_exchange(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
+    halos = [plan_halo_exchange(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
     halo_arrays = [np.full(halo.shape, -1) for halo in halos]
     for rank, (halo, array) in enumerate(zip(halos, halo_arrays, strict=True)):
         array[box_slices(halo.inner)] = x[box_slices(ranks.box(rank))]
@@ -40,7 +40,7 @@ def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
             for src, dst in zip(given_boxes, boxes, strict=True):
                 array[box_slices(dst)] = halo_arrays[peer][box_slices(src)]
         assert all(rank in halos[peer].receives for peer in rank_halo.sends)
-    plan = halo_plan(ranks.local_sizes, depth, boundary, has_corners)
+    plan = plan_halo(ranks.local_sizes, depth, boundary, has_corners)
     for rank, array in enumerate(halo_arrays):
         block = plan.block(ranks.indices[rank])
         expected = np.zeros(block.shape, int)
@@ -60,7 +60,7 @@ def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
     ranks = RankGrid(((8, 8, 8), (6,), (5,)), (3, 1, 1))
     for boundary in ("periodic", "reflect", "none", 3):
         lean, full = (
-            halo_exchange(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
+            plan_halo_exchange(ranks, 1, [(1, 1)] * 3, [boundary] * 3, has_corners)
             for has_corners in (False, True)
         )
         for messages in (full.receives, full.sends):
@@ -82,8 +82,8 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
     boundary = [data.draw(boundaries) for _ in shape]
     has_corners = data.draw(st.booleans())
     for rank in range(ranks.size):
-        halo = halo_exchange(ranks, rank, depth, boundary, has_corners)
-        interior, *boundary_parts = interior_and_boundary([halo])
+        halo = plan_halo_exchange(ranks, rank, depth, boundary, has_corners)
+        interior, *boundary_parts = split_interior([halo])
         covered = np.zeros(ranks.shape(rank), int)
         for box in (interior, *boundary_parts):
             covered[box_slices(box)] += 1
@@ -106,18 +106,18 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
 
 def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
-    halo = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_boundary([halo]) == [
+    halo = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
+    assert split_interior([halo]) == [
         ((1, 4), (0, 12)),
         ((0, 1), (0, 12)),
         ((4, 6), (0, 12)),
     ]
-    ends = halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
-    assert interior_and_boundary([ends]) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
+    ends = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
+    assert split_interior([ends]) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # the array ends within the halo
-    assert interior_and_boundary([halo_exchange(near, 1, [(2, 0)], ["none"], True)]) == [
+    assert split_interior([plan_halo_exchange(near, 1, [(2, 0)], ["none"], True)]) == [
         ((2, 5),),
         ((0, 2),),
     ]
-    narrow = halo_exchange(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
-    assert interior_and_boundary([narrow]) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]
+    narrow = plan_halo_exchange(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
+    assert split_interior([narrow]) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

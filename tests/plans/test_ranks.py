@@ -13,10 +13,10 @@ from dask_p2p.geometry import block_indices, block_shape, box_shape, box_slices
 from dask_p2p.plans.ranks import (
     ORDERS,
     RankGrid,
-    branch,
-    partitioned,
-    partners,
-    redistribution_exchange,
+    distribute_array,
+    plan_rank_exchange,
+    schedule_partners,
+    tree_neighbours,
 )
 from tests.plans.test_partitions import gangs
 
@@ -62,7 +62,7 @@ def test_the_grid_has_the_smallest_surface(chunks, max_ranks, grid):
 @pytest.mark.parametrize("order", ORDERS[1:])
 @pytest.mark.parametrize("size", range(1, 18))
 def test_each_pair_comes_once_and_no_rank_twice_in_a_stage(order, size):
-    partners_by_rank = [partners(order, rank, size) for rank in range(size)]
+    partners_by_rank = [schedule_partners(order, rank, size) for rank in range(size)]
     assert len({*map(len, partners_by_rank)}) == 1, "all have as many stages"
     pairs = Counter()
     for stage in zip(*partners_by_rank, strict=True):
@@ -76,7 +76,7 @@ def test_each_pair_comes_once_and_no_rank_twice_in_a_stage(order, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 9, 10, 73, 74, 1000])
 def test_a_tree_has_all_ranks_and_few_connections_of_each(size):
-    branches = [branch(rank, size) for rank in range(size)]
+    branches = [tree_neighbours(rank, size) for rank in range(size)]
     assert branches[0][0] == []
     for rank, (above, below) in enumerate(branches):
         assert all(branches[child][0] == [rank] for child in below)
@@ -91,9 +91,9 @@ def test_ranks_that_exchange_their_boxes_have_the_array_in_the_other_partition(g
     order = data.draw(st.none() | st.permutations(range(len(axes))))
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     y = x.transpose(axes)
-    before = partitioned(ranks, x.shape, partition)
-    after = partitioned(ranks, y.shape, other_partition)
-    exchange_of = partial(redistribution_exchange, before, after, axes, order=order)
+    before = distribute_array(ranks, x.shape, partition)
+    after = distribute_array(ranks, y.shape, other_partition)
+    exchange_of = partial(plan_rank_exchange, before, after, axes, order=order)
     exchanges = [exchange_of(rank) for rank in range(ranks.size)]
     for rank, exchange in enumerate(exchanges):
         target = np.zeros(exchange.after, int)

@@ -57,7 +57,7 @@ def main(size: int, workers: int) -> None:
         y = client.persist(dask_p2p.transpose(x))
         wait(y)
         peaks = client.run(peak)
-        held = {
+        sizes = {
             address: sum(
                 slab * size * 8
                 for array, slab in ((x, size // workers), (y, size // workers))
@@ -66,8 +66,8 @@ def main(size: int, workers: int) -> None:
             )
             for address in before
         }
-    worst = max(before, key=lambda address: peaks[address] - before[address] - held[address])
-    numbers = held[worst], peaks[worst] - before[worst], estimated
+    worst = max(before, key=lambda address: peaks[address] - before[address] - sizes[address])
+    numbers = sizes[worst], peaks[worst] - before[worst], estimated
     print(*(f"{nbytes / MIB:.1f}" for nbytes in numbers))
 
 

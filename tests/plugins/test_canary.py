@@ -64,13 +64,13 @@ def test_the_scheduler_calls_what_is_replaced(client):
     """It looks them up on itself, at each call; else what takes their place is never called."""
     dask_p2p.register(client)
     scheduler = client.cluster.scheduler
-    called = set()
+    called_methods = set()
 
     def spy(name):
         original = getattr(scheduler, name)
 
         def call(*args, **kwargs):
-            called.add(name)
+            called_methods.add(name)
             return original(*args, **kwargs)
 
         return call
@@ -80,9 +80,11 @@ def test_the_scheduler_calls_what_is_replaced(client):
             patch.setattr(scheduler, name, spy(name))
         x = client.submit(lambda: 1, pure=False)
         client.submit(lambda value: value, x, pure=False).result(timeout=BOUND_S)
-        left, right = (client.scatter(i, workers=[w]) for i, w in enumerate(workers_of(client)))
-        client.submit(lambda *values: values, left, right, pure=False).result(timeout=BOUND_S)
-    assert called == set(METHODS)
+        left_block, right = (
+            client.scatter(i, workers=[w]) for i, w in enumerate(workers_of(client))
+        )
+        client.submit(lambda *values: values, left_block, right, pure=False).result(timeout=BOUND_S)
+    assert called_methods == set(METHODS)
 
 
 def test_the_message_that_a_worker_gets_for_a_task(client):
@@ -103,9 +105,11 @@ def test_the_message_that_a_worker_gets_for_a_task(client):
         wait(x)
         y = dask_p2p.transpose(x).persist()
         wait(y)
-    ours = [message for message in messages if isinstance(message["run_spec"], AssembleTask)]
-    assert len(ours) == 4
-    for message in ours:
+    our_messages = [
+        message for message in messages if isinstance(message["run_spec"], AssembleTask)
+    ]
+    assert len(our_messages) == 4
+    for message in our_messages:
         assert isinstance(message["run_spec"], GraphNode)
         assert set(message["who_has"]) == set(message["nbytes"])
         assert len(message["who_has"]) == 4
@@ -137,11 +141,11 @@ def test_parts_of_the_dashboard_that_are_used(client):
     assert variables is template_variables(scheduler), "kept for all pages"
     assert {"status", "p2p"} <= set(variables["pages"])
     assert all(set(plot) == {"url", "name"} for plot in variables["plots"])
-    dashboard, own = (
+    dashboard, own_pages = (
         app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
     )
-    assert own.app_paths == set(own._applications)
-    assert dashboard.app_paths == set(applications) | own.app_paths
+    assert own_pages.app_paths == set(own_pages._applications)
+    assert dashboard.app_paths == set(applications) | own_pages.app_paths
 
 
 def test_parts_of_states_that_are_used():
@@ -161,8 +165,8 @@ def test_parts_of_states_that_are_used():
             *("executing", "processing", "long_running", "resources"),
         ),
     }.items():
-        known = {*dir(cls), *getattr(cls, "__annotations__", ())}
-        assert set(names) <= known, cls
+        attributes = {*dir(cls), *getattr(cls, "__annotations__", ())}
+        assert set(names) <= attributes, cls
     assert {"waiting", "no-worker", "queued", "processing", "forgotten"} <= set(ALL_TASK_STATES)
     assert [*inspect.signature(Worker.plugin_add).parameters][:2] == ["self", "plugin"]
 
@@ -196,12 +200,12 @@ def test_registration_is_refused_outside_of_the_range(monkeypatch):
     """Wherever that release is: here they are all one process."""
     with own_client(1, processes=False) as client:
         real = versions.check_dask
-        for wrong in (0, 1, 2):  # the client, the scheduler, the worker
+        for outdated in (0, 1, 2):  # the client, the scheduler, the worker
             numbers = count()
 
-            def check(wrong=wrong, numbers=numbers):
+            def check(outdated=outdated, numbers=numbers):
                 with pytest.MonkeyPatch.context() as patch:
-                    if next(numbers) == wrong:
+                    if next(numbers) == outdated:
                         pretend(patch, "2024.1.0")
                     real()
 
@@ -209,7 +213,7 @@ def test_registration_is_refused_outside_of_the_range(monkeypatch):
                 monkeypatch.setattr(f"dask_p2p.plugins.{module}.check_dask", check)
             with pytest.raises(RegistrationError, match=r"got .*distributed 2024\.1\.0"):
                 dask_p2p.register(client)
-            assert next(numbers) == wrong + 1
+            assert next(numbers) == outdated + 1
         monkeypatch.undo()
         dask_p2p.register(client)
         assert client.submit(lambda: 1).result(timeout=BOUND_S) == 1
@@ -234,12 +238,12 @@ def test_the_levels_of_dasks_store(tmp_path):
     """`dask_p2p.plugins.storage` reads them, maps the files, and has a function called."""
     data = SpillBuffer(str(tmp_path), target=10**6)
     assert isinstance(data, Buffer)
-    told = []
-    data.fast_to_slow_callbacks.append(lambda key, value: told.append(key))
+    events = []
+    data.fast_to_slow_callbacks.append(lambda key, value: events.append(key))
     data["key", 0] = values = np.arange(1000)
     assert data.memory["key", 0] is values
     data.evict()
-    assert told == [("key", 0)]
+    assert events == [("key", 0)]
     assert isinstance(data.disk, Cache)
     assert data.disk.cache["key", 0] is values
     files = data.disk.data
@@ -252,12 +256,12 @@ def test_the_levels_of_dasks_store(tmp_path):
 def test_threads_of_a_pool():
     """They stay as long as they are told to go on: see dask_p2p/plugins/dask_internals.py."""
 
-    def look():
+    def read_pool_state():
         is_listed = threading.current_thread() in thread_state.executor._threads
         return thread_state.executor, thread_state.proceed, is_listed
 
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(look).result() == (pool, True, True)
+        assert pool.submit(read_pool_state).result() == (pool, True, True)
 
 
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
@@ -314,6 +318,6 @@ def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
 def test_the_profiler_of_a_worker():
     """See dask_p2p/plugins/dask_internals.py: Dask reads the interval at each sample."""
     profiled = dask.config.set({"distributed.worker.profile.enabled": True})
-    with profiled, own_client(1, processes=False) as other:
-        (worker,) = other.cluster.workers.values()
+    with profiled, own_client(1, processes=False) as second_client:
+        (worker,) = second_client.cluster.workers.values()
         assert worker.periodic_callbacks[PROFILE].callback_time == 10

@@ -87,35 +87,39 @@ async def test_what_blocks_does_not_block_the_event_loop():
 )
 def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, order, expected):
     """One setting turns it off: nothing is published by itself, nothing is mapped."""
-    told = []
+    published = []
     transports = {
         name: SimpleNamespace(
             name=name,
-            publish=lambda blocks, name=name: told.append((name, blocks)),
+            publish=lambda blocks, name=name: published.append((name, blocks)),
             obstacle=lambda holder, kind, dtype: None,
             probe=lambda holder, kind: None,
         )
         for name in transport_classes()
     }
-    held = {("x", 0): np.ones(3), ("x", 1): np.ones(2), ("y", 0): np.ones(3), ("x", 2): "odd"}
-    context = deaf_context(held)
+    data = {("x", 0): np.ones(3), ("x", 1): np.ones(2), ("y", 0): np.ones(3), ("x", 2): "odd"}
+    context = deaf_context(data)
     context.router.transports = transports
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
-    own = {("x", 0): held["x", 0]}
-    context.publish(own, kind, chosen)
-    assert [name for name, _ in told] == expected
-    assert all(of.keys() == {("x", 0), ("x", 1)} for _, of in told), "also what others will read"
-    told.clear()
-    context.publish(own, kind, chosen)
-    assert all(of == own for _, of in told), "which is looked for once"
+    own_blocks = {("x", 0): data["x", 0]}
+    context.publish(own_blocks, kind, chosen)
+    assert [name for name, _ in published] == expected
+    assert all(blocks.keys() == {("x", 0), ("x", 1)} for _, blocks in published), (
+        "also what others will read"
+    )
+    published.clear()
+    context.publish(own_blocks, kind, chosen)
+    assert all(blocks == own_blocks for _, blocks in published), "which is looked for once"
     for number in range(3):
         context.on_released(("x", number))
-        told.clear()
-        context.publish(own, kind, chosen)
-        anew = {("x", 0), ("x", 1)} if number == 2 else own.keys()
-        assert all(of.keys() == anew for _, of in told), "once more if all have been made anew"
-    ways = context.router.routes(["b"], kind, np.dtype("f8"), chosen.order(kind))
+        published.clear()
+        context.publish(own_blocks, kind, chosen)
+        anew = {("x", 0), ("x", 1)} if number == 2 else own_blocks.keys()
+        assert all(blocks.keys() == anew for _, blocks in published), (
+            "once more if all have been made anew"
+        )
+    ways = context.router.find_routes(["b"], kind, np.dtype("f8"), chosen.order(kind))
     assert [way.transport.name for way in ways] == expected
 
 
@@ -161,9 +165,9 @@ class ForgottenMeanwhile(dict):
     """Of which another thread drops something whenever one looks for the oldest."""
 
     def __iter__(self):
-        found = super().__iter__()
+        iterator = super().__iter__()
         self.pop(max(self.keys()), None)
-        return found
+        return iterator
 
 
 def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
@@ -194,6 +198,6 @@ assert dask_p2p.rechunk(x, (4, 1)).sum().compute() == 16
 
 def test_a_program_that_does_not_close_its_client_ends_without_errors():
     """Its workers close after the end of the main thread, when no thread can start."""
-    done = ran("-c", PROGRAM)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
+    process = ran("-c", PROGRAM)
+    assert process.returncode == 0
+    assert "Traceback" not in process.stderr

@@ -30,7 +30,7 @@ class Worker:
         self.address = "tcp://a"
 
 
-def taken(memory, shape=(MIB // 8,), dtype="f8"):
+def take_output(memory, shape=(MIB // 8,), dtype="f8"):
     return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
 
 
@@ -60,40 +60,40 @@ async def test_it_is_given_back_when_none_has_come_for_a_while():
     worker.loop.asyncio_loop = clock = Clock()
     memory = OutputMemory(worker, retain_s=2)
     for _ in range(4):
-        taken(memory)  # and drop it
+        take_output(memory)  # and drop it
         clock.advance(1.9)
         assert memory.idle_bytes == MIB
     clock.advance(0.2)
     assert memory.idle_bytes == 0
-    taken(memory)
+    take_output(memory)
     memory.close()
     assert (memory.idle_bytes, clock.calls) == (0, [])
 
 
 async def test_what_is_small_or_large_or_of_objects_is_not_kept():
     memory = OutputMemory(Worker(), retain_s=60)
-    assert taken(memory, (100, 10)).flags.owndata
-    assert taken(memory, (4 * MIB + 1,), "u1").flags.owndata, "too large to be kept"
-    assert taken(memory, (MIB,), object)[0] is None
-    assert taken(memory, (), "f8").shape == ()
+    assert take_output(memory, (100, 10)).flags.owndata
+    assert take_output(memory, (4 * MIB + 1,), "u1").flags.owndata, "too large to be kept"
+    assert take_output(memory, (MIB,), object)[0] is None
+    assert take_output(memory, (), "f8").shape == ()
     gc.collect()
     assert memory.idle_bytes == 0
-    assert not taken(memory, (4 * MIB,), "u1").flags.owndata
+    assert not take_output(memory, (4 * MIB,), "u1").flags.owndata
     assert memory.idle_bytes == 4 * MIB
 
 
 async def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
     memory = PinnedOutputs(Worker(), 60, None)
-    first = taken(memory)
+    first = take_output(memory)
     where = first.ctypes.data
     assert is_pinned(first[::2])
     assert memory.pinned_bytes == MIB
     del first
     assert (memory.idle_bytes, memory.pinned_bytes) == (MIB, MIB)
-    again = taken(memory, (MIB // 4, 1), "f4")
+    again = take_output(memory, (MIB // 4, 1), "f4")
     assert again.ctypes.data == where
     assert len(gpu.pinned) == 1
-    odd = taken(memory, (5 * MIB // 16,))
+    odd = take_output(memory, (5 * MIB // 16,))
     assert memory.pinned_bytes == (1 + 3) * MIB, "not a power of two"
     memory.close()
     del again, odd
@@ -102,14 +102,14 @@ async def test_outputs_of_a_gpu_are_pinned_and_their_memory_is_kept(gpu):
 
 async def test_no_more_is_pinned_than_half_of_the_limit(gpu):
     memory = PinnedOutputs(worker := Worker(16 * MIB), 60, None)
-    outputs = [taken(memory) for _ in range(10)]
+    outputs = [take_output(memory) for _ in range(10)]
     assert [is_pinned(output) for output in outputs] == 8 * [True] + 2 * [False]
     assert memory.pinned_bytes == 8 * MIB
     worker.used_bytes = 9 * MIB  # of 16: it gives back what comes back
     del outputs[:3]
     assert (memory.idle_bytes, len(gpu.pinned)) == (0, 5)
     worker.used_bytes = 0
-    outputs.append(taken(memory))
+    outputs.append(take_output(memory))
     assert is_pinned(outputs[-1])
 
 
@@ -117,28 +117,28 @@ async def test_what_cannot_be_pinned_is_ordinary_memory_with_one_warning(gpu, mo
     def refused(*args):
         raise RuntimeError("cudaErrorMemoryAllocation")
 
-    said = []
+    warnings_sent = []
     monkeypatch.setattr(gpu, "pin", refused)
-    memory = PinnedOutputs(Worker(), 60, said.append)
-    outputs = [taken(memory) for _ in range(3)]
+    memory = PinnedOutputs(Worker(), 60, warnings_sent.append)
+    outputs = [take_output(memory) for _ in range(3)]
     assert not any(map(is_pinned, outputs))
-    (text,) = said
+    (text,) = warnings_sent
     assert text.startswith("dask_p2p: worker tcp://a: host memory cannot be pinned (Runtime")
 
 
 def test_an_output_may_outlive_its_worker():
     """Whose loop is closed."""
-    memory, made = asyncio.run(_one(closes=False))
-    del made
-    memory, made = asyncio.run(_one(closes=True))
-    made[...] = 1
-    del made
+    memory, output = asyncio.run(_one(closes=False))
+    del output
+    memory, output = asyncio.run(_one(closes=True))
+    output[...] = 1
+    del output
     assert memory.idle_bytes == 0
 
 
 async def _one(closes):
     memory = OutputMemory(Worker(), retain_s=60)
-    output = taken(memory)
+    output = take_output(memory)
     if closes:
         memory.close()
     return memory, output

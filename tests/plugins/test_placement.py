@@ -18,7 +18,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.placement import (
     MEMORY_CHECK,
     Overlay,
-    held_elements,
+    count_held_elements,
     overlay_memory_check,
 )
 from dask_p2p.plugins.registration import workers_of
@@ -41,15 +41,15 @@ class Scheduler:
 
 
 def test_an_overlay_goes_when_it_is_not_wanted():
-    wanted = [True]
+    is_wanted = [True]
     scheduler = Scheduler()
-    Overlay(scheduler, "other", lambda original: f"not {original()}", lambda: wanted[0])
+    Overlay(scheduler, "other", lambda original: f"not {original()}", lambda: is_wanted[0])
     assert scheduler.other() == "not Dask's"
     # A second one takes the first one's place, and what it leaves behind is as it was.
-    Overlay(scheduler, "other", lambda original: f"never {original()}", lambda: wanted[0])
+    Overlay(scheduler, "other", lambda original: f"never {original()}", lambda: is_wanted[0])
     assert scheduler.other() == "never Dask's"
-    wanted.clear()
-    wanted.append(False)
+    is_wanted.clear()
+    is_wanted.append(False)
     assert scheduler.other() == "Dask's"
     assert "other" not in vars(scheduler)
 
@@ -57,9 +57,9 @@ def test_an_overlay_goes_when_it_is_not_wanted():
 def test_an_overlay_leaves_alone_who_came_after_it():
     scheduler = Scheduler()
     overlay = Overlay(scheduler, "other", lambda original: "ours", lambda: False)
-    scheduler.other = theirs = lambda: f"{overlay()}, and theirs"
+    scheduler.other = foreign_method = lambda: f"{overlay()}, and theirs"
     assert scheduler.other() == "Dask's, and theirs"
-    assert vars(scheduler)["other"] is theirs
+    assert vars(scheduler)["other"] is foreign_method
 
 
 def test_other_tasks_are_checked_by_dask():
@@ -116,13 +116,13 @@ def shares(client, x, lazy, y):
     holders, readers = client.who_has(x), client.who_has(y)
     blocks, moved, least, read = Counter(), 0, 0, 0
     for key, task in lazy.dask.layers[lazy.name].items():
-        held = held_elements(task, holders)
+        elements_of = count_held_elements(task, holders)
         elements = sum(task.plan.source_elements(task.index))
         (reader,) = readers[key]
         blocks[reader] += 1
         read += elements
-        moved += elements - held[reader]
-        least += elements - max(held.values())
+        moved += elements - elements_of[reader]
+        least += elements - max(elements_of.values())
     return moved / read, least / read, sorted(blocks.values())
 
 
@@ -245,9 +245,13 @@ async def test_blocks_of_ranks_are_handed_out_where_they_are():
             blocks = await client.gather(client.compute([*y.blocks.ravel()]))
             made_on = [cluster.workers[int(block[0, 0])].address for block in blocks]
             holders = await client.who_has(y)
-            assert [holders[key] for key in sorted(holders)] == [[each] for each in made_on]
+            assert [holders[key] for key in sorted(holders)] == [
+                [worker_key] for worker_key in made_on
+            ]
             ranks = {key for key in cluster.scheduler.tasks if "ranks" in str(key)}
             for worker in cluster.workers.values():
-                sent = {key for each in worker.transfer_outgoing_log for key in each["keys"]}
+                sent = {
+                    key for transfer in worker.transfer_outgoing_log for key in transfer["keys"]
+                }
                 assert not ranks & sent
             del y, blocks

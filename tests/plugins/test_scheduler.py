@@ -20,11 +20,11 @@ OK = {"status": "OK", "result": None}
 class Scheduler:
     """What the plugin needs of Dask's: workers answer what they are told to, then no more."""
 
-    def __init__(self, **answers):
+    def __init__(self, **replies):
         self.records = {}  # what a worker answers who is asked for them
         self.under_way = []  # records of running tasks on each worker
-        self.replies = {worker: list(those) for worker, those in answers.items()}
-        self.workers, self.tasks = dict.fromkeys(answers), {}
+        self.replies = {worker: list(worker_replies) for worker, worker_replies in replies.items()}
+        self.workers, self.tasks = dict.fromkeys(replies), {}
         self.plugins, self.handlers, self.worker_plugins = {}, {}, {}
 
     def _add_to_processing(self, ts, ws, stimulus_id):
@@ -39,22 +39,22 @@ class Scheduler:
         async def run(**request):
             if not self.replies[worker]:
                 await asyncio.Event().wait()
-            answer = self.replies[worker].pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
+            reply = self.replies[worker].pop(0)
+            if isinstance(reply, Exception):
+                raise reply
+            return reply
 
         async def p2p_records(since):
-            answer = self.records[worker]
-            if isinstance(answer, Exception):
-                raise answer
-            if isinstance(answer, dict):
-                return answer
-            if answer == "still":
+            reply = self.records[worker]
+            if isinstance(reply, Exception):
+                raise reply
+            if isinstance(reply, dict):
+                return reply
+            if reply == "still":
                 await asyncio.Event().wait()
-            return answer and {
+            return reply and {
                 "first": since,
-                "records": packed(answer[since:]),
+                "records": packed(reply[since:]),
                 "under_way": packed(self.under_way),
             }
 
@@ -68,10 +68,10 @@ def registered(scheduler):
     async def main():
         plugin = P2PSchedulerPlugin()
         await plugin.start(scheduler)
-        answer = await scheduler.handlers["p2p_register"]()
+        reply = await scheduler.handlers["p2p_register"]()
         again = await plugin.register()
         await plugin.close()
-        return answer, again
+        return reply, again
 
     return run_clocked(main())
 
@@ -83,14 +83,14 @@ def test_workers_that_cannot_be_reached_are_tried_again():
 
 
 def test_workers_that_do_not_answer_are_named():
-    answer, again = registered(Scheduler(a=[OK, OK], still=[]))
-    assert answer == again == {"status": "ok", "failed": {}, "silent": ["still"], "workers": 2}
+    reply, again = registered(Scheduler(a=[OK, OK], still=[]))
+    assert reply == again == {"status": "ok", "failed": {}, "silent": ["still"], "workers": 2}
 
 
 def test_workers_that_cannot_take_part_are_named_until_they_can():
     error = {"status": "error", "exception_text": "ConfigError('option ...')"}
-    answer, again = registered(Scheduler(a=[OK, OK], b=[error, OK]))
-    assert answer["failed"] == {"b": "ConfigError('option ...')"}
+    reply, again = registered(Scheduler(a=[OK, OK], b=[error, OK]))
+    assert reply["failed"] == {"b": "ConfigError('option ...')"}
     assert again["failed"] == {}
 
 
@@ -108,27 +108,27 @@ def test_records_are_fetched_once_and_outlive_their_worker():
         await plugin.start(scheduler)
         await plugin.register()
         del scheduler.workers["left"]
-        answers = [await plugin.records()]
+        replies = [await plugin.records()]
         scheduler.records["good"], scheduler.under_way = noted, [running]
-        answers += [await plugin.records(n=1)]
+        replies += [await plugin.records(n=1)]
         scheduler.under_way = []
-        answers += await asyncio.gather(plugin.records(), plugin.records())
+        replies += await asyncio.gather(plugin.records(), plugin.records())
         plugin.remove_worker(scheduler, "good")
-        answers += [await plugin.records(n=n) for n in (1, 9)]
+        replies += [await plugin.records(n=n) for n in (1, 9)]
         assert plugin.ready()
         del scheduler.plugins[PLUGIN_NAME]
         assert plugin.ready() == [], "an open page asks nobody any more"
         await plugin.close()
-        return answers
+        return replies
 
-    answers = run_clocked(main())
-    assert {tuple(answer["silent"]) for answer in answers} == {("still", "refuses")}
-    got = [unpacked(answer["records"]) for answer in answers]
-    assert got == [noted[:2], [running], noted, noted, noted[2:], noted[::-1]]
+    replies = run_clocked(main())
+    assert {tuple(reply["silent"]) for reply in replies} == {("still", "refuses")}
+    records = [unpacked(reply["records"]) for reply in replies]
+    assert records == [noted[:2], [running], noted, noted, noted[2:], noted[::-1]]
 
 
-@pytest.mark.parametrize("taken", ["off", "by another"])
-def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
+@pytest.mark.parametrize("is_removed", ["off", "by another"])
+def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(is_removed):
     """Ranks go on asking, and tasks are placed as before."""
 
     async def main():
@@ -139,7 +139,7 @@ def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
         scheduler.is_rootish.remove()
         assert not isinstance(scheduler.is_rootish, Overlay)
         order = scheduler.handlers[ORDER]  # a request that arrived before
-        if taken == "by another":
+        if is_removed == "by another":
             await plugin.close()
             plugin = P2PSchedulerPlugin()
             await plugin.start(scheduler)
@@ -151,7 +151,7 @@ def test_a_plugin_that_was_taken_off_comes_back_with_a_rank(taken):
         assert scheduler.plugins == {PLUGIN_NAME: plugin}
         assert isinstance(scheduler.is_rootish, Overlay)
         is_same = scheduler.is_rootish is overlay
-        assert is_same == (taken == "by another"), "the other one goes on as before"
+        assert is_same == (is_removed == "by another"), "the other one goes on as before"
         await plugin.close()
 
     run_clocked(main())

@@ -68,16 +68,16 @@ def test_ranks_go_where_their_inputs_are():
     assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 2}
 
 
-@pytest.mark.parametrize("held", [("", "a"), ("", "b", "a"), ("ab", "a"), ("abc", "ab", "a")])
-def test_a_rank_leaves_the_worker_that_has_the_inputs_of_another(held):
-    scheduler = Scheduler(*[{}] * len(held))
-    tasks = ranks(len(held))
-    for task, names in zip(tasks, held, strict=True):
+@pytest.mark.parametrize("input_key", [("", "a"), ("", "b", "a"), ("ab", "a"), ("abc", "ab", "a")])
+def test_a_rank_leaves_the_worker_that_has_the_inputs_of_another(input_key):
+    scheduler = Scheduler(*[{}] * len(input_key))
+    tasks = ranks(len(input_key))
+    for task, names in zip(tasks, input_key, strict=True):
         holders = [scheduler.workers[name] for name in names]
         task.dependencies = {Block(*holders)} if holders else set()
-    found = placed(scheduler, *tasks)
-    assert len({*found}) == len(held)
-    assert all(name in names for name, names in zip(found, held, strict=True) if names)
+    workers = placed(scheduler, *tasks)
+    assert len({*workers}) == len(input_key)
+    assert all(name in names for name, names in zip(workers, input_key, strict=True) if names)
 
 
 def test_ranks_without_room_wait_somewhere():
@@ -86,7 +86,7 @@ def test_ranks_without_room_wait_somewhere():
 
 
 @pytest.mark.parametrize(
-    ("restrictions", "found"),
+    ("restrictions", "expected_workers"),
     [
         ({}, "abc"),
         ({"needs": GPU}, "ab"),
@@ -98,11 +98,11 @@ def test_ranks_without_room_wait_somewhere():
         ({"workers": {"c"}, "needs": GPU, "loose": True}, "ab"),
     ],
 )
-def test_restrictions_are_those_of_dask(restrictions, found):
+def test_restrictions_are_those_of_dask(restrictions, expected_workers):
     scheduler = Scheduler(GPU, GPU, {})
     task = Task(("x", 0), **restrictions)
-    assert {ws.address for ws in allowed_workers(scheduler, task)} == {*found}
-    assert placed(scheduler, task)[0] in (*found, None)
+    assert {ws.address for ws in allowed_workers(scheduler, task)} == {*expected_workers}
+    assert placed(scheduler, task)[0] in (*expected_workers, None)
 
 
 def test_ranks_that_did_not_start_avoid_long_tasks():

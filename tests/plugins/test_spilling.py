@@ -48,7 +48,7 @@ class DeviceHostFile:
         weight = {"weight": lambda key, value: BLOCK_BYTES}
         self.others, self.device_keys = {}, set()
         self.host_func, self.device_func, self.disk = {}, {}, {}
-        to_disk = Func(lambda value: [value], lambda kept: kept[0], self.disk)
+        to_disk = Func(lambda value: [value], lambda pieces: pieces[0], self.disk)
         self.host_buffer = Buffer(self.host_func, to_disk, LIMIT_BYTES, **weight)
         to_host = Func(DeviceSerialized, host_to_device, self.host_buffer)
         self.device_buffer = Buffer(self.device_func, to_host, LIMIT_BYTES, **weight)
@@ -128,27 +128,27 @@ def test_blocks_of_numpy_are_mapped(all_on_disk, dtype, order):
     bits = np.arange(30 * 40 * np.dtype(dtype).itemsize, dtype="u1") % 2
     values = np.asarray(bits.view(dtype).reshape(30, 40), order=order)
     all_on_disk["key"] = values.copy(order="K")  # or Dask would have a reference to it
-    found = read_spilled(all_on_disk, "key")
-    assert is_mapped(found)
-    assert (found.dtype, found.strides) == (values.dtype, values.strides)
-    assert found.tobytes() == values.tobytes()
+    restored = read_spilled(all_on_disk, "key")
+    assert is_mapped(restored)
+    assert (restored.dtype, restored.strides) == (values.dtype, values.strides)
+    assert restored.tobytes() == values.tobytes()
     assert "key" in all_on_disk.disk
 
 
 def test_a_large_block_that_dask_writes_in_pieces_is_mapped(all_on_disk):
     values = np.arange(2**24).reshape(1024, -1)  # twice the size of Dask's pieces
     all_on_disk["key"] = values.copy(order="K")  # or Dask would have a reference to it
-    found = read_spilled(all_on_disk, "key")
-    assert is_mapped(found)
-    np.testing.assert_array_equal(found[:, 7:9], values[:, 7:9])
+    restored = read_spilled(all_on_disk, "key")
+    assert is_mapped(restored)
+    np.testing.assert_array_equal(restored[:, 7:9], values[:, 7:9])
 
 
 def test_a_mapped_block_outlives_its_file(all_on_disk, tmp_path):
     """Dask may bring the block back, or forget it, while it is read."""
     values = np.arange(30_000.0)
     all_on_disk["key"] = values.copy(order="K")  # or Dask would have a reference to it
-    found = read_spilled(all_on_disk, "key")
-    found[0] = -1.0  # which is a private copy
+    restored = read_spilled(all_on_disk, "key")
+    restored[0] = -1.0  # which is a private copy
     again = read_spilled(all_on_disk, "key")
     del all_on_disk["key"]
     assert not list(tmp_path.iterdir())
@@ -164,9 +164,9 @@ def test_blocks_that_cannot_be_mapped_are_read(tmp_path):
     zeros = np.zeros(100_000)
     data["objects"], data["compressed"] = objects, zeros
     assert read_spilled(data, "objects").tolist() == objects.tolist()
-    found = read_spilled(data, "compressed")
-    assert not is_mapped(found)
-    np.testing.assert_array_equal(found, zeros)
+    restored = read_spilled(data, "compressed")
+    assert not is_mapped(restored)
+    np.testing.assert_array_equal(restored, zeros)
 
 
 def test_a_block_that_is_in_use_is_not_read_twice(all_on_disk):
@@ -180,30 +180,30 @@ def test_spilled_blocks_are_told_of_at_once(tmp_path):
     data = SpillBuffer(str(tmp_path), target=10**9)
     data["key"] = np.ones(1000)
     data["other"] = np.ones(1000)
-    kept, told = {key: data[key] for key in ("key", "other")}, []
-    reference = weakref.ref(kept["key"])
+    blocks, events = {key: data[key] for key in ("key", "other")}, []
+    reference = weakref.ref(blocks["key"])
 
     def let_go(key, block):
-        told.append(key)
-        del kept[key]
+        events.append(key)
+        del blocks[key]
 
     end = on_spilled(data, let_go)
     data.evict()
-    assert told == ["key"]
+    assert events == ["key"]
     assert reference() is None
     end()
     data.evict()
-    assert told == ["key"]
+    assert events == ["key"]
     on_spilled({}, let_go)()
 
 
 def test_blocks_that_a_gpu_has_no_room_for_are_told_of(device_host_file):
-    told = []
-    end = on_spilled(device_host_file, lambda key, block: told.append(key))
+    events = []
+    end = on_spilled(device_host_file, lambda key, block: events.append(key))
     for number in range(8):
         device_host_file[number] = DeviceBlock(number)
     end()
-    assert sorted(set(told)) == [n for n in range(8) if n not in device_host_file.device]
+    assert sorted(set(events)) == [n for n in range(8) if n not in device_host_file.device]
 
 
 def test_the_three_levels_of_dask_cudas_store(device_host_file):
@@ -290,12 +290,12 @@ def test_spilled_cupy_blocks_are_read_where_they_lie(device_host_file, level, or
     with pytest.raises(KeyError):
         find_in_memory(data, "key")
     for _ in range(2):
-        found = read_spilled(data, "key")
-        assert type(found) is np.ndarray
-        assert np.shares_memory(found, np.frombuffer(block.frames[0], "u1")), "it is no copy"
-        assert (found.dtype, found.strides) == (values.dtype, values.strides)
-        np.testing.assert_array_equal(found, values)
-        assert not found.flags.writeable
+        restored = read_spilled(data, "key")
+        assert type(restored) is np.ndarray
+        assert np.shares_memory(restored, np.frombuffer(block.frames[0], "u1")), "it is no copy"
+        assert (restored.dtype, restored.strides) == (values.dtype, values.strides)
+        np.testing.assert_array_equal(restored, values)
+        assert not restored.flags.writeable
     assert "key" not in data.device
 
 

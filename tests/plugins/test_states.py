@@ -26,13 +26,13 @@ def on_cluster(test):
     @functools.wraps(test)
     def run():
         async def main():
-            async with in_process(4, protocol="tcp://") as (made, client):
-                workers = list(made.workers.values())
-                assert made.scheduler.validate
+            async with in_process(4, protocol="tcp://") as (cluster, client):
+                workers = list(cluster.workers.values())
+                assert cluster.scheduler.validate
                 assert all(worker.state.validate for worker in workers)
-                await asyncio.wait_for(test(client, made.scheduler, *workers), BOUND_S)
-                made.scheduler.validate_state()
-                for worker in made.workers.values():
+                await asyncio.wait_for(test(client, cluster.scheduler, *workers), BOUND_S)
+                cluster.scheduler.validate_state()
+                for worker in cluster.workers.values():
                     worker.state.validate_state()
 
         with dask.config.set(VALIDATE):
@@ -46,7 +46,7 @@ def source(shape, chunks):
     return da.fromfunction(lambda i, j: i * shape[1] + j, shape=shape, chunks=chunks, dtype=float)
 
 
-async def held(c, shape, chunks):
+async def make_blocks(c, shape, chunks):
     """An array whose blocks are in memory, on a cluster that has the plugins."""
     await dask_p2p.register(c)
     x = c.persist(source(shape, chunks))
@@ -60,7 +60,7 @@ async def check_transposed(c, y, shape):
 
 @on_cluster
 async def test_a_transpose(c, s, *workers):
-    x = await held(c, (40, 30), (5, 30))
+    x = await make_blocks(c, (40, 30), (5, 30))
     y = c.persist(dask_p2p.transpose(x))
     await check_transposed(c, y, (40, 30))
     # What a reader did not hold it was not given: nobody has more replicas than before.
@@ -70,7 +70,7 @@ async def test_a_transpose(c, s, *workers):
 
 @on_cluster
 async def test_cancelled_and_wanted_again(c, s, *workers):
-    x = await held(c, (400, 300), (50, 300))
+    x = await make_blocks(c, (400, 300), (50, 300))
     for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
         y = c.persist(dask_p2p.transpose(x))
         await asyncio.sleep(pause_s)
@@ -93,7 +93,7 @@ async def test_inputs_released_as_soon_as_the_last_reader_is_done(c, s, *workers
 def test_a_worker_leaves_in_the_middle(graceful):
     @on_cluster
     async def run(c, s, *workers):
-        x = await held(c, (800, 600), (50, 600))
+        x = await make_blocks(c, (800, 600), (50, 600))
         y = c.persist(dask_p2p.transpose(x))
         await asyncio.sleep(0.01)
         if graceful:
@@ -107,7 +107,7 @@ def test_a_worker_leaves_in_the_middle(graceful):
 
 @on_cluster
 async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
-    x = await held(c, (400, 300), (25, 300))
+    x = await make_blocks(c, (400, 300), (25, 300))
     for _ in range(3):
         y = c.persist(dask_p2p.transpose(x))
         await c.rebalance()
@@ -118,7 +118,7 @@ async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
 
 @on_cluster
 async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
-    x = await held(c, (400, 300), (25, 300))
+    x = await make_blocks(c, (400, 300), (25, 300))
     y = c.persist(dask_p2p.transpose(x))
     await c.unregister_worker_plugin(PLUGIN_NAME)
     for worker in workers:

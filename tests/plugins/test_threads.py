@@ -71,12 +71,12 @@ def test_a_task_that_fails_while_it_waits_comes_back_too(client):
 
 
 def test_a_thread_that_has_left_the_pool_just_waits(client):
-    def left():
+    def leave_pool():
         secede()
         with only_waiting():
             return "done"
 
-    assert client.submit(left).result(timeout=BOUND_S) == "done"
+    assert client.submit(leave_pool).result(timeout=BOUND_S) == "done"
 
 
 def test_on_a_thread_that_is_not_dasks_nothing_else_begins():

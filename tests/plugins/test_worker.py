@@ -27,7 +27,7 @@ def rewritten(who_has, folder, task=None):
     """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
     task = task or AssembleTask.create("y", None, (0, 0), None, Blocks(*who_has))
     sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
-    got = []
+    messages = []
 
     async def main():
         worker = DeafWorker()
@@ -35,7 +35,7 @@ def rewritten(who_has, folder, task=None):
         worker.handlers, worker.metrics, worker.plugins = {}, {}, {}
         worker.local_directory = folder
         worker.stream_handlers = {
-            "compute-task": lambda **message: got.append(message),
+            "compute-task": lambda **message: messages.append(message),
             "remove-worker": None,
         }
         plugin = P2PPlugin(options())
@@ -44,20 +44,20 @@ def rewritten(who_has, folder, task=None):
         await plugin.teardown(worker)
 
     asyncio.run(main())
-    return sent, got[0]
+    return sent, messages[0]
 
 
 def test_a_task_that_only_waits_is_given_no_block(tmp_path):
     who_has = {"here": ("a",), "there": ("b",), "read": ("a",)}
     task = WaitTask("y", print, Blocks("here", "there"), TaskRef("read"))
-    _, got = rewritten(who_has, tmp_path, task)
-    assert got["who_has"] == {"read": ("a",)}
-    assert got["run_spec"].dependencies == {"read"}
+    _, message = rewritten(who_has, tmp_path, task)
+    assert message["who_has"] == {"read": ("a",)}
+    assert message["run_spec"].dependencies == {"read"}
 
 
 def test_what_cannot_be_replaced_is_left_alone(tmp_path):
-    sent, got = rewritten({"said-to-be-here": ("a",), "nowhere": ()}, tmp_path)
-    assert got == sent
+    sent, message = rewritten({"said-to-be-here": ("a",), "nowhere": ()}, tmp_path)
+    assert message == sent
 
 
 def test_holders_that_a_message_names_are_in_the_cluster():
@@ -65,25 +65,25 @@ def test_holders_that_a_message_names_are_in_the_cluster():
     plan = redistribution(((2, 2), (4,)), (1, 0), ((4,), (4,)))
     output = OutputSpec(("x",), np.dtype("f8"), "numpy", options())
     keys = [("x", 0, 0), ("x", 1, 0)]
-    back, sent = [], []
+    named_holders, sent = [], []
 
     async def main():
         async with in_process(1) as (cluster, _):
             (worker,) = cluster.workers.values()
             worker.stream_handlers["compute-task"] = lambda **message: sent.append(message)
             await worker.plugin_add(P2PPlugin(), catch_errors=False)
-            worker.plugins[PLUGIN_NAME].context.on_workers_named = back.extend
+            worker.plugins[PLUGIN_NAME].context.on_workers_named = named_holders.extend
             worker.data[keys[0]] = np.ones((2, 4))
-            here = worker.address
+            own_address = worker.address
             worker.stream_handlers["compute-task"](
                 run_spec=AssembleTask.create("y", plan, (0, 0), output, Blocks(*keys)),
-                who_has={keys[0]: [here, "b"], keys[1]: ["b", "c"]},
+                who_has={keys[0]: [own_address, "b"], keys[1]: ["b", "c"]},
                 nbytes=dict.fromkeys(keys, 64),
             )
-            return here
+            return own_address
 
-    here = asyncio.run(main())
-    assert set(back) == {here, "b", "c"}
+    own_address = asyncio.run(main())
+    assert set(named_holders) == {own_address, "b", "c"}
     assert [message["who_has"] for message in sent] == [{}]
     assert sent[0]["run_spec"].dependencies == set(), "both are given as references"
 
@@ -113,8 +113,8 @@ async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
 
     async with in_process(1) as (cluster, client):
         (worker,) = cluster.workers.values()
-        told = []
-        worker.stream_handlers["remove-worker"] = lambda **message: told.append(message)
+        events = []
+        worker.stream_handlers["remove-worker"] = lambda **message: events.append(message)
         await dask_p2p.register(client)
         context = worker.plugins[PLUGIN_NAME].context
 
@@ -128,7 +128,7 @@ async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
         message = {"worker": "tcp://gone", "stimulus_id": "test"}
         with pytest.raises(RuntimeError, match="trouble"):
             worker.stream_handlers["remove-worker"](**message)
-        assert told == [message]
+        assert events == [message]
         with pytest.raises(ConnectionAbortedError, match="left the cluster"):
             await context.call("tcp://gone", "identity")
         transports = context.router.transports

@@ -19,7 +19,7 @@ from dask_p2p.errors import (
     BlockMismatchError,
     UnsupportedArrayError,
 )
-from dask_p2p.graph.arrays import planned_array
+from dask_p2p.graph.arrays import array_of_plan
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
@@ -44,8 +44,8 @@ def records(client):
     """What each worker's plugin noted of its last task."""
 
     def last(dask_worker):
-        kept = dask_worker.plugins[PLUGIN_NAME].context.records
-        return [(record.key, record.stages) for record in kept]
+        record_log = dask_worker.plugins[PLUGIN_NAME].context.records
+        return [(record.key, record.stages) for record in record_log]
 
     return client.run(last)
 
@@ -78,9 +78,9 @@ def test_cluster_equals_numpy(client, shape, chunks, axes, to, transport):
     settings = {"p2p.transports.order": [transport], "p2p.transports.part-bytes": "512 B"}
     with dask.config.set(settings):
         y = dask_p2p.transpose(da.from_array(x, chunks=chunks), axes, chunks=to)
-    got = y.compute()
-    assert got.dtype == x.dtype
-    np.testing.assert_array_equal(got, np.transpose(x, axes))
+    result = y.compute()
+    assert result.dtype == x.dtype
+    np.testing.assert_array_equal(result, np.transpose(x, axes))
 
 
 @pytest.mark.usefixtures("_either_way")
@@ -110,12 +110,12 @@ def test_results_of_reductions_over_the_wire(client, transport):
     """Such a block is a scalar of NumPy, no array."""
     x = persisted(client, da.from_array(indexed((6, 4)), chunks=3).max())
     (holders,) = client.who_has(x).values()
-    others = [address for address in workers_of(client) if address not in holders]
+    free_workers = [address for address in workers_of(client) if address not in holders]
     with dask.config.set({"p2p.transports.order": [transport]}):
         # By the plan itself: an array whose blocks stay as they are is not touched.
         dask_p2p.register(client)
-        lazy = planned_array("y", x, redistribution((), (), ()), options())
-        y = client.persist(lazy, workers=others)
+        lazy = array_of_plan("y", x, redistribution((), (), ()), options())
+        y = client.persist(lazy, workers=free_workers)
         wait(y)
     assert y.compute() == 23
     assert used(client, y) == {transport}
@@ -129,8 +129,8 @@ def test_no_more_is_moved_than_must_be(client):
     wait(y)
     makers = {key: who[0] for key, who in client.who_has(y).items()}
     moved = 0
-    for address, kept in records(client).items():
-        for key, stages in kept:
+    for address, worker_records in records(client).items():
+        for key, stages in worker_records:
             if key[0] == y.name:
                 assert makers[key] == address
                 assert address not in {stage.holder for stage in stages}
@@ -184,10 +184,10 @@ async def test_async_client_awaits():
         x = indexed((8, 6))
         y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))
         np.testing.assert_array_equal(await client.compute(y), x.T)
-        seen = await client.run(
+        results = await client.run(
             lambda dask_worker: len(dask_worker.plugins[PLUGIN_NAME].context.records)
         )
-        assert sum(seen.values()) == 4
+        assert sum(results.values()) == 4
 
 
 def test_preload_on_workers_and_on_schedulers():
@@ -305,12 +305,14 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
         client.run(watch_store)
         y, factor = operation(x)
         total = y.sum().compute()
-        taken = client.run(taken_bytes)
+        bytes_by_worker = client.run(taken_bytes)
         brought = [key for keys in client.run(brought_back).values() for _, key in keys]
     expected = factor * (6400 * 6400 * 6399 / 2 + 6400 * 6399 / 2)
     assert abs(total - expected) < 1e-9 * expected
     assert [key for key in brought if isinstance(key, tuple) and key[0] == x.name] == []
-    assert max(taken.values()) < 200e6, taken  # more wait to be summed on a busy machine
+    assert max(bytes_by_worker.values()) < 200e6, (
+        bytes_by_worker
+    )  # more wait to be summed on a busy machine
 
 
 @pytest.mark.long
@@ -323,9 +325,9 @@ def test_an_array_of_three_times_the_clusters_memory(tmp_path):
         before = client.run(os.getpid)
         dask_p2p.rechunk(slabs(size, size, 100), (-1, 200)).to_zarr(tmp_path / "out.zarr")
         assert client.run(os.getpid) == before, "none was restarted"
-    made = zarr.open(tmp_path / "out.zarr")
+    store = zarr.open(tmp_path / "out.zarr")
     for column in (0, 7_777, size - 1):
-        np.testing.assert_array_equal(made[:, column], np.arange(size) + column / size)
+        np.testing.assert_array_equal(store[:, column], np.arange(size) + column / size)
 
 
 def test_the_end_of_a_section_brings_nothing_back():

@@ -13,7 +13,7 @@ import numpy as np
 
 import dask_p2p.backends
 from dask_p2p.backends import cupy as cupy_backend
-from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
+from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections import checks, comparison
@@ -66,11 +66,11 @@ def emulated_gpu(monkeypatch):
         (halo_windows, "begin_in_order", noted),
         *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
         (dask_p2p.backends.kernels, "cuda", kernels(recorder)),
-        (cupy_backend, "_kernels", lambda: kernels(recorder)),
+        (cupy_backend, "_import_kernels", lambda: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
         (DeviceQueue, "_per_thread", threading.local()),
-        (DeviceQueue, "_kept_slots", KeptSlots()),
+        (DeviceQueue, "_kept_slots", SlotCache()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
         (checks, "_STRICT_KINDS", ""),  # emulated arrays have no such views
@@ -144,7 +144,7 @@ class Messenger:
         self.sent = []
         self.lock = threading.Lock()
 
-    def closed(self, address):
+    def count_closed(self, address):
         return 0
 
     def reset_endpoint(self, address, closed):

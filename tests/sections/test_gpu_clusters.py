@@ -196,7 +196,7 @@ def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
         leaving.append(str(error))
         raise Reschedule
 
-    monkeypatch.setattr(rank, "go_elsewhere", leaves)
+    monkeypatch.setattr(rank, "reschedule_elsewhere", leaves)
     assert np.array_equal(on_host(spmd(loses_its_gpu, array())), X)
     assert leaving == ["the GPU of this process works no more"]
     nothing_is_left(client)

@@ -36,8 +36,8 @@ class DeviceArray(np.ndarray):
     place = mapped = None
     device = OneDevice()
 
-    def __array_finalize__(self, other):
-        self.mapped = getattr(other, "mapped", None)
+    def __array_finalize__(self, source):
+        self.mapped = getattr(source, "mapped", None)
 
     def get(self):
         return np.array(self, subok=False)
@@ -124,13 +124,13 @@ class Driver:
             return
         base, memory, place, tenant = array.mapped
         if base not in self.mapped:
-            self.world.wrong("read by a mapping that is closed")
+            self.world.note_violation("read by a mapping that is closed")
         if not memory.alive:
             return  # the reader finds out in the end
         if tenant is None or memory.tenants[place] != tenant:
-            self.world.wrong("read memory that was freed")
+            self.world.note_violation("read memory that was freed")
         if (memory, place) not in [lease.place for lease in current().open_leases]:
-            self.world.wrong("read without a lease")
+            self.world.note_violation("read without a lease")
 
 
 class Queue:

@@ -27,7 +27,7 @@ import dask_p2p.backends
 from dask_p2p.backends import device
 from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends import pipelines as part_streams
-from dask_p2p.backends.device_queue import DeviceQueue, KeptSlots
+from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.gpu import OneDevice
 
@@ -105,16 +105,18 @@ class Recorder:
             return stream
 
     def join(self, timeline, clock):
-        own = self.clocks[timeline]
-        for other, tick in clock.items():
-            own[other] = max(own[other], tick)
+        clock_of_timeline = self.clocks[timeline]
+        for other_timeline, tick in clock.items():
+            clock_of_timeline[other_timeline] = max(clock_of_timeline[other_timeline], tick)
 
     def run(self, timeline, work, action, reads=(), writes=()):
         """Do an operation and what it does to values, or have a graph do both later.
 
         A graph has addresses: it keeps no memory.
         """
-        reads, writes = ([getattr(each, "values", each) for each in of] for of in (reads, writes))
+        reads, writes = (
+            [getattr(array, "values", array) for array in arrays] for arrays in (reads, writes)
+        )
 
         def on(timeline):
             self.do(timeline, work, reads, writes)
@@ -141,26 +143,28 @@ class Recorder:
 
     def access(self, work, timeline, clock, where, is_write):
         """Note an access of these words, of which a test may know more."""
-        own, followed = (work, timeline, clock[timeline], is_write), {}
+        access, followed = (work, timeline, clock[timeline], is_write), {}
         for address in where:
             earlier = self.accesses[address]
             if id(earlier) not in followed:  # most words have them in common
                 self._check_order(earlier, work, timeline, clock, is_write)
                 # Later accesses that are ordered after a write are after those before it, too.
-                followed[id(earlier)] = earlier, (own,) if is_write else (*earlier, own)
+                followed[id(earlier)] = earlier, (access,) if is_write else (*earlier, access)
             _, self.accesses[address] = followed[id(earlier)]
 
     def _check_order(self, earlier, work, timeline, clock, is_write):
         if not is_write and not any(written for *_, written in earlier):
             raise RaceError(f"{work} on {timeline} reads what nobody has written")
-        for other, its_timeline, tick, written in earlier:
+        for other_timeline, its_timeline, tick, written in earlier:
             if (written or is_write) and clock[its_timeline] < tick:
-                raise RaceError(f"{work} on {timeline} may come before {other} on {its_timeline}")
+                raise RaceError(
+                    f"{work} on {timeline} may come before {other_timeline} on {its_timeline}"
+                )
 
     def _of_words(self, start, size_bytes):
         """What has accessed one of these words."""
         words = range(start // _WORD_BYTES, (start + size_bytes) // _WORD_BYTES)
-        return {each for word in words for each in self.accesses.get(word, ())}
+        return {access for word in words for access in self.accesses.get(word, ())}
 
     # --- memory ---
 
@@ -254,8 +258,8 @@ class Recorder:
     def pin(self, pointer, size_bytes, flags):
         if not self.can_pin:
             raise RuntimeError("cudaErrorMemoryAllocation")
-        taken = self.pinned.items()
-        if any(pointer < at + size and at < pointer + size_bytes for at, size in taken):
+        pinned = self.pinned.items()
+        if any(pointer < at + size and at < pointer + size_bytes for at, size in pinned):
             raise RuntimeError("cudaErrorHostMemoryAlreadyRegistered")
         self.pinned[pointer] = size_bytes
 
@@ -307,12 +311,12 @@ class Array:
         if isinstance(value, np.ndarray) and value.ndim:
             raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
         is_mask = isinstance(item, Array)
-        reads = [each for each in (item, value) if isinstance(each, Array)]
-        own, given = self.values, getattr(value, "values", value)
+        reads = [array for array in (item, value) if isinstance(array, Array)]
+        values, new_values = self.values, getattr(value, "values", value)
         where = item.values if is_mask else item
 
         def fill():
-            own[where] = given
+            values[where] = new_values
 
         written = self if is_mask else self[item]
         self.recorder.run(self._stream, "a kernel", fill, reads=reads, writes=[written])
@@ -333,16 +337,16 @@ class Array:
     def transpose(self, *axes):
         return Array(self.recorder, self.values.transpose(*axes), self.owner)
 
-    def made(self, function, *others):
+    def apply(self, function, *operands):
         """A new array of what a function of NumPy makes of this one, and others."""
-        arrays = [each for each in (self, *others) if isinstance(each, Array)]
-        given = self.values, *(getattr(other, "values", other) for other in others)
-        values = np.asarray(function(*given))
+        arrays = [operand for operand in (self, *operands) if isinstance(operand, Array)]
+        operand_values = self.values, *(getattr(operand, "values", operand) for operand in operands)
+        values = np.asarray(function(*operand_values))
         new = self.recorder.empty(values.shape, values.dtype)
-        made = new.values
+        result = new.values
 
         def fill():
-            made[...] = function(*given)
+            result[...] = function(*operand_values)
 
         self.recorder.run(self._stream, "a kernel", fill, reads=arrays, writes=[new])
         return new
@@ -354,15 +358,15 @@ class Array:
     def astype(self, dtype, copy=True):
         if not copy and self.dtype == dtype:
             return self
-        return self.made(lambda values: values.astype(dtype))
+        return self.apply(lambda values: values.astype(dtype))
 
     def __array_ufunc__(self, ufunc, method, *inputs, out=None):
         if out is None:
-            return self.made(lambda values: ufunc(*(getattr(x, "values", x) for x in inputs)))
-        (target,), given = out, [each.values for each in inputs]
+            return self.apply(lambda values: ufunc(*(getattr(x, "values", x) for x in inputs)))
+        (target,), input_values = out, [operand.values for operand in inputs]
 
         def compute():
-            ufunc(*given, out=target.values)
+            ufunc(*input_values, out=target.values)
 
         self.recorder.run(self._stream, "a kernel", compute, reads=inputs, writes=[target])
         return target
@@ -376,11 +380,11 @@ class Array:
         self.recorder.run(self._stream, "a kernel", multiply, reads=[self], writes=[self])
         return self
 
-    def __eq__(self, other):
-        return self.made(np.equal, other)
+    def __eq__(self, array):
+        return self.apply(np.equal, array)
 
-    def __and__(self, other):
-        return self.made(np.logical_and, other)
+    def __and__(self, array):
+        return self.apply(np.logical_and, array)
 
     __hash__ = None
 
@@ -394,10 +398,10 @@ class Array:
         return float(self.get())
 
     def __abs__(self):
-        return self.made(np.abs)
+        return self.apply(np.abs)
 
     def max(self):
-        return self.made(np.max)
+        return self.apply(np.max)
 
     @property
     def data(self):
@@ -485,11 +489,11 @@ class Capture:
         self.events[event] = len(self.operations), name, self.counts[name]
 
     def wait(self, name, event):
-        number, of, count = self.events[event]
+        number, stream_name, count = self.events[event]
         self.counts.setdefault(name, 0)
         self.add(name, lambda timeline: self._join(timeline, number))
         if name == self.stream.name:
-            self.joined[of] = count
+            self.joined[stream_name] = count
 
     def _join(self, timeline, number):
         with self.recorder.lock:
@@ -497,8 +501,8 @@ class Capture:
 
     def launcher(self):
         """A function that launches the graph, on a stream."""
-        others = {name: n for name, n in self.counts.items() if name != self.stream.name}
-        if others != {name: self.joined.get(name) for name in others}:
+        other_streams = {name: n for name, n in self.counts.items() if name != self.stream.name}
+        if other_streams != {name: self.joined.get(name) for name in other_streams}:
             raise RuntimeError("cudaErrorStreamCaptureUnjoined")
         return self.launch
 
@@ -515,14 +519,14 @@ class Capture:
 
 def launches(monkeypatch):
     """A list that gets the captured stream of each graph that is launched from now on."""
-    found, original = [], Stream.end_capture
+    launched, original = [], Stream.end_capture
 
     def noted(stream):
         graph = original(stream)
-        return SimpleNamespace(launch=lambda on: (found.append(stream), graph.launch(on)))
+        return SimpleNamespace(launch=lambda on: (launched.append(stream), graph.launch(on)))
 
     monkeypatch.setattr(Stream, "end_capture", noted)
-    return found
+    return launched
 
 
 class Event:
@@ -575,23 +579,27 @@ class BarrierKernel:
     def compile(self):
         self.recorder.check_no_capture()
 
-    def __call__(self, grid, block, given):
+    def __call__(self, grid, block, arguments):
         self.recorder.run(
-            self.recorder.current[-1].name, "a device barrier", partial(self.wait_for_peers, *given)
+            self.recorder.current[-1].name,
+            "a device barrier",
+            partial(self.wait_for_peers, *arguments),
         )
 
-    def wait_for_peers(self, own, theirs, peers):
+    def wait_for_peers(self, own_flags, peer_flags, peers):
         recorder = self.recorder
         timeline = recorder.timeline or recorder.current[-1].name
-        assert len(theirs.values) == peers
+        assert len(peer_flags.values) == peers
         with recorder.lock:
-            number = own.values[0] + np.uint64(1)
-            recorder.barriers[address_of(own.values), number] = dict(recorder.clocks[timeline])
-            own.values[0] = number
+            number = own_flags.values[0] + np.uint64(1)
+            recorder.barriers[address_of(own_flags.values), number] = dict(
+                recorder.clocks[timeline]
+            )
+            own_flags.values[0] = number
         until_s = time.monotonic() + recorder.barrier_timeout_s
-        for address in map(int, theirs.values):
+        for address in map(int, peer_flags.values):
             their = recorder.at(address, (1, 8), (8, 1)).view(np.uint64).reshape(())
-            while their < number and not own.values[1]:
+            while their < number and not own_flags.values[1]:
                 assert time.monotonic() < until_s, "no peer comes to the device barrier"
                 time.sleep(0)
             with recorder.lock:
@@ -620,9 +628,9 @@ def _cupy(recorder):
 
     def memcpy2d(dst, dst_pitch, src, src_pitch, width, height, kind, stream):
         to = recorder.at(dst, (height, width), (dst_pitch, 1))
-        of = recorder.at(src, (height, width), (src_pitch, 1))
-        work, copy = "a copy engine", partial(np.copyto, to, of)
-        recorder.run(recorder.streams[stream].name, work, copy, reads=[of], writes=[to])
+        source = recorder.at(src, (height, width), (src_pitch, 1))
+        work, copy = "a copy engine", partial(np.copyto, to, source)
+        recorder.run(recorder.streams[stream].name, work, copy, reads=[source], writes=[to])
 
     def memcpy(dst, src, size_bytes, kind, stream):
         memcpy2d(dst, size_bytes, src, size_bytes, size_bytes, 1, kind, stream)
@@ -697,16 +705,16 @@ def _cupy(recorder):
         return Array(recorder, np.broadcast_to(array.values, shape), array.owner)
 
     def zeros(shape, dtype):
-        made = recorder.empty(shape, dtype)
-        made[...] = np.zeros((), dtype)
-        return made
+        array = recorder.empty(shape, dtype)
+        array[...] = np.zeros((), dtype)
+        return array
 
     def asarray(values):
         if isinstance(values, Array):
             return values
-        made = recorder.empty(np.shape(values), np.asarray(values).dtype)
-        made.set(np.asarray(values), recorder.current[-1])
-        return made
+        array = recorder.empty(np.shape(values), np.asarray(values).dtype)
+        array.set(np.asarray(values), recorder.current[-1])
+        return array
 
     def copyto(dst, src):
         copy = partial(np.copyto, dst.values, src.values)
@@ -722,10 +730,10 @@ def _cupy(recorder):
         RawKernel=partial(BarrierKernel, recorder),
         zeros=zeros,
         asarray=asarray,
-        count_nonzero=lambda array: array.made(np.count_nonzero),
-        nan_to_num=lambda array: array.made(np.nan_to_num),
-        allclose=lambda a, b, *limits, **options: a.made(
-            lambda *given: np.allclose(*given, *limits, **options), b
+        count_nonzero=lambda array: array.apply(np.count_nonzero),
+        nan_to_num=lambda array: array.apply(np.nan_to_num),
+        allclose=lambda a, b, *limits, **options: a.apply(
+            lambda *arrays: np.allclose(*arrays, *limits, **options), b
         ),
         may_share_memory=lambda a, b: np.may_share_memory(a.values, b.values),
     )
@@ -736,8 +744,8 @@ def kernels(recorder):
 
     def permute_into(dst, src, axes, *, stream=None, low_occupancy=False):
         stream = stream or recorder.current[-1]
-        into, of = dst.values, src.values.transpose(axes)
-        copy = partial(np.copyto, into, of)
+        into, source = dst.values, src.values.transpose(axes)
+        copy = partial(np.copyto, into, source)
         recorder.run(stream.name, "a kernel", copy, reads=[src], writes=[dst])
 
     return SimpleNamespace(permute_into=permute_into)
@@ -759,27 +767,27 @@ def emulated(monkeypatch):
 
     threads = recorder.cupy.cuda.Stream()
 
-    def begin_copy(to, of):
-        recorder.do(threads.name, "a thread", reads=[of], writes=[to])
-        to[...] = of
+    def start_copy(to, source):
+        recorder.do(threads.name, "a thread", reads=[source], writes=[to])
+        to[...] = source
         return threads.record().synchronize
 
-    def copy_on_host(to, of):
-        begin_copy(to, of)()
+    def copy_on_host(to, source):
+        start_copy(to, source)()
 
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
     monkeypatch.setattr(dask_p2p.backends.kernels, "cuda", kernels(recorder), raising=False)
     for where, name, value in (
         (DeviceQueue, "_per_thread", threading.local()),
-        (DeviceQueue, "_kept_slots", KeptSlots()),
+        (DeviceQueue, "_kept_slots", SlotCache()),
         (HostStreams, "_streams", {}),
-        (HostStreams, "_kept_slots", KeptSlots()),
-        (HostStreams, "_kept_host_slots", KeptSlots()),
+        (HostStreams, "_kept_slots", SlotCache()),
+        (HostStreams, "_kept_host_slots", SlotCache()),
         (device, "_private", {}),
         (pinned, "_start", lambda: None),
         (pinned, "_leaving", SimpleNamespace(put=lambda item: item[0]())),  # at once
         (pinned, "_warned", set()),
-        (part_streams, "begin_copy", begin_copy),
+        (part_streams, "start_copy", start_copy),
         (part_streams, "copy_on_host", copy_on_host),
     ):
         monkeypatch.setattr(where, name, value)

@@ -63,14 +63,14 @@ class StrictArray(NDArrayOperatorsMixin):
         self.values = np.ndarray(shape, dtype, None if memory is None else memory.array)
 
     @classmethod
-    def of(cls, values):
+    def wrap(cls, values):
         """Return the array of these values, whose memory it shares."""
         values = np.asarray(values)
         if values.dtype.kind not in "biufc":
             raise TypeError(f"Unsupported dtype {values.dtype}")
-        made = cls.__new__(cls)
-        made.values = values
-        return made
+        array = cls.__new__(cls)
+        array.values = values
+        return array
 
     def __reduce__(self):
         return StrictArray.of, (self.values,)
@@ -82,8 +82,10 @@ class StrictArray(NDArrayOperatorsMixin):
         )
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        others = [each for each in inputs if not isinstance(each, (StrictArray, int, float))]
-        if method != "__call__" or any(hasattr(each, "dask") for each in others):
+        foreign = [
+            operand for operand in inputs if not isinstance(operand, (StrictArray, int, float))
+        ]
+        if method != "__call__" or any(hasattr(operand, "dask") for operand in foreign):
             return NotImplemented
         return _called(ufunc, inputs, kwargs)
 
@@ -94,7 +96,7 @@ class StrictArray(NDArrayOperatorsMixin):
         return (_created if is_creator else _called)(function, args, kwargs)
 
     def __getitem__(self, index):
-        return StrictArray.of(self.values[_plain(index)])
+        return StrictArray.wrap(self.values[_plain(index)])
 
     def __setitem__(self, index, value):
         if isinstance(value, np.ndarray) and value.ndim:
@@ -139,15 +141,15 @@ class StrictArray(NDArrayOperatorsMixin):
 
     @property
     def real(self):
-        return StrictArray.of(self.values.real)
+        return StrictArray.wrap(self.values.real)
 
     @property
     def imag(self):
-        return StrictArray.of(self.values.imag)
+        return StrictArray.wrap(self.values.imag)
 
     @property
     def T(self):  # noqa: N802
-        return StrictArray.of(self.values.T)
+        return StrictArray.wrap(self.values.T)
 
     @property
     def data(self):
@@ -178,9 +180,9 @@ class StrictModule(ModuleType):
 
 def _called(function, args, kwargs):
     """Call a function of NumPy; refuse NumPy arrays as arguments."""
-    for each in _leaves([args, kwargs]):
-        if isinstance(each, np.ndarray):
-            raise TypeError(f"Unsupported type {type(each)}")
+    for leaf in _leaves([args, kwargs]):
+        if isinstance(leaf, np.ndarray):
+            raise TypeError(f"Unsupported type {type(leaf)}")
     return _wrapped(function(*_plain(args), **_plain(kwargs)))
 
 
@@ -189,32 +191,32 @@ def _created(function, args, kwargs):
     return _wrapped(function(*_plain(args), **_plain(kwargs)))
 
 
-def _leaves(given):
-    if isinstance(given, (list, tuple)):
-        for each in given:
-            yield from _leaves(each)
-    elif isinstance(given, dict):
-        yield from _leaves([*given.values()])
+def _leaves(value):
+    if isinstance(value, (list, tuple)):
+        for element in value:
+            yield from _leaves(element)
+    elif isinstance(value, dict):
+        yield from _leaves([*value.values()])
     else:
-        yield given
+        yield value
 
 
-def _plain(given):
-    if isinstance(given, StrictArray):
-        return given.values
-    if isinstance(given, (list, tuple)):
-        return type(given)(map(_plain, given))
-    if isinstance(given, dict):
-        return {key: _plain(value) for key, value in given.items()}
-    return given
+def _plain(argument):
+    if isinstance(argument, StrictArray):
+        return argument.values
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(map(_plain, argument))
+    if isinstance(argument, dict):
+        return {key: _plain(value) for key, value in argument.items()}
+    return argument
 
 
-def _wrapped(found):
-    if isinstance(found, (np.ndarray, np.generic)):
-        return StrictArray.of(found)
-    if isinstance(found, (list, tuple)):
-        return type(found)(map(_wrapped, found))
-    return found
+def _wrapped(value):
+    if isinstance(value, (np.ndarray, np.generic)):
+        return StrictArray.wrap(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_wrapped, value))
+    return value
 
 
 def _package():
@@ -247,8 +249,8 @@ FFT = StrictModule(_FFT, SimpleNamespace(**_TRANSFORMS))
 
 
 def permute_into(backend, dst, src, axes):
-    given = getattr(src, "values", src)  # the queue of the host reads NumPy blocks, too
-    dst.values[...] = given.transpose(tuple(axes))
+    values = getattr(src, "values", src)  # the queue of the host reads NumPy blocks, too
+    dst.values[...] = values.transpose(tuple(axes))
 
 
 def emulated_strictly(monkeypatch):
@@ -263,7 +265,7 @@ def emulated_strictly(monkeypatch):
         ("permute_into", permute_into),
         ("fft_modules", (_FFT,)),
         ("device_bytes", lambda backend: 0),
-        ("memory_below", lambda backend, wanted, limit: None),
+        ("memory_below", lambda backend, wanted_bytes, limit: None),
     ):
         monkeypatch.setattr(CupyBackend, name, value)
     monkeypatch.setattr(cupy_backend, "_rmm_resources", list)

@@ -55,16 +55,16 @@ def _halting(regions):
 
     def __iter__(self):  # noqa: N807
         for region in regions(self):
-            bring, done, error = region.bring, region.has_arrived, region.error
+            bring, event, error = region.bring, region.has_arrived, region.error
             region.error = None  # which is raised by whoever waits
-            yield region.mark_requested(partial(_bring, bring, done, error), done)
+            yield region.mark_requested(partial(_bring, bring, event, error), event)
 
     return __iter__
 
 
-def _bring(bring, done, error, timeout_s, into):
+def _bring(bring, event, error, timeout_s, into):
     actor = current()
-    actor.awaited = done
+    actor.awaited = event
     try:
         halt("wait", trouble=True)
     finally:
@@ -106,21 +106,21 @@ class HaltingLeases(leases.Leases):
         """Take a lease, and note whether that was right."""
         (holder,) = (w for w in self.world.workers if w.directory.folder == self.folder)
         dead = holder.dead
-        taken = super().take(key)
-        if taken is None:
+        lease = super().take(key)
+        if lease is None:
             return None
         if dead:
-            self.world.wrong("took an entry that a killed worker left behind")
+            self.world.note_violation("took an entry that a killed worker left behind")
         published = None
         if not holder.dead:
             published = holder.directory.published.get(key)
-            if published is None or published.entry != taken[0]:
-                self.world.wrong("took an entry that was taken down")
+            if published is None or published.entry != lease[0]:
+                self.world.note_violation("took an entry that was taken down")
             elif published.block is not holder.data.get(key):
-                self.world.wrong("took the descriptor of a block that was released")
-        current().leases.append(Lease(self, taken[0], holder, published))
+                self.world.note_violation("took the descriptor of a block that was released")
+        current().leases.append(Lease(self, lease[0], holder, published))
         halt("leased")
-        return taken
+        return lease
 
 
 class Lease:
@@ -275,29 +275,29 @@ class World:
 
     def _make_up(self):
         """Put what is made up in the place of what is real."""
-        put = self._patch.setattr
-        put(CUPY, "check", lambda block: None)
-        put(CUPY, "queue", partial(Queue, self.driver))
-        put(CUPY, "memory_below", lambda wanted_bytes, worker_limit_bytes: None)
+        patch = self._patch.setattr
+        patch(CUPY, "check", lambda block: None)
+        patch(CUPY, "queue", partial(Queue, self.driver))
+        patch(CUPY, "memory_below", lambda wanted_bytes, worker_limit_bytes: None)
         self._patch.setitem(
             sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=self.driver))
         )
-        put(cuda_ipc, "export", self.driver.export)
-        put(cuda_ipc, "array_at", self.driver.array_at)
-        put(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
-        put(dask_p2p.plugins.worker, "worker_backend", lambda: NUMPY)
-        put(dask_p2p.plugins.worker, "DaskWorkerContext", Context)
-        put(dask_p2p.plugins.worker, "make_transports", self._make_transports)
-        put(dask_p2p.engine.task, "current_worker", self._current_worker)
-        put(reading, "Leases", partial(HaltingLeases, self))
+        patch(cuda_ipc, "export", self.driver.export)
+        patch(cuda_ipc, "array_at", self.driver.array_at)
+        patch(ipc, "wait_until_written", lambda blocks, any_stream: halt("export"))
+        patch(dask_p2p.plugins.worker, "worker_backend", lambda: NUMPY)
+        patch(dask_p2p.plugins.worker, "DaskWorkerContext", Context)
+        patch(dask_p2p.plugins.worker, "make_transports", self._make_transports)
+        patch(dask_p2p.engine.task, "current_worker", self._current_worker)
+        patch(reading, "Leases", partial(HaltingLeases, self))
         now = self.loop.time
         clock = SimpleNamespace(monotonic=now, perf_counter=now, time=now, sleep=self._sleep)
         for module in (same_host, reading, leases, packed, packed_reading, dask_p2p.engine.task):
-            put(module, "time", clock)
+            patch(module, "time", clock)
         no_timer = SimpleNamespace(start=lambda: None, cancel=lambda: None)  # it runs in real time
-        put(cuda_ipc, "RepeatingTimer", lambda interval_s, function: no_timer)
-        of = reading.SameHostReading
-        put(of, "confirm", _halting_confirm(of.confirm))
+        patch(cuda_ipc, "RepeatingTimer", lambda interval_s, function: no_timer)
+        reading_class = reading.SameHostReading
+        patch(reading_class, "confirm", _halting_confirm(reading_class.confirm))
 
     def _make_transports(self, host, options):
         return {"ipc": HaltingIpc(host, options), "comm": HaltingComm(host, options)}
@@ -310,8 +310,8 @@ class World:
         self.loop.now_s += 0.002
         halt("look again")
 
-    def wrong(self, what):
-        self.violations.append(what)
+    def note_violation(self, check):
+        self.violations.append(check)
 
     # --- what a test does ---
 
@@ -337,8 +337,8 @@ class World:
             if actor.worker is worker and not actor.done:
                 actor.go_on()
                 assert actor.done
-        for other in self.alive.values():
-            other.news.append(worker.address)
+        for survivor in self.alive.values():
+            survivor.news.append(worker.address)
 
     async def call(self, sender, address, op, **kwargs):
         """Send a message, and wait for its answer."""
@@ -421,8 +421,8 @@ def _hand_over(actor):
 
 
 def _halting_confirm(confirm):
-    def halting(of):
+    def halting(same_host_reading):
         halt("is tended")
-        confirm(of)
+        confirm(same_host_reading)
 
     return halting

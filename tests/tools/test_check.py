@@ -91,8 +91,8 @@ def test_a_host_link_is_measured_by_the_backend(monkeypatch):
 
 
 def test_what_is_not_comparable_is_no_difference():
-    here = {**VERSIONS, "cupy": None, "ucxx": "0.52"}
-    assert find_problems([GOOD], [], here) == []
+    client_versions = {**VERSIONS, "cupy": None, "ucxx": "0.52"}
+    assert find_problems([GOOD], [], client_versions) == []
 
 
 @pytest.mark.parametrize("code", ["other-namespace", "no-peer-access", "failed"])

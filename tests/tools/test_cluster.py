@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import sys
 import types
+from functools import partial
 
 import dask.array as da
 import distributed
 import pytest
-from distributed import Client
+from distributed import Client, Nanny, Worker
 from distributed.core import Status
+from distributed.deploy.spec import SpecCluster
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -44,11 +47,11 @@ class FakeNvml(types.ModuleType):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Two GPUs, CuPy and dask-cuda seem to be there; gives what the cluster was made with."""
-    made = types.ModuleType("dask_cuda")
-    made.LocalCUDACluster = UnstartedCUDACluster
+    """Two GPUs, CuPy and dask-cuda seem to be there."""
+    module = types.ModuleType("dask_cuda")
+    module.LocalCUDACluster = UnstartedCUDACluster
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
-    monkeypatch.setitem(sys.modules, "dask_cuda", made)
+    monkeypatch.setitem(sys.modules, "dask_cuda", module)
     monkeypatch.setitem(sys.modules, "distributed_ucxx", types.ModuleType("distributed_ucxx"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -79,9 +82,9 @@ def test_cpu_cluster():
 
 @pytest.mark.usefixtures("no_gpus")
 def test_workers_have_the_plugin_from_the_start():
-    with dask_p2p.local_cluster(2) as made, Client(made) as client:
+    with dask_p2p.local_cluster(2) as cluster, Client(cluster) as client:
         assert [*client.run(has_plugin).values()] == [True, True]
-        made.scale(3)
+        cluster.scale(3)
         client.wait_for_workers(3)
         assert [*client.run(has_plugin).values()] == [True, True, True]
 
@@ -101,35 +104,37 @@ print(*found, sep=", ")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "found"),
+    ("setting", "lost_worker_timeout"),
     [(None, "15s, 5 minutes, 5 minutes"), ("20 s", "20 s, 20 s, 20 s")],
 )
-def test_nannies_have_time_to_restart_workers(setting, found):
+def test_nannies_have_time_to_restart_workers(setting, lost_worker_timeout):
     """After Dask's timeout a cluster would stop the nanny, and stay without the worker."""
-    given = {} if setting is None else {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": setting}
-    assert output_of("-c", PATIENCE, **given).strip() == found
+    environment = (
+        {} if setting is None else {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": setting}
+    )
+    assert output_of("-c", PATIENCE, **environment).strip() == lost_worker_timeout
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_a_cluster_that_cannot_be_registered_is_closed(monkeypatch):
-    made = []
+    clusters = []
 
     def refuse(cluster):
-        made.append(cluster)
+        clusters.append(cluster)
         raise RegistrationError("another version")
 
     monkeypatch.setattr(cluster, "register_cluster", refuse)
     with pytest.raises(RegistrationError, match="another version"):
         dask_p2p.local_cluster(1)
-    assert made[0].status == Status.closed
+    assert clusters[0].status == Status.closed
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_an_asynchronous_cluster():
     async def main():
         async with (
-            dask_p2p.local_cluster(1, asynchronous=True) as made,
-            Client(made, asynchronous=True) as client,
+            dask_p2p.local_cluster(1, asynchronous=True) as cluster,
+            Client(cluster, asynchronous=True) as client,
         ):
             x = dask_p2p.transpose(da.ones((4, 4), chunks=(2, 4)))
             return await client.compute(x.sum())
@@ -141,11 +146,11 @@ def test_overrides_win(monkeypatch, two_gpus):
     monkeypatch.setattr(distributed, "LocalCluster", Unstarted)
     chosen = dask_p2p.local_cluster(gpus=False)
     assert chosen["n_workers"] == 4
-    given = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
-    assert (given["n_workers"], given["threads_per_worker"]) == (3, 5)
-    assert given["protocol"] == "tls://"
-    given = dask_p2p.local_cluster(rmm_pool_size="1 GiB", protocol="ucx")
-    assert (given["rmm_pool_size"], given["protocol"]) == ("1 GiB", "ucx")
+    keywords = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
+    assert (keywords["n_workers"], keywords["threads_per_worker"]) == (3, 5)
+    assert keywords["protocol"] == "tls://"
+    keywords = dask_p2p.local_cluster(rmm_pool_size="1 GiB", protocol="ucx")
+    assert (keywords["rmm_pool_size"], keywords["protocol"]) == ("1 GiB", "ucx")
     assert "rmm_pool_size" not in dask_p2p.local_cluster(rmm_async=True)
 
 
@@ -158,22 +163,28 @@ def test_no_gpus():
 
 
 @pytest.mark.usefixtures("two_gpus")
-@pytest.mark.parametrize("wrong", [-1, 0, "four", 2.5, True])
-def test_numbers_of_workers_that_are_none(wrong):
+@pytest.mark.parametrize("n_workers", [-1, 0, "four", 2.5, True])
+def test_numbers_of_workers_that_are_none(n_workers):
     for gpus in (None, True, False):
-        with pytest.raises(InputError, match=f"number of workers, at least 1, got .*={wrong!r}"):
-            dask_p2p.local_cluster(wrong, gpus=gpus)
+        with pytest.raises(
+            InputError, match=f"number of workers, at least 1, got .*={n_workers!r}"
+        ):
+            dask_p2p.local_cluster(n_workers, gpus=gpus)
 
 
 @pytest.mark.usefixtures("two_gpus")
 def test_gpu_cluster():
-    made = dask_p2p.local_cluster()
-    assert made["CUDA_VISIBLE_DEVICES"] == ["0", "1"]
-    assert (made["n_workers"], made["threads_per_worker"], made["protocol"]) == (2, 1, "tcp")
-    assert made["rmm_allocator_external_lib_list"] == ["cupy"]
-    assert [importlib.import_module(name) for name in made["pre_import"].split(",")]
-    assert made["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
-    assert 7_990_000_000 < made["rmm_pool_size"] <= 8_000_000_000
+    keywords = dask_p2p.local_cluster()
+    assert keywords["CUDA_VISIBLE_DEVICES"] == ["0", "1"]
+    assert (keywords["n_workers"], keywords["threads_per_worker"], keywords["protocol"]) == (
+        2,
+        1,
+        "tcp",
+    )
+    assert keywords["rmm_allocator_external_lib_list"] == ["cupy"]
+    assert [importlib.import_module(name) for name in keywords["pre_import"].split(",")]
+    assert keywords["rmm_pool_size"] % POOL_GRANULE_BYTES == 0
+    assert 7_990_000_000 < keywords["rmm_pool_size"] <= 8_000_000_000
     assert dask_p2p.local_cluster(1, gpus=True)["CUDA_VISIBLE_DEVICES"] == ["0"]
     with pytest.raises(InputError, match=r"expected 3 usable GPU.*found 2\. Check nvidia-smi"):
         dask_p2p.local_cluster(3)
@@ -182,9 +193,9 @@ def test_gpu_cluster():
 @pytest.mark.usefixtures("two_gpus")
 def test_the_pool_is_for_the_gpus_that_are_used(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-b")
-    made = dask_p2p.local_cluster(gpus=True)
-    assert made["CUDA_VISIBLE_DEVICES"] == ["GPU-b"]
-    assert 15_990_000_000 < made["rmm_pool_size"] <= 16_000_000_000
+    keywords = dask_p2p.local_cluster(gpus=True)
+    assert keywords["CUDA_VISIBLE_DEVICES"] == ["GPU-b"]
+    assert 15_990_000_000 < keywords["rmm_pool_size"] <= 16_000_000_000
 
 
 @pytest.mark.parametrize(
@@ -209,10 +220,7 @@ def test_visible_devices(monkeypatch, setting, names):
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_usable_gpus(monkeypatch):
-    assert usable_gpus() == ["0", "1"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert usable_gpus() == ["1"]
+def test_without_a_driver_there_are_no_gpus(monkeypatch):
     monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: 1 / 0)
     assert usable_gpus() == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -226,3 +234,95 @@ def test_gpu_names():
         names = cluster.device_names(client, "cupy")
         assert len(names) == 2
         assert all(names)
+
+
+# --- keywords
+
+
+class OwnNanny(Nanny):
+    def __init__(self, *args, colour=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+class OwnWorker(Worker):
+    def __init__(self, *args, flavour=None, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def test_each_class_gets_its_keywords():
+    options = {
+        "name": "mine",  # of LocalCluster
+        "env": {"OF_THE_NANNY": "1"},
+        "resources": {"of_the_worker": 3},
+        "connection_limit": 17,  # of Server
+    }
+    with dask_p2p.local_cluster(1, gpus=False, **options) as cluster, Client(cluster) as client:
+        assert cluster.name == "mine"
+        ((variable, limit, total),) = client.run(
+            lambda dask_worker: (
+                os.environ.get("OF_THE_NANNY"),
+                dask_worker.rpc.limit,
+                dask_worker.state.total_resources,
+            )
+        ).values()
+        assert (variable, limit, total) == ("1", 17, {"of_the_worker": 3})
+
+
+@pytest.fixture
+def not_started(monkeypatch):
+    def start(self, **kwargs):
+        self.status = Status.closed
+        raise AssertionError("a cluster starts")
+
+    monkeypatch.setattr(SpecCluster, "__init__", start)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"scheduler_kwargs": {}, "worker_dashboard_address": ":0", "security": None},
+        {"preload_nanny": [], "worker_port": 0, "config": {}, "quiet": True},
+        {"lifetime": "1 h", "plugins": (), "data": dict, "local_directory": "/tmp", "validate": 1},
+        {"timeout": 3, "serializers": None, "needs_workdir": True},
+        {"processes": False, "executor": None},
+        {"worker_class": OwnNanny, "colour": 1, "lifetime": 2},
+        {"worker_class": OwnWorker, "flavour": 1},
+        {"worker_class": partial(Nanny, worker_class=OwnWorker), "flavour": 1, "env": {}},
+        {"worker_class": "distributed.Nanny", "lifetime": 2},
+        {"worker_class": lambda *args, **kwargs: OwnNanny(*args, **kwargs), "any": 1},
+    ],
+)
+@pytest.mark.usefixtures("not_started")
+def test_keywords_that_some_class_takes(keywords):
+    with pytest.raises(AssertionError, match="a cluster starts"):
+        dask_p2p.local_cluster(gpus=False, **keywords)
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_keywords_of_gpu_workers():
+    keywords = {"rmm_log_directory": "/tmp", "lifetime": "1 h", "env": {}, "silence_logs": False}
+    cluster = dask_p2p.local_cluster(**keywords, pre_import="cupy")
+    assert cluster["lifetime"] == "1 h"
+    assert dask_p2p.local_cluster(worker_class=OwnWorker, flavour=1, env={})["flavour"] == 1
+    classes = "UnstartedCUDACluster, Nanny, Worker"
+    with pytest.raises(InputError, match=f"{classes}, got rmm_pool; .* is rmm_pool_size. Correct"):
+        dask_p2p.local_cluster(rmm_pool=1)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"workers": 2}, "keyword of LocalCluster, Nanny, Worker, got workers.* is n_workers"),
+        ({"gpu": True}, "got gpu; the nearest is gpus. Correct"),
+        ({"nthreads": 2}, "got nthreads; the nearest is threads_per_worker"),
+        ({"memory_limits": 2}, "the nearest is memory_limit"),
+        ({"rmm_pool_size": 2}, "got rmm_pool_size; the nearest is gpus. Add gpus=True"),
+        ({"env": {}, "processes": False}, "keyword of LocalCluster, Worker, got env"),
+        ({"worker_class": OwnNanny, "color": 1}, "LocalCluster, OwnNanny, Worker, got color.*colo"),
+        ({"worker_class": OwnWorker, "env": {}}, "keyword of LocalCluster, OwnWorker, got env"),
+    ],
+)
+@pytest.mark.usefixtures("not_started")
+def test_unknown_keywords(keywords, message):
+    with pytest.raises(InputError, match=message):
+        dask_p2p.local_cluster(**{"gpus": False, **keywords})

@@ -60,10 +60,10 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
     first, second = Connection(), Connection()
     client = SimpleNamespace(scheduler_comm=first)
     monkeypatch.setattr(dispatch, "current_client", lambda: client)
-    asked = []
+    requests = []
 
     def make():
-        asked.append(client.scheduler_comm)
+        requests.append(client.scheduler_comm)
         raise RegistrationError("no dask_p2p there")
 
     with pytest.warns(P2PWarning, match="Dask's own function is used"):
@@ -71,7 +71,7 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
     assert dispatch.try_replace("rechunk", make) is None, "without a second warning"
     client.scheduler_comm = second
     assert dispatch.try_replace("rechunk", lambda: "made") == "made"
-    assert asked == [first]
+    assert requests == [first]
 
 
 def test_examples_in_docstrings():
@@ -83,10 +83,10 @@ def test_what_is_replaced_has_the_same_parameters():
     stock = inspect.signature(rechunk_p2p)
     assert [*stock.parameters][:2] == [*inspect.signature(dropin.rechunked).parameters][:2]
     assert all(p.kind is p.KEYWORD_ONLY for p in [*stock.parameters.values()][2:])
-    stock, own = inspect.signature(map_overlap), inspect.signature(dropin.overlapped)
-    assert [*stock.parameters] == [*own.parameters]
+    stock, replacement = inspect.signature(map_overlap), inspect.signature(dropin.overlapped)
+    assert [*stock.parameters] == [*replacement.parameters]
     assert [p.default for p in stock.parameters.values()] == [
-        p.default for p in own.parameters.values()
+        p.default for p in replacement.parameters.values()
     ]
 
 
@@ -137,12 +137,12 @@ def test_all_rechunks_that_move_bytes(client, x):
             y = call()
         assert is_ours(y), name
         np.testing.assert_array_equal(y.compute(), X.T if name == "transposed" else X, name)
-    with dask_p2p.install(rechunk="all") as used, dask_p2p.install() as other:
+    with dask_p2p.install(rechunk="all") as used, dask_p2p.install() as other_installation:
         assert not is_ours(x.rechunk((4, -1))), "views"
         assert not is_ours(x.rechunk((16, -1), method="tasks"))
         with dask.config.set({"array.rechunk.method": "tasks"}):
             assert not is_ours(x.rechunk((16, -1)))
-        other.uninstall()
+        other_installation.uninstall()
         assert is_ours(x.rechunk((16, -1)))
     assert used.counts == {"rechunk": 1}
     with dask_p2p.install():
@@ -295,8 +295,8 @@ def test_what_changes(x, when):
         assert (used.count > 0) is (when != "never"), name
         for y in (by_default, by_method):
             assert y.chunks == stock.chunks, name
-            got, expected = dask.compute(y, stock, scheduler="sync")
-            np.testing.assert_allclose(got, expected, atol=1e-9, err_msg=name)
+            actual, expected = dask.compute(y, stock, scheduler="sync")
+            np.testing.assert_allclose(actual, expected, atol=1e-9, err_msg=name)
 
 
 #: Modules that a keyword of the user's function goes through.
@@ -311,15 +311,15 @@ def test_keywords_of_functions_are_those_of_dask():
     arrays = [da.from_array(X[:8, :6], chunks=(4, 6))] * 2
     handed_on = set()
     for name in names:
-        given = {"depth": {0: 1}, "dtype": float, name: 3}
+        keywords = {"depth": {0: 1}, "dtype": float, name: 3}
         try:
-            stock = da.map_overlap(added, *arrays, **given).compute(scheduler="sync")
+            stock = da.map_overlap(added, *arrays, **keywords).compute(scheduler="sync")
         except Exception:  # it is one of Dask's own, which 3 is no value of
             continue
         if (stock != 2 * X[:8, :6] + 3).any():
             continue  # another one of Dask's own
         with dask_p2p.install():
-            y = da.map_overlap(added, *arrays, **given).compute(scheduler="sync")
+            y = da.map_overlap(added, *arrays, **keywords).compute(scheduler="sync")
         np.testing.assert_array_equal(y, stock, name)
         handed_on.add(name)
     assert {"corners", "x", "plan", "make", "self", "verb"} <= handed_on
@@ -371,16 +371,16 @@ def test_blocks_are_no_smaller_than_their_rims(chunks, function, depth, boundary
     assert y.chunks == stock.chunks
     # Dask calls the function for blocks that are empty along the other axis.
     by_dask = make(x.rechunk({1: -1}, method="tasks"))
-    got, expected = dask.compute(y, by_dask, scheduler="sync")
-    np.testing.assert_array_equal(got, expected)
+    actual, expected = dask.compute(y, by_dask, scheduler="sync")
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("chunks", SMALL, ids=str)
 @pytest.mark.parametrize("trim", [True, False])
 def test_small_blocks_of_several_arrays(chunks, trim):
     x = da.from_array(X[:48, :9].copy(), chunks=(48, 9)).rechunk(chunks, method="tasks")
-    other = da.from_array(X[:48, 20:29].copy(), chunks=(10, 3))
-    row = other[0]
+    small_blocks = da.from_array(X[:48, 20:29].copy(), chunks=(10, 3))
+    row = small_blocks[0]
 
     def difference(*blocks):
         return sum(slope(block) if block.ndim == 2 else block for block in blocks)
@@ -389,24 +389,24 @@ def test_small_blocks_of_several_arrays(chunks, trim):
         return difference(*blocks)[2:-2]
 
     for arrays, depth in (
-        ((x, other), {0: 2}),
+        ((x, small_blocks), {0: 2}),
         ((x, row), [{0: 2}, 0]),
-        ((x, x + 1, other), [{0: 2}] * 3),
+        ((x, x + 1, small_blocks), [{0: 2}] * 3),
         ((x,), {0: 2}),
     ):
 
         def make(arrays=arrays, depth=depth):
             function = difference if trim else inner
-            more = {"boundary": "reflect", "dtype": float, "token": "several"}
-            return da.map_overlap(function, *arrays, depth=depth, trim=trim, **more)
+            options = {"boundary": "reflect", "dtype": float, "token": "several"}
+            return da.map_overlap(function, *arrays, depth=depth, trim=trim, **options)
 
         stock = make()
         with dask_p2p.install() as used:
             y = make()
         assert used.count == 1
         assert y.chunks == stock.chunks
-        got, expected = dask.compute(y, stock, scheduler="sync")
-        np.testing.assert_array_equal(got, expected)
+        actual, expected = dask.compute(y, stock, scheduler="sync")
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_small_blocks_that_must_stay():
@@ -456,7 +456,7 @@ def test_an_installation_of_another_thread_goes_on(x):
     """Also where it came later, and uses that overlap are not nested."""
     has_begun, may_end = Event(), Event()
 
-    def other():
+    def install_in_thread():
         with dask_p2p.install():
             has_begun.set()
             assert may_end.wait(BOUND_S)
@@ -464,7 +464,7 @@ def test_an_installation_of_another_thread_goes_on(x):
 
     with ThreadPoolExecutor(1) as threads:
         with dask_p2p.install():
-            running = threads.submit(other)
+            running = threads.submit(install_in_thread)
             assert has_begun.wait(BOUND_S)
         assert is_installed()
         dask_p2p.install()
@@ -550,47 +550,47 @@ def test_an_installation_that_fails_replaces_nothing(monkeypatch):
 
 
 def test_others_replace_the_same_function(x):
-    seen = []
+    calls = []
     with pytest.MonkeyPatch.context() as patch:
 
         def before(*args, **kwargs):
-            seen.append("before")
+            calls.append("before")
             return rechunk_p2p(*args, **kwargs)
 
         patch.setattr(distributed.shuffle, "rechunk_p2p", before)
         dask_p2p.install()
-        ours = distributed.shuffle.rechunk_p2p
+        replacement = distributed.shuffle.rechunk_p2p
 
         def after(*args, **kwargs):
-            seen.append("after")
-            return ours(*args, **kwargs)
+            calls.append("after")
+            return replacement(*args, **kwargs)
 
         patch.setattr(distributed.shuffle, "rechunk_p2p", after)
         assert is_ours(x.rechunk((-1, 6), method="p2p"))
         dask_p2p.uninstall()
         assert distributed.shuffle.rechunk_p2p is after
         assert is_dasks(x.rechunk((-1, 6), method="p2p"))
-    assert seen == ["after", "after", "before"]
+    assert calls == ["after", "after", "before"]
 
 
 def test_beside_an_optimiser_of_all_arrays(client, x):
-    seen = []
+    layers = []
 
     def optimise(graph, keys, **kwargs):
-        seen.append(list(graph.layers))
+        layers.append(list(graph.layers))
         return da.optimize(graph, keys, **kwargs)
 
     with dask.config.set(array_optimize=optimise), dask_p2p.install():
         y = x.rechunk((-1, 6)) + 1
         (best,) = dask.optimize(y)
     assert is_ours(y)
-    assert any(name.startswith("p2p-rechunk-") for name in seen[0])
+    assert any(name.startswith("p2p-rechunk-") for name in layers[0])
     np.testing.assert_array_equal(best.compute(), X + 1)
 
 
 def test_transforms_of_axes_that_are_cut():
     values = np.random.default_rng(0).random((8, 6))
-    cut, whole = da.from_array(values, chunks=3), da.from_array(values)
+    cut, uncut = da.from_array(values, chunks=3), da.from_array(values)
     names = [name for name in fft.__all__ if not name.endswith(("freq", "shift", "estimate"))]
     with dask_p2p.install() as used:
         for name in names:
@@ -604,9 +604,9 @@ def test_transforms_of_axes_that_are_cut():
             assert_eq(function(cut, s, *options.values()), expected(values, s, *options.values()))
         assert_eq(np.fft.fft(cut, n=5), np.fft.fft(values, n=5))  # which Dask is asked for
         assert used.counts == {"fft": 3 * len(names) + 1}
-        assert_eq(da.fft.fft(whole), np.fft.fft(values))
+        assert_eq(da.fft.fft(uncut), np.fft.fft(values))
         with pytest.warns(DeprecationWarning, match="axes"):
-            stock = da.fft.fftn(whole[..., None], (5, 4))
+            stock = da.fft.fftn(uncut[..., None], (5, 4))
         with pytest.raises(ValueError, match="Duplicate axes"):
             da.fft.fftn(cut, axes=(0, 0))
         assert used.count == 3 * len(names) + 1
@@ -616,12 +616,12 @@ def test_transforms_of_axes_that_are_cut():
         da.fft.fft(cut)
 
 
-@pytest.mark.parametrize("wanted", [True, False])
-def test_by_preload_in_a_client(cluster, x, wanted):
-    preloads = {"distributed.client.preload": ["dask_p2p.preload"], "p2p.install": wanted}
+@pytest.mark.parametrize("prefix", [True, False])
+def test_by_preload_in_a_client(cluster, x, prefix):
+    preloads = {"distributed.client.preload": ["dask_p2p.preload"], "p2p.install": prefix}
     with dask.config.set(preloads), Client(cluster):
-        assert is_ours(x.rechunk((-1, 6))) is wanted
-    assert is_ours(x.rechunk((-1, 6), method="p2p")) is wanted
+        assert is_ours(x.rechunk((-1, 6))) is prefix
+    assert is_ours(x.rechunk((-1, 6), method="p2p")) is prefix
 
 
 def test_by_preload_on_a_worker():

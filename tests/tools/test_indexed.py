@@ -9,7 +9,7 @@ from dask_p2p.cli.cluster import _bands, count_wrong, indexed_array, modulus
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", ">f4"]
 
 
-def wrong(y, shape, axes=(1, 0), **kwargs):
+def wrong_count(y, shape, axes=(1, 0), **kwargs):
     return int(count_wrong(y, shape, axes, **kwargs).compute(scheduler="sync"))
 
 
@@ -17,11 +17,11 @@ def wrong(y, shape, axes=(1, 0), **kwargs):
 def test_values(dtype):
     shape = (300, 7, 5)
     x = indexed_array(shape, ((100, 150, 50), 4, 5), dtype)
-    found = x.compute(scheduler="sync")
+    actual = x.compute(scheduler="sync")
     linear = np.arange(np.prod(shape)).reshape(shape)
-    assert found.dtype == np.dtype(dtype) == x.dtype
+    assert actual.dtype == np.dtype(dtype) == x.dtype
     assert x.chunks == ((100, 150, 50), (4, 3), (5,))
-    np.testing.assert_array_equal(found, (linear % modulus(dtype)).astype(dtype))
+    np.testing.assert_array_equal(actual, (linear % modulus(dtype)).astype(dtype))
 
 
 @pytest.mark.parametrize("dtype", ["O", "U3", "M8[s]", "V4"])
@@ -34,7 +34,7 @@ def test_dtypes_without_such_values(dtype):
 def test_nothing_is_wrong(shape):
     axes = tuple(reversed(range(len(shape))))
     y = indexed_array(shape, 2 if shape else (), "f4").transpose(axes)
-    assert wrong(y, shape, axes) == 0
+    assert wrong_count(y, shape, axes) == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,28 +42,28 @@ def test_one_changed_element(dtype):
     x = indexed_array((40, 30), (10, 30), dtype).compute(scheduler="sync")
     y = x.T.copy()
     y[17, 3] = not y[17, 3] if dtype == "?" else y[17, 3] + 1
-    assert wrong(da.from_array(y, chunks=(10, 40)), (40, 30)) == 1
+    assert wrong_count(da.from_array(y, chunks=(10, 40)), (40, 30)) == 1
 
 
 def test_two_tiles_changed_places():
     x = indexed_array((64, 64), (16, 64), "f4").compute(scheduler="sync")
     y = x.T.copy()
     y[:16, 16:32], y[:16, 32:48] = y[:16, 32:48].copy(), y[:16, 16:32].copy()
-    assert wrong(da.from_array(y, chunks=(16, 64)), (64, 64)) == 2 * 16 * 16
+    assert wrong_count(da.from_array(y, chunks=(16, 64)), (64, 64)) == 2 * 16 * 16
 
 
 def test_another_dtype():
     y = indexed_array((4, 6), (2, 6), "i4").T
-    assert wrong(y, (4, 6), dtype="i4") == 0
-    assert wrong(y, (4, 6), dtype="i8") == 24  # the values are equal
+    assert wrong_count(y, (4, 6), dtype="i4") == 0
+    assert wrong_count(y, (4, 6), dtype="i8") == 24  # the values are equal
     lying = y.map_blocks(lambda block: block.astype("f8"), dtype="i4")
-    assert wrong(lying, (4, 6)) == 24
+    assert wrong_count(lying, (4, 6)) == 24
 
 
 def test_a_block_of_another_shape():
     y = indexed_array((4, 6), (2, 6), "i4").T
     lying = y.map_blocks(lambda block: block[:-1], dtype="i4", chunks=y.chunks)
-    assert wrong(lying, (4, 6)) == 24
+    assert wrong_count(lying, (4, 6)) == 24
 
 
 def test_bands_cover_a_block_in_little_parts():
@@ -80,5 +80,5 @@ def test_on_a_gpu():
 
     y = indexed_array((64, 48), (16, 48), "f4", kind="cupy").T
     assert isinstance(y.blocks[0, 0].compute(scheduler="sync"), cupy.ndarray)
-    assert wrong(y, (64, 48), kind="cupy") == 0
-    assert wrong(y + 1, (64, 48), kind="cupy") == 64 * 48
+    assert wrong_count(y, (64, 48), kind="cupy") == 0
+    assert wrong_count(y + 1, (64, 48), kind="cupy") == 64 * 48

@@ -58,10 +58,10 @@ def written(folder, text, name="first.py"):
     return folder / name
 
 
-def refused(done, *words):
+def refused(process, *words):
     """The only error is a ConfigError with these words; returns its line."""
-    assert done.returncode == 1
-    error = done.stderr.strip().splitlines()[-1]
+    assert process.returncode == 1
+    error = process.stderr.strip().splitlines()[-1]
     assert error.startswith("dask_p2p.errors.ConfigError: ")
     assert all(word in error for word in words), error
     return error
@@ -73,19 +73,19 @@ REMEDY = 'Move that code below `if __name__ == "__main__":`.'
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_scripts_without_the_line(tmp_path, kind):
     script = written(tmp_path, SCRIPTS[kind])
-    done = ran(script)
-    refused(done, f"{script} starts a cluster when it is imported", REMEDY)
-    assert done.stderr.count("Traceback") == 1
-    assert "distributed" not in done.stderr
+    process = ran(script)
+    refused(process, f"{script} starts a cluster when it is imported", REMEDY)
+    assert process.stderr.count("Traceback") == 1
+    assert "distributed" not in process.stderr
     # A single process has imported it, not each worker.
-    assert done.stdout.count("imported as __mp_main__") == (kind == "statements")
+    assert process.stdout.count("imported as __mp_main__") == (kind == "statements")
 
 
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_scripts_with_the_line(tmp_path, kind):
-    done = ran(written(tmp_path, guarded(SCRIPTS[kind])))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "3"
+    process = ran(written(tmp_path, guarded(SCRIPTS[kind])))
+    assert (process.returncode, process.stderr) == (0, "")
+    assert process.stdout.splitlines()[-1] == "3"
 
 
 def test_another_check_is_fine(tmp_path):
@@ -93,8 +93,8 @@ def test_another_check_is_fine(tmp_path):
     check = (
         "import multiprocessing as mp\nif mp.current_process().name == 'MainProcess':\n    main()"
     )
-    done = ran(written(tmp_path, CONTEXTS.replace("\nmain()", f"\n{check}")))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
+    process = ran(written(tmp_path, CONTEXTS.replace("\nmain()", f"\n{check}")))
+    assert (process.returncode, process.stdout, process.stderr) == (0, "3\n", "")
 
 
 def test_programs_without_a_module_that_workers_import(tmp_path):
@@ -123,9 +123,9 @@ def test_a_cluster_of_threads(tmp_path):
 
 def test_a_program_that_fails_when_it_is_imported(tmp_path):
     failing = CONTEXTS.replace("\nmain()", "\n1 / (__name__ == '__main__')\nmain()")
-    done = ran(written(tmp_path, failing))
-    refused(done, "failed with the error above")
-    assert "ZeroDivisionError" in done.stderr
+    process = ran(written(tmp_path, failing))
+    refused(process, "failed with the error above")
+    assert "ZeroDivisionError" in process.stderr
 
 
 def test_a_program_from_a_pipe():

@@ -38,17 +38,16 @@ class Line(io.StringIO):
         self.folder = folder
 
     def write(self, text):
-        for done, _ in shown(text):
-            (self.folder / str(done)).touch()
+        for steps, _ in shown(text):
+            (self.folder / str(steps)).touch()
         return super().write(text)
 
 
 def shown(text):
-    """Return the numbers of steps in the lines, in order."""
     return [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) steps", text)]
 
 
-def held(u, at, folder):
+def wait_for_line(u, at, folder):
     """A step that waits at some numbers of steps until the line has shown them."""
     if at.step in (50, 100):
         wait_until((folder / str(at.step)).exists)
@@ -63,16 +62,16 @@ def slow(u):
 def test_it_moves_until_the_result_is_there(client, monkeypatch, tmp_path):
     monkeypatch.setattr(progress_bar, "_LOOK_S", 0.1)
     file, fields = Line(tmp_path), {"u": da.from_array(X, chunks=4)}
-    y = iterate(held, fields, 0, 150, ranks=2, folder=tmp_path)["u"].persist()
+    y = iterate(wait_for_line, fields, 0, 150, ranks=2, folder=tmp_path)["u"].persist()
     progress(y, file=file)
     text = file.getvalue()
     assert y.__dask_graph__()
     numbers = shown(text)
     assert {total for _, total in numbers} == {150}
-    done = [number for number, _ in numbers]
-    assert done == sorted(done)
-    assert {*done} >= {50, 100, 150}
-    assert done[-1] == 150
+    steps = [number for number, _ in numbers]
+    assert steps == sorted(steps)
+    assert {*steps} >= {50, 100, 150}
+    assert steps[-1] == 150
     assert re.search(
         r"p2p-iterate \[#+ +\] \d+ of 150 steps, now [\d.]+/s, mean [\d.]+/s, .+ left, \d+% waited",
         text,
@@ -83,12 +82,12 @@ def test_it_moves_until_the_result_is_there(client, monkeypatch, tmp_path):
 
 def test_runs_under_way_are_listed(client, tmp_path):
     fields = {"u": da.from_array(X, chunks=4)}
-    future = client.compute(iterate(held, fields, 0, 300, ranks=2, folder=tmp_path)["u"])
-    found = wait_until(
+    future = client.compute(iterate(wait_for_line, fields, 0, 300, ranks=2, folder=tmp_path)["u"])
+    running = wait_until(
         lambda: [run for run in last_runs(client) if run.under_way and run.steps > 3]
     )
-    assert found[0].all_steps == 300
-    assert found[0].steps <= 50
+    assert running[0].all_steps == 300
+    assert running[0].steps <= 50
     for number in (50, 100):
         (tmp_path / str(number)).touch()
     future.result(timeout=BOUND_S)

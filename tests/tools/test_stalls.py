@@ -39,18 +39,18 @@ def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
     assert stalled(client, after=0) == []
     x = da.from_array(X, chunks=4)
     future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
-    found = wait_until(lambda: found_stalled(client))
+    reports = wait_until(lambda: found_stalled(client))
     assert stalled(client, after="1 hour") == []
-    assert {each.size for each in found.values()} == {3}
-    assert {(each.step, each.steps) for each in found.values()} == {(4, 20)}
-    assert found[1].waits_for == ()
-    assert "computes" in str(found[1])
-    others = found[0], found[2]
-    assert all("allreduce" in each.call and each.exchanges > 4 for each in others)
+    assert {report.size for report in reports.values()} == {3}
+    assert {(report.step, report.steps) for report in reports.values()} == {(4, 20)}
+    assert reports[1].waits_for == ()
+    assert "computes" in str(reports[1])
+    waiting = reports[0], reports[2]
+    assert all("allreduce" in report.call and report.exchanges > 4 for report in waiting)
     assert all(
-        "waits for rank " in str(each) and 'allreduce("sum")' in str(each) for each in others
+        "waits for rank " in str(report) and 'allreduce("sum")' in str(report) for report in waiting
     )
-    assert {each.worker for each in found.values()} == {*client.scheduler_info()["workers"]}
+    assert {report.worker for report in reports.values()} == {*client.scheduler_info()["workers"]}
     (tmp_path / "go").touch()
     future.result()
     wait_until(lambda: stalled(client, after=0) == [])
@@ -61,10 +61,10 @@ def found_stalled(client):
 
     On a busy machine ranks wait for others in earlier steps, too.
     """
-    found = {each.rank: each for each in stalled(client, after="100 ms")}
-    others = [each for rank, each in found.items() if rank != 1]
-    if all(each.waits_for == (1,) and each.waited_s > 0.1 for each in others):
-        return found if 1 in found and "held_up" in found[1].stack else {}
+    reports = {report.rank: report for report in stalled(client, after="100 ms")}
+    waiting = [report for rank, report in reports.items() if rank != 1]
+    if all(report.waits_for == (1,) and report.waited_s > 0.1 for report in waiting):
+        return reports if 1 in reports and "held_up" in reports[1].stack else {}
     return {}
 
 
@@ -79,8 +79,8 @@ def test_a_wait_is_logged_once(client, tmp_path):
     def logged():
         lines[:] = [
             line
-            for found in client.run(_lines).values()
-            for line in found
+            for lines in client.run(_lines).values()
+            for line in lines
             if "has waited" in line and "for ranks [1]" in line
         ]
         return len(lines) == 2

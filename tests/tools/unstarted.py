@@ -57,4 +57,6 @@ class UnstartedCUDACluster(Unstarted):
             "rmm_allocator_external_lib_list": rmm_allocator_external_lib_list,
             "pre_import": pre_import,
         }
-        super().__init__(**{name: of for name, of in names.items() if of is not None}, **kwargs)
+        super().__init__(
+            **{name: value for name, value in names.items() if value is not None}, **kwargs
+        )

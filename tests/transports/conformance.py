@@ -37,10 +37,12 @@ class Conformance:
     is_eager = False
 
     def open(self, setup, key, array, *boxes, **options):
-        of = setup.holder, key, array.shape, array.dtype, setup.kind
-        whole = tuple((0, length) for length in array.shape)
+        request_fields = setup.holder, key, array.shape, array.dtype, setup.kind
+        whole_box = tuple((0, length) for length in array.shape)
         options = replace(self.options, **options)
-        return open_block(setup.reader, *of, boxes or [whole], options, is_eager=self.is_eager)
+        return open_block(
+            setup.reader, *request_fields, boxes or [whole_box], options, is_eager=self.is_eager
+        )
 
     def read(self, setup, key, array, box, **options):
         remote = self.open(setup, key, array, box, **options)
@@ -74,9 +76,9 @@ class Conformance:
     def test_a_region_is_what_numpy_selects(self, setup, block, box):
         key, array = block
         expected = array[tuple(slice(*pair) for pair in box)]
-        got = self.read(setup, key, array, box)
-        assert got.dtype == array.dtype
-        np.testing.assert_array_equal(got, expected)
+        region = self.read(setup, key, array, box)
+        assert region.dtype == array.dtype
+        np.testing.assert_array_equal(region, expected)
 
     @pytest.mark.parametrize(
         "array",
@@ -93,10 +95,10 @@ class Conformance:
     )
     def test_blocks_of_all_shapes_and_item_sizes(self, setup, array):
         setup.put("block", array)
-        got = self.read(setup, "block", array, tuple((0, n) for n in array.shape))
-        assert got.dtype == array.dtype
-        assert got.shape == array.shape
-        assert got.tobytes() == np.ascontiguousarray(array).tobytes()
+        region = self.read(setup, "block", array, tuple((0, n) for n in array.shape))
+        assert region.dtype == array.dtype
+        assert region.shape == array.shape
+        assert region.tobytes() == np.ascontiguousarray(array).tobytes()
 
     def test_many_requests_of_one_block(self, setup, block):
         key, array = block
@@ -122,17 +124,17 @@ class Conformance:
             )
             for key, a in arrays.items()
         ]
-        came = {key: [] for key in arrays}
+        regions = {key: [] for key in arrays}
         with closing(setup.reader.read(requests, self.options)) as reading:
             for region in reading:
                 key = requests[region.request].key
                 try:
-                    came[key].append(np.array(setup.to_numpy(region.result(BOUND_S))))
+                    regions[key].append(np.array(setup.to_numpy(region.result(BOUND_S))))
                 except (TransferError, BlockMismatchError) as exc:
-                    came[key].append(exc)
+                    regions[key].append(exc)
                     reading.drop(region.request)
             reading.confirm()
-        return came
+        return regions
 
     @pytest.fixture
     def blocks(self, setup):
@@ -148,23 +150,25 @@ class Conformance:
         for key in blocks:
             setup.drop(key)
             setup.put(key, blocks[key])
-        came = self.read_blocks(setup, blocks)
+        regions = self.read_blocks(setup, blocks)
         for key, array in blocks.items():
-            np.testing.assert_array_equal(came[key][0], array[1:3, :4])
-            assert came[key][1].shape == (1, 0)
+            np.testing.assert_array_equal(regions[key][0], array[1:3, :4])
+            assert regions[key][1].shape == (1, 0)
         assert len(calls) == 1
 
-    @pytest.mark.parametrize("wrong", [0, 3, 5])
-    def test_a_block_that_fails_does_not_keep_the_others_from_coming(self, setup, blocks, wrong):
-        setup.drop(("x", wrong))
-        came = self.read_blocks(setup, blocks)
-        setup.put(("x", wrong), np.ones((2, 2)))
+    @pytest.mark.parametrize("failing_key", [0, 3, 5])
+    def test_a_block_that_fails_does_not_keep_the_others_from_coming(
+        self, setup, blocks, failing_key
+    ):
+        setup.drop(("x", failing_key))
+        regions = self.read_blocks(setup, blocks)
+        setup.put(("x", failing_key), np.ones((2, 2)))
         again = self.read_blocks(setup, blocks)
-        assert came["x", wrong][0].scope == "block"
-        for result, error in ((came, TransferError), (again, BlockMismatchError)):
-            assert isinstance(result["x", wrong][0], error)
+        assert regions["x", failing_key][0].scope == "block"
+        for result, error in ((regions, TransferError), (again, BlockMismatchError)):
+            assert isinstance(result["x", failing_key][0], error)
             for key, array in blocks.items():
-                if key != ("x", wrong):
+                if key != ("x", failing_key):
                     np.testing.assert_array_equal(result[key][0], array[1:3, :4])
 
     def test_a_block_that_is_not_there(self, setup):
@@ -185,9 +189,9 @@ class Conformance:
     def test_a_block_in_another_byte_order_is_converted_or_left_to_comm(self, setup, block):
         key, array = block
         if getattr(setup.reader, "converts", False):
-            got = self.read(setup, key, array.astype(">f8"), ((0, 2), (1, 3)))
-            assert got.dtype == ">f8"
-            np.testing.assert_array_equal(setup.to_numpy(got), setup.to_numpy(array)[:2, 1:3])
+            region = self.read(setup, key, array.astype(">f8"), ((0, 2), (1, 3)))
+            assert region.dtype == ">f8"
+            np.testing.assert_array_equal(setup.to_numpy(region), setup.to_numpy(array)[:2, 1:3])
             return
         with pytest.raises(TransferError, match="only comm changes the byte order") as caught:
             self.read(setup, key, array.astype(">f8"), ((0, 1), (0, 1)))

@@ -71,11 +71,11 @@ class LoopbackHost:
     async def call(self, address, op, **kwargs):
         if address not in self._network:
             raise ConnectionRefusedError(f"nobody at {address}")
-        other = self._network[address]
-        other.calls.append(op)
-        if other.delay_s:
-            await asyncio.sleep(other.delay_s)
-        return _sent(await other.handlers[op](**_sent(kwargs)))
+        host = self._network[address]
+        host.calls.append(op)
+        if host.delay_s:
+            await asyncio.sleep(host.delay_s)
+        return _sent(await host.handlers[op](**_sent(kwargs)))
 
     async def offload(self, function, *args, threads=None):
         return await self.loop.run_in_executor(self._threads, function, *args)
@@ -105,21 +105,21 @@ def linked(make, loop, folder, options):
         hosts.append(LoopbackHost(name, loop.loop, network, folder / name))
         transports.append(make(hosts[-1], options))
         hosts[-1].handlers.update(transports[-1].handlers())
-    (_, there), (reader, serving) = hosts, transports
+    (_, holder_host), (reader, serving) = hosts, transports
 
     def drop(key):
-        del there.blocks[key]
+        del holder_host.blocks[key]
         serving.on_released(key)
 
     yield SimpleNamespace(
         reader=reader,
         holder="holder",
         kind="numpy",
-        put=there.blocks.__setitem__,
+        put=holder_host.blocks.__setitem__,
         drop=drop,
         close_holder=lambda: loop.run(serving.close()),
         to_numpy=np.asarray,
-        host=there,
+        host=holder_host,
         serving=serving,
         network=network,
     )
@@ -137,15 +137,15 @@ def _sent(message):
 def wait_until(condition, timeout_s=BOUND_S, state=lambda: ""):
     """Wait until a condition holds, and return its value; fail with a state after some time."""
     deadline_s = time.monotonic() + timeout_s
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < deadline_s, f"not true after {timeout_s:g} s: {state()}"
         time.sleep(0.005)
-    return found
+    return value
 
 
 async def true_later(condition, timeout_s=BOUND_S):
     """Wait on an event loop until a function, or a coroutine function, returns a true value."""
     deadline_s = time.monotonic() + timeout_s
-    while not (await found if inspect.isawaitable(found := condition()) else found):
+    while not (await value if inspect.isawaitable(value := condition()) else value):
         assert time.monotonic() < deadline_s, f"not true after {timeout_s:g} s"
         await asyncio.sleep(0.005)

@@ -114,17 +114,17 @@ def test_parts_for_gpus_keep_rows_of_the_output_whole(kind, fast_axis, shape):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "block", "part"),
+    ("request_shape", "block", "part"),
     [
         ((256, 256, 64), (256, 512, 64), (256, 16, 64)),
         ((256, 4, 4096), (256, 4, 8192), (256, 4, 256)),  # not along axis 1: rows have gaps
         ((256, 256, 64), (256, 256, 128), (16, 256, 64)),  # too little would be left of rows
     ],
 )
-def test_parts_of_a_part_of_a_block_are_what_copy_engines_copy(wanted, block, part):
-    box = tuple((0, length) for length in wanted)
+def test_parts_of_a_part_of_a_block_are_what_copy_engines_copy(request_shape, block, part):
+    box = tuple((0, length) for length in request_shape)
     request = Request("key", "holder", block, np.dtype("f4"), "cupy", [box], 0)
-    parts = [each.box for each in _Nothing([request], Footprint(2**20, 1), options()).parts()]
-    assert {box_shape(each) for each in parts} == {part}
+    parts = [region.box for region in _Nothing([request], Footprint(2**20, 1), options()).parts()]
+    assert {box_shape(box) for box in parts} == {part}
     strides = [4 * prod(block[axis + 1 :]) for axis in range(3)]
     assert engine_pitch(part, tuple(strides), 4) is not None

@@ -61,8 +61,8 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, order, k
     assert slots + (comm.parts_in_flight + 1 + on_device) * comm.part_bytes <= limit_bytes
     assert slots + (ucx.parts_in_flight + 1 + unread) * buffer_bytes(ucx.part_bytes) <= limit_bytes
     pinned = PinnedTransport.footprint(chosen, kind)
-    held = pinned.parts_in_flight + 1 + (unread + 2 if kind == "cupy" else 0)
-    assert slots + held * buffer_bytes(pinned.part_bytes) <= limit_bytes
+    parts_held = pinned.parts_in_flight + 1 + (unread + 2 if kind == "cupy" else 0)
+    assert slots + parts_held * buffer_bytes(pinned.part_bytes) <= limit_bytes
     assert buffer_bytes(cma_footprint(chosen).part_bytes) <= limit_bytes
     assert cma_footprint(chosen).part_bytes <= min(part_bytes, GIB)
     assert comm.part_bytes <= part_bytes
@@ -109,5 +109,5 @@ def test_two_that_look_at_the_same_time():
 
     budget = Watched(100)
     with ThreadPoolExecutor(2) as threads:
-        taken = [threads.submit(budget.reserve, 60) for _ in range(2)]
-    assert sorted(bool(future.result()) for future in taken) == [False, True]
+        reservations = [threads.submit(budget.reserve, 60) for _ in range(2)]
+    assert sorted(bool(future.result()) for future in reservations) == [False, True]

@@ -25,33 +25,14 @@ def test_blocks_are_made_once_and_few_are_kept():
     probes.clear()
 
 
-@pytest.mark.parametrize(
-    ("kind", "nbytes"),
-    [
-        ("numpy", 0),
-        ("numpy", -1),
-        ("numpy", 3),
-        ("numpy", 2**26),
-        ("numpy", 2**40),
-        ("numpy", 1.5),
-        ("numpy", True),
-        ("x", 1),
-    ],
-)
-def test_what_is_no_probe_block(kind, nbytes):
-    with pytest.raises(ValueError, match="expected a probe block of"):
-        Probes().block(("dask-p2p-probe", kind, nbytes))
-
-
 def test_all_that_may_be_asked_for_take_a_few_per_cent_of_the_memory():
     for memory_bytes in (2**26, 300 * 10**6, 2**31, 2**40, None):
         most_bytes = most_probe_bytes("numpy", memory_bytes)
         probes = Probes()
         block = probes.block(probe_key("numpy", most_bytes), memory_bytes)
         assert block.nbytes == most_bytes
-        for nbytes in (most_bytes - 1, 2 * most_bytes):
-            with pytest.raises(ValueError, match=f"at most {most_bytes} bytes"):
-                probes.block(probe_key("numpy", nbytes), memory_bytes)
+        with pytest.raises(ValueError, match=f"at most {most_bytes} bytes"):
+            probes.block(probe_key("numpy", 2 * most_bytes), memory_bytes)
         sizes_bytes = [2**n for n in range(41) if 2**n <= most_bytes]
         assert sum(sizes_bytes) < (memory_bytes or 2**31) / 15
     assert most_probe_bytes("numpy", 2**20) == PROBE_BYTES

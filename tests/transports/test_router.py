@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.errors import Obstacle, TransferError
-from dask_p2p.transports import Router
+from dask_p2p.transports.router import Router
 from tests.support import BOUND_S
 
 DTYPE = np.dtype("f4")
@@ -38,7 +38,7 @@ class FakeTransport:
 
 
 @pytest.fixture
-def said():
+def warnings_sent():
     return []
 
 
@@ -48,26 +48,30 @@ def ipc():
 
 
 @pytest.fixture
-def router(ipc, said):
-    return Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, said.append)
+def router(ipc, warnings_sent):
+    return Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, warnings_sent.append)
 
 
-def found(router, holders, kind="cupy", order=("ipc", "comm")):
-    return router.routes(holders, kind, DTYPE, order)
+def find_routes(router, holders, kind="cupy", order=("ipc", "comm")):
+    return router.find_routes(holders, kind, DTYPE, order)
 
 
 def routes(router, holders, kind="cupy", order=("ipc", "comm")):
-    return [(route.holder, route.transport.name) for route in found(router, holders, kind, order)]
+    return [
+        (route.holder, route.transport.name) for route in find_routes(router, holders, kind, order)
+    ]
 
 
-def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
+def test_a_failure_is_reported_once_and_kept_to_its_holder(router, warnings_sent):
     error = TransferError("ipc: a could not send block k: why", reason="why")
-    router.record_failure(found(router, ("a",))[0], error, last=False)
-    assert said == ["dask_p2p: ipc fails, another transport is used instead: why"]
+    router.record_failure(find_routes(router, ("a",))[0], error, last=False)
+    assert warnings_sent == ["dask_p2p: ipc fails, another transport is used instead: why"]
     assert router.failure("a", "ipc") == Obstacle("failed", str(error))
     assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
-    router.record_failure(found(router, ("b",))[0], TransferError("of b", reason="why"), last=False)
-    assert len(said) == 1
+    router.record_failure(
+        find_routes(router, ("b",))[0], TransferError("of b", reason="why"), last=False
+    )
+    assert len(warnings_sent) == 1
     assert routes(router, ("b",)) == [("b", "comm")]
     router.on_worker_left("a")
     assert router.failure("a", "ipc") is None
@@ -77,12 +81,12 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(router, said):
 def test_the_log_names_the_pair_the_reason_and_the_remedy(ipc, caplog):
     router = Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, lambda text: None, "me")
     error = TransferError("no mapping.", obstacle=Obstacle("code", "no mapping", "Do this"))
-    route, _ = found(router, ("a",))
+    route, _ = find_routes(router, ("a",))
     for _ in range(2):
         router.record_failure(route, error, last=False)
-    (told,) = (record for record in caplog.records if record.name.startswith("dask_p2p"))
-    assert told.levelname == "WARNING"
-    assert told.getMessage() == (
+    (log_record,) = (record for record in caplog.records if record.name.startswith("dask_p2p"))
+    assert log_record.levelname == "WARNING"
+    assert log_record.getMessage() == (
         "me reads from a by another transport than ipc, which failed: no mapping. Do this."
     )
     assert router.list_failed("a", "comm", ("ipc", "comm")) == [("ipc", error.obstacle)]
@@ -151,18 +155,20 @@ def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
     assert ipc.probed == [("a", "cupy")]
 
 
-def test_a_way_that_fails_its_proof_is_not_used(router, ipc, said):
+def test_a_way_that_fails_its_proof_is_not_used(router, ipc, warnings_sent):
     ipc.fails["a"] = TransferError("it came changed")
     assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
-    assert said == ["dask_p2p: ipc fails, another transport is used instead: it came changed"]
+    assert warnings_sent == [
+        "dask_p2p: ipc fails, another transport is used instead: it came changed"
+    ]
     routes(router, ("a",))
     assert ipc.probed == [("a", "cupy"), ("b", "cupy")]
 
 
-def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, said):
+def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, warnings_sent):
     ipc.fails["a"] = TransferError("no answer", scope="block")
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
-    assert said == []
+    assert warnings_sent == []
     del ipc.fails["a"]
     routes(router, ("a",))
     assert ipc.probed == [("a", "cupy"), ("a", "cupy")]
@@ -170,7 +176,7 @@ def test_a_holder_that_does_not_answer_proves_nothing(router, ipc, said):
 
 def test_hosts_are_told_by_addresses(router):
     workers = ["tcp://10.0.0.1:40", "tcp://10.0.0.1:41", "tcp://10.0.0.2:40", "no address"]
-    names = router.hosts(workers)
+    names = router.find_hosts(workers)
     assert [*names] == workers
     assert names[workers[0]] == names[workers[1]]
     assert len(set(names.values())) == 3
@@ -179,7 +185,7 @@ def test_hosts_are_told_by_addresses(router):
 def test_one_host_may_have_several_addresses(router, ipc):
     workers = [f"tcp://10.0.{network}.{host}:40" for network in (1, 2) for host in (5, 6)]
     ipc.boot_ids = {worker: worker.split(".")[3] for worker in workers}
-    names = router.hosts(workers)
+    names = router.find_hosts(workers)
     assert names[workers[0]] == names[workers[2]] == "10.0.1.5"
     assert names[workers[1]] == names[workers[3]] == "10.0.1.6"
-    assert router.hosts(reversed(workers)) == names, "whoever asks gets the same names"
+    assert router.find_hosts(reversed(workers)) == names, "whoever asks gets the same names"

@@ -32,8 +32,8 @@ def install(monkeypatch):
     """Give a function that installs a transport with another package."""
 
     def installed(name):
-        found = [EntryPoint("pigeon", f"{__name__}:{name}", "dask_p2p.transports")]
-        monkeypatch.setattr(transports, "entry_points", lambda group: found)
+        points = [EntryPoint("pigeon", f"{__name__}:{name}", "dask_p2p.transports")]
+        monkeypatch.setattr(transports, "entry_points", lambda group: points)
         config.transport_classes.cache_clear()
 
     yield installed

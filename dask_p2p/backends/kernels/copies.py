@@ -47,7 +47,7 @@ def whole_piece(src: tuple[int, ...], dst: tuple[int, ...]) -> Sequence[Piece]:
 
 
 @lru_cache(maxsize=4096)  # a plan takes longer than its launch, and blocks are similar
-def region_layout(
+def plan_region(
     shape: tuple[int, ...],  # shape of both arrays (the source already transposed)
     itemsize: int,
     src_strides: tuple[int, ...],  # in bytes
@@ -68,12 +68,12 @@ def region_layout(
     return RegionLayout(words, src_offset_bytes, dst_offset_bytes, packed)
 
 
-def packed_regions(regions: Sequence[bytes]) -> np.ndarray[Any, Any]:
+def pack_regions(regions: Sequence[bytes]) -> np.ndarray[Any, Any]:
     """Return structs `Region` as rows of integers of 64 bits: the addresses are the first two."""
     return np.frombuffer(b"".join(regions), np.int64).reshape(-1, REGION_BYTES // 8)
 
 
-def moved(regions: np.ndarray[Any, Any], dst: int, src: int) -> np.ndarray[Any, Any]:
+def shift_regions(regions: np.ndarray[Any, Any], dst: int, src: int) -> np.ndarray[Any, Any]:
     """Return regions of arrays that begin at other addresses."""
     shifted = regions.copy()
     shifted[:, 0] += src
@@ -81,14 +81,14 @@ def moved(regions: np.ndarray[Any, Any], dst: int, src: int) -> np.ndarray[Any, 
     return shifted
 
 
-def packed_batch(regions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def pack_batch(regions: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Return the kernel's one argument: an array of one item, passed by value."""
     packed = np.zeros(_OPAQUE.itemsize, np.uint8)
     packed[: regions.nbytes] = regions.reshape(-1).view(np.uint8)
     return packed.view(_OPAQUE)
 
 
-def grid_of(words: int, regions: int) -> tuple[int, int]:
+def launch_grid(words: int, regions: int) -> tuple[int, int]:
     """Return the grid for a number of regions, the largest one of this number of words."""
     blocks = -(-words // (THREADS * _WORDS_PER_THREAD))
     return min(max(blocks, 1), _MOST_BLOCKS), regions
@@ -109,7 +109,7 @@ class Pitch(NamedTuple):
     stride_bytes: int
 
 
-def pitched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
+def find_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
     """Return the pitch of a strided region, in the order of its elements; None without one.
 
     >>> pitched((4, 3), (80, 8), 8)
@@ -134,7 +134,7 @@ def pitched(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> 
 @lru_cache(maxsize=1024)  # most parts of a block are similar
 def engine_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
     """Return a region's pitch if a copy engine can copy it faster than a kernel; else None."""
-    pitch = pitched(shape, strides, itemsize)
+    pitch = find_pitch(shape, strides, itemsize)
     if pitch is None or pitch.stride_bytes > _LONGEST_STRIDE_BYTES:
         return None
     return pitch if pitch.rows == 1 or pitch.run_bytes >= _SHORTEST_RUN_BYTES else None

@@ -21,17 +21,17 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import cupy
 import numpy as np
 
-from dask_p2p.backends.base import transposed
+from dask_p2p.backends.base import transpose_view
 from dask_p2p.backends.device import MEMCPY_DEFAULT
 from dask_p2p.backends.host import IdentityCache
 from dask_p2p.backends.kernels.copies import (
     MAX_REGIONS,
     THREADS,
-    grid_of,
-    moved,
-    packed_batch,
-    packed_regions,
-    region_layout,
+    launch_grid,
+    pack_batch,
+    pack_regions,
+    plan_region,
+    shift_regions,
 )
 from dask_p2p.backends.kernels.launch import ENTRIES, WORD_SIZES_BYTES, plan_launches
 from dask_p2p.errors import BlockMismatchError
@@ -109,7 +109,7 @@ def permute_into(
         Run fewer thread blocks on a multiprocessor. A kernel at full speed takes all bandwidth of
         the device's memory, and nearly stops copy engines that use this memory.
     """
-    view = transposed(dst, src, axes)
+    view = transpose_view(dst, src, axes)
     launches = plan_launches(
         dst.data.ptr, view.data.ptr, dst.shape, dst.dtype.itemsize, dst.strides, view.strides
     )
@@ -133,31 +133,29 @@ def permute_into(
             )
 
 
-class _Loaded(NamedTuple):
+class _Kernel(NamedTuple):
     """A kernel on a device."""
 
     function: Any  # cupy.cuda.Function
     unused_bytes: int  # shared memory to reserve for low occupancy
 
 
-def _loaded(word_bytes: int, module: Any) -> dict[str, _Loaded]:
-    """Return the kernels for a word size by name."""
+def _load_kernels(word_bytes: int, module: Any) -> dict[str, _Kernel]:
     names = [name for name in ENTRIES if name.endswith(f"_{word_bytes}")]
-    return {name: _with_low_occupancy(module.get_function(name)) for name in names}
+    return {name: _allow_low_occupancy(module.get_function(name)) for name in names}
 
 
-def _with_low_occupancy(kernel: Any) -> _Loaded:
-    """Allow a kernel to reserve the shared memory for low occupancy."""
+def _allow_low_occupancy(kernel: Any) -> _Kernel:
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
     unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))
     kernel.max_dynamic_shared_size_bytes = unused_bytes
-    return _Loaded(kernel.kernel, unused_bytes)
+    return _Kernel(kernel.kernel, unused_bytes)
 
 
 #: By word size: each is compiled for itself.
 _KERNELS = {
-    size: CudaSource("transpose.cu", partial(_loaded, size), f"-DONLY_WORD_BYTES={size}")
+    size: CudaSource("transpose.cu", partial(_load_kernels, size), f"-DONLY_WORD_BYTES={size}")
     for size in WORD_SIZES_BYTES
 }
 
@@ -165,7 +163,7 @@ _KERNELS = {
 class _PlannedCopies(NamedTuple):
     """The copies of some pieces of an array, relative to the addresses of the two arrays."""
 
-    packed: Any  # by piece the words of the struct `Region`: `packed_regions`
+    packed: Any  # by piece the words of the struct `Region`: `pack_regions`
     words: int  # of the largest piece
     large: Sequence[Piece]  # those that are worth launches of their own
 
@@ -185,7 +183,7 @@ class _RegionLaunch(NamedTuple):
 
 
 #: Launches, and their copies: so that no others get the identities of these.
-_KeptLaunches: TypeAlias = tuple[Sequence[_PlannedCopies], Sequence[_RegionLaunch]]
+_CachedLaunches: TypeAlias = tuple[Sequence[_PlannedCopies], Sequence[_RegionLaunch]]
 
 
 _REGIONS = CudaSource("regions.cu", lambda module: module.get_function("copy_regions").kernel)
@@ -200,7 +198,7 @@ class RegionBatch:
     def __init__(self) -> None:
         self._pending: list[_PendingCopies] = []
         self._copies = IdentityCache[_PlannedCopies]()  # a plan takes longer than its launch
-        self._launches = IdentityCache[_KeptLaunches](_MOST_LAUNCHES)  # by copies and addresses
+        self._launches = IdentityCache[_CachedLaunches](_MOST_LAUNCHES)  # by copies and addresses
         self._fills = IdentityCache[list[tuple[Array, Sequence[Piece]]]]()
 
     def copy_pieces(
@@ -211,14 +209,14 @@ class RegionBatch:
             raise BlockMismatchError(f"expected arrays of one dtype, got {src.dtype}, {dst.dtype}")
         dst_ptr, src_ptr, item_bytes = dst.data.ptr, src.data.ptr, dst.dtype.itemsize
         layout = dst.strides, src.strides, tuple(axes), item_bytes, _ALIGNMENT & (dst_ptr | src_ptr)
-        copies = self._copies.get(pieces, layout, lambda: _copies(pieces, *layout))
+        copies = self._copies.get(pieces, layout, lambda: _plan_copies(pieces, *layout))
         if len(copies.packed):
             self._pending.append(_PendingCopies(copies, dst_ptr, src_ptr, (dst, src)))
         return copies.large
 
     def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
         """Add constants in regions of an array."""
-        by_item = self._fills.get(fills, dst.dtype.str, lambda: [*_by_item(fills, dst.dtype)])
+        by_item = self._fills.get(fills, dst.dtype.str, lambda: [*_group_by_item(fills, dst.dtype)])
         for item, pieces in by_item:
             everywhere = cupy.broadcast_to(item, dst.shape)
             for _, _, box in self.copy_pieces(dst, everywhere, pieces, range(dst.ndim)):
@@ -230,22 +228,23 @@ class RegionBatch:
         if not pending:
             return
         key = tuple([(id(copies), dst, src) for copies, dst, src, _ in pending])
-        _, launches = self._launches.get(_REGIONS, key, lambda: _launches(pending))
+        _, launches = self._launches.get(_REGIONS, key, lambda: _plan_launches(pending))
         copy = _REGIONS.on(cupy.cuda.runtime.getDevice())
         stream = cupy.cuda.get_current_stream()
         for grid, batch in launches:
             copy(grid, (THREADS,), (batch,), 0, stream=stream)
 
 
-def _launches(pending: Sequence[_PendingCopies]) -> _KeptLaunches:
-    regions = np.concatenate([moved(copies.packed, dst, src) for copies, dst, src, _ in pending])
+def _plan_launches(pending: Sequence[_PendingCopies]) -> _CachedLaunches:
+    shifted = (shift_regions(copies.packed, dst, src) for copies, dst, src, _ in pending)
+    regions = np.concatenate([*shifted])
     words = max(copies.words for copies, *_ in pending)
     parts = [regions[n : n + MAX_REGIONS] for n in range(0, len(regions), MAX_REGIONS)]
-    launches = [_RegionLaunch(grid_of(words, len(part)), packed_batch(part)) for part in parts]
+    launches = [_RegionLaunch(launch_grid(words, len(part)), pack_batch(part)) for part in parts]
     return [copies for copies, *_ in pending], launches
 
 
-def _copies(
+def _plan_copies(
     pieces: Sequence[Piece],
     dst_strides: tuple[int, ...],
     src_strides: tuple[int, ...],
@@ -269,16 +268,16 @@ def _copies(
         aligned = (alignment | src_start | dst_start) & _ALIGNMENT
         layout = None
         if prod(shape) * item_bytes < large_bytes:
-            layout = region_layout(shape, item_bytes, strides, dst_strides, aligned)
+            layout = plan_region(shape, item_bytes, strides, dst_strides, aligned)
         if layout is None:
             large.append(piece)
         else:
             regions.append(layout.at(dst_start, src_start))
             max_words = max(max_words, layout.words)
-    return _PlannedCopies(packed_regions(regions), max_words, large)
+    return _PlannedCopies(pack_regions(regions), max_words, large)
 
 
-def _by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:
+def _group_by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:
     """Yield the values of fills, as items on the GPU, and the regions of each as pieces."""
     groups: dict[bytes, list[Piece]] = {}
     for box, value in fills:
@@ -300,7 +299,7 @@ _WORD_BYTES = 8
 _CHECKSUMS = CudaSource("checksums.cu", lambda module: module.get_function("add_mixed").kernel)
 
 
-def mixed_sum(data: Array) -> int:
+def checksum_bytes(data: Array) -> int:
     """Return the checksum of contiguous bytes on the current stream, and wait for it."""
     if data.data.ptr % _WORD_BYTES:
         data = data.copy()

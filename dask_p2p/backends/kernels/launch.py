@@ -109,7 +109,7 @@ def plan_launches(
     """
     # The plan depends on the addresses only modulo 16 bytes.
     dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES
-    launches = _plan(
+    launches = _plan_kernels(
         dst - dst_base,
         src - src_base,
         tuple(shape),
@@ -124,7 +124,7 @@ def plan_launches(
 
 
 @lru_cache(maxsize=1024)  # a plan takes longer than its launch, and blocks are similar
-def _plan(
+def _plan_kernels(
     dst: int,
     src: int,
     shape: tuple[int, ...],
@@ -138,23 +138,18 @@ def _plan(
     geometry = reduce_copy(shape, itemsize, src_strides, dst_strides, dst | src)
     src += geometry.src_offset_bytes
     dst += geometry.dst_offset_bytes
-    if _is_one_run(geometry):
+    axes, word = geometry.axes, geometry.word_bytes
+    if not axes or (len(axes) == 1 and axes[0][1:] == (word, word)):  # one run in both arrays
         return [_memcpy(dst, src, geometry)]
-    tiling = tiling_of(geometry, (src - dst) % VECTOR_BYTES == 0)
+    tiling = choose_tiling(geometry, (src - dst) % VECTOR_BYTES == 0)
     inner, extra = tiling.outer[:MAX_OUTER], tiling.outer[MAX_OUTER:]
     launches: list[Launch] = []
-    for src_offset, dst_offset in _offsets(extra):
+    for src_offset, dst_offset in _split_offsets(extra):
         launch = _launch(
             tiling._replace(outer=inner), geometry.word_bytes, dst + dst_offset, src + src_offset
         )
         launches += _split(launch, max_grid)
     return launches
-
-
-def _is_one_run(geometry: Geometry) -> bool:
-    """Return true if the items are contiguous in both arrays."""
-    word = geometry.word_bytes
-    return not geometry.axes or (len(geometry.axes) == 1 and geometry.axes[0][1:] == (word, word))
 
 
 def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
@@ -164,7 +159,7 @@ def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
     return Launch("memcpy", 1, (1, 1), src, dst, none, run, none, (0, 0), (1, 1, 1), (1, 1), ())
 
 
-def _offsets(axes: Sequence[CopyAxis]) -> Iterator[tuple[int, int]]:
+def _split_offsets(axes: Sequence[CopyAxis]) -> Iterator[tuple[int, int]]:
     """Yield the byte offsets in source and destination of each position along the axes."""
     for position in product(*(range(axis.extent) for axis in axes)):
         yield (
@@ -258,13 +253,13 @@ CopyAxis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
     # An item is one more axis, of bytes, so that items of any size follow the rules of axes.
     if itemsize > 1:
         axes.append(CopyAxis(itemsize, 1, 1))
-    axes, src_offset, dst_offset = _forward(axes)
-    axes = _coalesced(axes)
-    axes, word_bytes = _widened(axes, alignment | src_offset | dst_offset)
+    axes, src_offset, dst_offset = _reverse_axes(axes)
+    axes = _coalesce(axes)
+    axes, word_bytes = _widen_words(axes, alignment | src_offset | dst_offset)
     return Geometry(tuple(axes), word_bytes, src_offset, dst_offset)
 
 
-def _forward(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
+def _reverse_axes(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
     """Reverse the axes with negative strides in `dst`."""
     forward, src_offset, dst_offset = [], 0, 0
     for extent, src_stride, dst_stride in axes:
@@ -276,7 +271,7 @@ def _forward(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
     return forward, src_offset, dst_offset
 
 
-def _coalesced(axes: list[CopyAxis]) -> list[CopyAxis]:
+def _coalesce(axes: list[CopyAxis]) -> list[CopyAxis]:
     """Sort the axes by their dst stride, and join axes that are contiguous in both arrays."""
     joined: list[CopyAxis] = []
     for inner in sorted(axes, key=lambda axis: -axis.dst_stride_bytes):
@@ -292,7 +287,7 @@ def _coalesced(axes: list[CopyAxis]) -> list[CopyAxis]:
     return joined
 
 
-def _widened(axes: list[CopyAxis], alignment: int) -> tuple[list[CopyAxis], int]:
+def _widen_words(axes: list[CopyAxis], alignment: int) -> tuple[list[CopyAxis], int]:
     """Return the axes in words as wide as possible, and the width in bytes."""
     if not axes or axes[-1][1:] != (1, 1):
         return axes, 1
@@ -344,17 +339,17 @@ class Tiling(NamedTuple):
         return k * i / (round_up(k, self.step[0]) * round_up(i, self.step[1]))
 
 
-def tiling_of(geometry: Geometry, alike: bool) -> Tiling:
+def choose_tiling(geometry: Geometry, alike: bool) -> Tiling:
     """Choose the kernel and its tiles.
 
     `alike`: both arrays start at the same offset modulo 16 bytes.
     """
-    tiling = _plane_tiling(geometry)
-    cells = _cells_tiling(geometry) if alike and tiling.use < FULL_TILES else None
+    tiling = _tile_plane(geometry)
+    cells = _tile_cells(geometry) if alike and tiling.use < FULL_TILES else None
     return cells or tiling
 
 
-def _cells_tiling(geometry: Geometry) -> Tiling | None:
+def _tile_cells(geometry: Geometry) -> Tiling | None:
     """Return a tiling by cells; None if a copy has no cells.
 
     A cell is the fewest repeated axes that form one run of bytes in both arrays. The run may be
@@ -387,17 +382,17 @@ def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
     return True
 
 
-def _plane_tiling(geometry: Geometry) -> Tiling:
+def _tile_plane(geometry: Geometry) -> Tiling:
     """Choose the two axes of a tile."""
     i, *outer_axes = reversed(geometry.axes)
     # Where the source repeats items (stride 0), it has no direction.
     moving = [axis for axis in (i, *outer_axes) if axis.src_stride_bytes] or [i]
     k = min(moving, key=lambda axis: abs(axis.src_stride_bytes))
     if k is i:  # rows keep their order
-        return _copy_tiling(i, outer_axes)
+        return _tile_copy(i, outer_axes)
     outer = [axis for axis in outer_axes if axis is not k]
     if min(k.extent, i.extent) < MIN_TILE_EXTENT:
-        return _copy_tiling(i, [k, *outer])
+        return _tile_copy(i, [k, *outer])
     word = geometry.word_bytes
     side = VECTOR_TILE[word]
     # Tiles that reach out of the box are moved word by word; PLAIN_TILE is faster for them.
@@ -416,7 +411,7 @@ def _takes_vectors(word: int, k: CopyAxis, i: CopyAxis, outer: Sequence[CopyAxis
     return contiguous and all(stride % VECTOR_BYTES == 0 for stride in strides)
 
 
-def _copy_tiling(i: CopyAxis, outer_axes: list[CopyAxis]) -> Tiling:
+def _tile_copy(i: CopyAxis, outer_axes: list[CopyAxis]) -> Tiling:
     """Return a tiling by boxes of the row axis, the first other axis and the source's nearest one.
 
     With short rows, the box is therefore wide enough for both arrays. For an image with contiguous

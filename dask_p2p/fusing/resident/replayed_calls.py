@@ -21,7 +21,7 @@ from dask.task_spec import GraphNode
 from distributed.protocol.pickle import dumps, loads
 
 from dask_p2p import tuning
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.backends.kernels.copies import whole_piece
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program, Superstep
@@ -233,7 +233,7 @@ class _CallGraph:
 
 def _in_order_of(block: Array, make: Callable[[tuple[int, ...]], Array]) -> Array:
     """Return an array whose axes have the same order in memory: rounding may depend on it."""
-    order = order_of(block.strides)
+    order = memory_order(block.strides)
     made = make(tuple(block.shape[axis] for axis in order))
     return made.transpose(tuple(map(order.index, range(block.ndim))))
 

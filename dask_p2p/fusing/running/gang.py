@@ -32,7 +32,7 @@ from dask_p2p.fusing.running.program import (
     size_of,
 )
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
+from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
 from dask_p2p.sections.exchange.device import HOST, Host, HostLending, Lending
@@ -397,7 +397,7 @@ def array_of_tasks(
 ) -> DaskArray:
     """Return the array of some tasks, by key, or futures. Its library is that of `like`."""
     if is_expression(like):
-        made: DaskArray = expression_array(like, _TasksLayer(chunks, meta, name, tasks), [])
+        made: DaskArray = array_of_layer(like, _TasksLayer(chunks, meta, name, tasks), [])
     else:
         made = layered_array(name, tasks, chunks, meta, HighLevelGraph({}, {}))
     return made

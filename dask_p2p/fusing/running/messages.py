@@ -24,7 +24,7 @@ import numpy as np
 from distributed.protocol.pickle import dumps, loads
 
 from dask_p2p import tuning
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
@@ -158,7 +158,7 @@ class Packing:
         if memory is None:
             self._heads.append(dumps(value))
             return
-        order = order_of(value.strides)
+        order = memory_order(value.strides)
         in_memory = value.transpose(order)
         axes = tuple(order.index(axis) for axis in range(value.ndim))
         head = self._head(memory, in_memory)

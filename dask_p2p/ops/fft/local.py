@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dask_p2p.backends import backend_for, order_of
+from dask_p2p.backends import backend_for, memory_order
 from dask_p2p.backends.host import competing_bytes
 from dask_p2p.config import checked_options
 from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, where_is
@@ -21,9 +21,9 @@ from dask_p2p.geometry import Chunks, Index
 from dask_p2p.graph.arrays import (
     Epilogue,
     PlannedLayer,
+    array_of_plan,
     is_expression,
     plan_redistribution,
-    planned_array,
 )
 from dask_p2p.graph.libraries import rechunk_by_tasks
 from dask_p2p.plans.fft import ReorderedPlan
@@ -33,7 +33,7 @@ from dask_p2p.types import Array, DaskArray, DType
 PREFIX = "p2p-fft"
 
 
-def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], epilogue: Epilogue) -> DaskArray:
+def run_stage(x: DaskArray, grid: Chunks, order: tuple[int, ...], epilogue: Epilogue) -> DaskArray:
     """Return the array of transformed blocks; `order` is the order of a block's axes in memory."""
     register_if_possible()
     options = checked_options()
@@ -44,19 +44,19 @@ def assembled(x: DaskArray, grid: Chunks, order: tuple[int, ...], epilogue: Epil
         sizes if larger == before else larger
         for sizes, larger, before in zip(epilogue.chunks, reordered.chunks, grid, strict=True)
     )
-    x = planned_array(
+    x = array_of_plan(
         PREFIX, x, reordered, options, Epilogue(epilogue.function, together, epilogue.meta)
     )
     return rechunk_by_tasks(x, epilogue.chunks)  # views, where the plan made larger blocks
 
 
-def chunks_before(x: DaskArray) -> Chunks | None:
+def find_input_chunks(x: DaskArray) -> Chunks | None:
     """Return the chunks of the array whose transform `x` was computed from; None if not found.
 
     The search goes up the graph through the tasks that changed the spectrum.
     """
     if is_expression(x):
-        return _chunks_before_expression(x.expr)
+        return _find_input_chunks_of_expression(x.expr)
     layers = getattr(x.dask, "layers", {})
     waiting = deque([x.name])
     visited = {x.name}
@@ -76,8 +76,7 @@ def chunks_before(x: DaskArray) -> Chunks | None:
     return None
 
 
-def _chunks_before_expression(expr: Any) -> Chunks | None:
-    """Return the same for an array that is an expression."""
+def _find_input_chunks_of_expression(expr: Any) -> Chunks | None:
     waiting, visited = deque([expr]), {expr._name}
     while waiting:
         input_chunks, expr = None, waiting.popleft()
@@ -164,11 +163,11 @@ class LocalTransform:
     def __call__(self, block: Array, index: Index = ()) -> Any:
         backend = backend_for(block)
         if not block.size:  # cuFFT rejects empty arrays
-            return backend.module.asarray(self.transformed(np.zeros(block.shape, block.dtype)))
+            return backend.module.asarray(self.transform(np.zeros(block.shape, block.dtype)))
         if self.order is not None:
-            return self.transformed(block, is_own=True)
+            return self.transform(block, is_own=True)
         copy = self._copy_block(block)
-        return self.transformed(block if copy is None else copy, is_own=copy is not None)
+        return self.transform(block if copy is None else copy, is_own=copy is not None)
 
     def _copy_block(self, block: Any) -> Any:
         """Return a copy of another task's block for an in-place transform; None if useless.
@@ -184,7 +183,7 @@ class LocalTransform:
             block.dtype.kind == "c" and self._shape(block.shape, *self.steps[0]) == block.shape
         )
         if backend.on_device:
-            order = self._best(order_of(block.strides))
+            order = self._best(memory_order(block.strides))
             is_copied |= not block.transpose(order).flags.c_contiguous
         extra_bytes = self.extra_bytes(block.shape, block.dtype) + is_copied * block.nbytes
         purposes = {"for its transform": extra_bytes, "for itself": in_memory_bytes(block)}
@@ -198,25 +197,25 @@ class LocalTransform:
         queue.permute(block_copy, block, range(block.ndim))
         return block_copy
 
-    def transformed(self, block: Any, is_own: bool = False) -> Any:
+    def transform(self, block: Any, is_own: bool = False) -> Any:
         """Return the transform of a non-empty block; with `is_own` it may overwrite the block."""
         backend = backend_for(block)
-        library = _fft_module(backend.fft_modules)
+        library = _import_fft_module(backend.fft_modules)
         if block.dtype == np.float16:  # libraries differ in the result's dtype
             block, is_own = block.astype(np.float32), True
-        path = _call_path(
-            self, order_of(block.strides) if self.order is None else None, backend.on_device
+        path = _plan_calls(
+            self, memory_order(block.strides) if self.order is None else None, backend.on_device
         )
         block = block.transpose(path.before)
         if backend.on_device:
             is_own = is_own or not block.flags.c_contiguous
-            block = _without_gaps(block)
+            block = _make_contiguous(block)
         for name, arguments, norm in path.calls:
             function = getattr(library, name)
             options: dict[str, Any] = {"norm": norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
-                if not backend.on_device and (columns := _columns_of(block, name, arguments)):
+                if not backend.on_device and (columns := _columns_of_call(block, name, arguments)):
                     transform_columns(function, block, arguments[1][0], columns, norm)
                     continue
             block = function(block, *arguments, **options)
@@ -247,7 +246,7 @@ class _CallPath(NamedTuple):
 
 
 @lru_cache(maxsize=1024)  # a call takes as long as cuFFT, and most blocks are alike
-def _call_path(
+def _plan_calls(
     transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool
 ) -> _CallPath:
     """Return the calls that transform a block.
@@ -259,7 +258,7 @@ def _call_path(
     best = transform._best(order) if on_device else order
     axes = range(len(order)) if lies is None else order  # axes of the block, in memory order
     calls = []
-    for name, along, lengths in _together(transform.steps) if on_device else transform.steps:
+    for name, along, lengths in _merge_steps(transform.steps) if on_device else transform.steps:
         positions = tuple(map(best.index, along))
         arguments = (lengths, positions) if name.endswith("n") else (*lengths, *positions)
         calls.append((name, arguments, transform._norm_of(name)))
@@ -267,7 +266,7 @@ def _call_path(
     return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
 
 
-def _columns_of(block: Any, name: str, arguments: tuple[Any, ...]) -> int:
+def _columns_of_call(block: Any, name: str, arguments: tuple[Any, ...]) -> int:
     """Return the number of columns that a call in host memory transforms at a time; 0: all."""
     if not name.endswith("n"):
         return 0
@@ -276,7 +275,7 @@ def _columns_of(block: Any, name: str, arguments: tuple[Any, ...]) -> int:
     return columns_of(block, axes) if is_whole else 0
 
 
-def _without_gaps(array: Any) -> Any:
+def _make_contiguous(array: Any) -> Any:
     """Return a GPU array in C order that is not a view, since CuPy copies views; copy if needed.
 
     On an H200, cuFFT takes 2.1 ms for 4 GiB along the last axis and 16.2 ms along the first; the
@@ -289,7 +288,7 @@ def _without_gaps(array: Any) -> Any:
     return backend.module.ndarray(array.shape, array.dtype, array.data)
 
 
-def _together(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Return the steps, merged into one if cuFFT has a multi-axis plan for real numbers."""
     name = _AS_ONE.get(tuple(name for name, _, _ in steps))
     if name is None:
@@ -298,7 +297,7 @@ def _together(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     return ((name, complex_step[1] + special[1], complex_step[2] + special[2]),)
 
 
-def scale_of(kind: str, norm: str, elements: int) -> float:
+def transform_scale(kind: str, norm: str, elements: int) -> float:
     """Return the scale factor of a transform over `elements` elements, along all of its axes.
 
     >>> scale_of("ifft", "backward", 8), scale_of("fft", "ortho", 4), scale_of("fft", "backward", 8)
@@ -310,7 +309,7 @@ def scale_of(kind: str, norm: str, elements: int) -> float:
 
 
 @cache
-def _fft_module(names: tuple[str, ...]) -> Any:
+def _import_fft_module(names: tuple[str, ...]) -> Any:
     *preferred, last = names
     for name in preferred:
         try:

@@ -27,16 +27,16 @@ from dask.utils import parse_bytes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.geometry import Chunks, Index, split_evenly
-from dask_p2p.graph.arrays import Epilogue, redistributed
+from dask_p2p.graph.arrays import Epilogue, redistribute
 from dask_p2p.graph.libraries import functions_of
-from dask_p2p.ops.fft.local import INVERSE, LocalTransform, assembled
+from dask_p2p.ops.fft.local import INVERSE, LocalTransform, run_stage
 from dask_p2p.plans.fft import FftStage
 from dask_p2p.types import Array, DaskArray, DType
 
 _SLAB_ELEMENTS = 2**18  # elements whose factors are computed in one pass
 
 
-class Long(NamedTuple):
+class LongAxis(NamedTuple):
     """An axis that is too long for one block."""
 
     axis: int
@@ -45,7 +45,9 @@ class Long(NamedTuple):
     parts: int  # number of blocks along the axis
 
 
-def long_axis(path: Sequence[FftStage], lengths: dict[int, int], item_bytes: int) -> Long | None:
+def find_long(
+    path: Sequence[FftStage], lengths: dict[int, int], item_bytes: int
+) -> LongAxis | None:
     """Return the axis that would make a stage's blocks too large; None if all blocks fit.
 
     The largest block allowed is the larger of Dask's ``array.chunk-size`` and twice the input's
@@ -62,7 +64,7 @@ def long_axis(path: Sequence[FftStage], lengths: dict[int, int], item_bytes: int
             if rows > 1:  # n is not prime
                 before = path[0].chunks[axis]
                 parts = min(rows, max(len(before), -(-size_bytes // limit_bytes)))
-                return Long(axis, rows, n // rows, parts)
+                return LongAxis(axis, rows, n // rows, parts)
     return None
 
 
@@ -70,27 +72,27 @@ def _largest(chunks: Chunks) -> int:
     return prod(max(sizes, default=0) for sizes in chunks)
 
 
-def along_long_axis(kind: str, x: DaskArray, long: Long, norm: str) -> DaskArray:
+def transform_long_axis(kind: str, x: DaskArray, long: LongAxis, norm: str) -> DaskArray:
     """Return the transform along the long axis by the one-dimensional function `kind`."""
     n, swapped = long.rows * long.columns, {"backward": "forward", "forward": "backward"}
     start: list[Any] = [slice(None)] * x.ndim
     start[long.axis] = slice(n // 2 + 1)
     half = tuple(start)
     if kind == "rfft":
-        return along_long_axis("fft", x, long, norm)[half]
+        return transform_long_axis("fft", x, long, norm)[half]
     if kind == "ihfft":
-        return along_long_axis("rfft", x, long, swapped.get(norm, norm)).conj()
+        return transform_long_axis("rfft", x, long, swapped.get(norm, norm)).conj()
     if kind == "hfft":
-        return along_long_axis("irfft", x.conj(), long, swapped.get(norm, norm))
-    x = _padded(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
+        return transform_long_axis("irfft", x.conj(), long, swapped.get(norm, norm))
+    x = _pad(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
     if kind == "irfft":
         start[long.axis] = slice((n - 1) // 2, 0, -1)
         mirrored = functions_of(x).concatenate([x, x[tuple(start)].conj()], long.axis)
-        return along_long_axis("ifft", mirrored, long, norm).real
-    return _by_matrix(x, long, norm, kind in INVERSE)
+        return transform_long_axis("ifft", mirrored, long, norm).real
+    return _transform_as_matrix(x, long, norm, kind in INVERSE)
 
 
-def _padded(x: DaskArray, axis: int, n: int) -> DaskArray:
+def _pad(x: DaskArray, axis: int, n: int) -> DaskArray:
     missing = n - x.shape[axis]
     if not missing:
         return x
@@ -101,15 +103,15 @@ def _padded(x: DaskArray, axis: int, n: int) -> DaskArray:
     return padded
 
 
-def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArray:
+def _transform_as_matrix(x: DaskArray, long: LongAxis, norm: str, is_inverse: bool) -> DaskArray:
     axis, rows, columns = long.axis, long.rows, long.columns
     row_sizes, column_sizes = (split_evenly(n, long.parts) for n in (rows, columns))
     before, after = x.chunks[:axis], x.chunks[axis + 1 :]
     of_rows = tuple(columns * size for size in row_sizes)
-    x = redistributed(x, tuple(range(x.ndim)), (*before, of_rows, *after))
+    x = redistribute(x, tuple(range(x.ndim)), (*before, of_rows, *after))
     grid = (*before, row_sizes, (columns,), *after)
     x = x.map_blocks(
-        Folded(axis, columns),
+        FoldAxis(axis, columns),
         chunks=grid,
         new_axis=axis + 1,
         meta=meta_from_array(x._meta, x.ndim + 1),
@@ -120,15 +122,16 @@ def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArr
     dtype = np.result_type(np.float64 if x.dtype.kind in "biu" else x.dtype, np.complex64)
     meta = meta_from_array(x._meta, x.ndim, dtype)
     order = tuple(range(x.ndim))
-    x = assembled(x, grid, order, Epilogue(Twiddled(transform, axis, column_sizes), grid, meta))
+    twiddled = TwiddledTransform(transform, axis, column_sizes)
+    x = run_stage(x, grid, order, Epilogue(twiddled, grid, meta))
     transform = LocalTransform(((name, (axis + 1,), (columns,)),), norm, order)
     grid = (*before, row_sizes, (columns,), *after)
-    x = assembled(x, grid, order, Epilogue(transform, grid, meta))
+    x = run_stage(x, grid, order, Epilogue(transform, grid, meta))
     swapped = (*order[:axis], axis + 1, axis, *order[axis + 2 :])
-    x = redistributed(x, swapped, (*before, column_sizes, (rows,), *after))
+    x = redistribute(x, swapped, (*before, column_sizes, (rows,), *after))
     sizes = tuple(rows * size for size in column_sizes)
     return x.map_blocks(
-        Folded(axis, None),
+        FoldAxis(axis, None),
         chunks=(*before, sizes, *after),
         drop_axis=axis + 1,
         meta=meta_from_array(x._meta, x.ndim - 1),
@@ -136,7 +139,7 @@ def _by_matrix(x: DaskArray, long: Long, norm: str, is_inverse: bool) -> DaskArr
 
 
 @dataclass(frozen=True)
-class Folded:
+class FoldAxis:
     """Splits an axis into two, the second with `columns` elements; None merges the two axes."""
 
     axis: int
@@ -155,7 +158,7 @@ class Folded:
 
 
 @dataclass(frozen=True)
-class Twiddled:
+class TwiddledTransform:
     """Transforms the columns of a matrix, and multiplies them by the twiddle factors."""
 
     transform: LocalTransform  # the transform along `axis`

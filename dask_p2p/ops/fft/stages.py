@@ -16,8 +16,8 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Epilogue, planned_array, redistributed
-from dask_p2p.graph.libraries import functions_of, is_dask_array, with_fixed_blocks
+from dask_p2p.graph.arrays import Epilogue, array_of_plan, redistribute
+from dask_p2p.graph.libraries import fix_blocks, functions_of, is_dask_array
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import (
     check_array,
@@ -31,14 +31,14 @@ from dask_p2p.ops.fft.local import (
     TO_REAL,
     LocalTransform,
     Step,
-    assembled,
-    chunks_before,
-    scale_of,
+    find_input_chunks,
+    run_stage,
+    transform_scale,
 )
-from dask_p2p.ops.fft.long_axes import Long, along_long_axis, long_axis
+from dask_p2p.ops.fft.long_axes import LongAxis, find_long, transform_long_axis
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans import GridPlan
-from dask_p2p.plans.fft import FftStage, Rolled, Transform, stages
+from dask_p2p.plans.fft import FftStage, RolledAxis, Transform, plan_stages
 from dask_p2p.plans.grid import SplitAxis
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import ChunksLike, DaskArray, DType
@@ -51,7 +51,7 @@ Axes: TypeAlias = Sequence[int] | None
 _NORMS = ("backward", "ortho", "forward")
 
 
-def transformed(
+def transform_array(
     kind: str, x: DaskArray, s: Lengths, axes: Axes, norm: Norm, chunks: ChunksLike
 ) -> DaskArray:
     """Return the transform of `x`: `kind` along the last axis, complex to complex along the others.
@@ -67,34 +67,33 @@ def transformed(
     if chunks is not None or any(len(x.chunks[axis]) > 1 for axis in along):
         check_chunks_are_known(x)
     special = None if kind in ("fft", "ifft") else along[-1]
-    x = _cropped(kind, x, special, lengths)
+    x = _crop(kind, x, special, lengths)
     between = complex_dtype(x.dtype)
-    transform = transform_of(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
+    transform = plan_transform(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
     # Unknown chunk sizes remain unknown where no exchange is needed.
     before = tuple(tuple(n if n != n else int(n) for n in sizes) for sizes in x.chunks)
-    path = stages(before, transform)
+    path = plan_stages(before, transform)
     natural = transform.after(path[-1].chunks, frozenset(path[-1].axes))
     final = None if chunks is None else checked_chunks(chunks, natural, between)
     # GPU memory has room for larger blocks than Dask's option allows; long axes are untested there.
-    long = None if backend_for(x._meta).on_device else long_axis(path, lengths, between.itemsize)
+    long = None if backend_for(x._meta).on_device else find_long(path, lengths, between.itemsize)
     if long is not None and (final is None or len(final[long.axis]) > 1):
-        x = _with_long_axis(kind, x, along, lengths, long, norm)
-        return redistributed(x, tuple(range(x.ndim)), final or x.chunks)
+        x = _transform_with_long_axis(kind, x, along, lengths, long, norm)
+        return redistribute(x, tuple(range(x.ndim)), final or x.chunks)
     if final is None and transform.is_inverse:
-        final = _as_before(x, natural)
+        final = _restore_chunks(x, natural)
     if final not in (None, natural):
-        longer = stages(before, transform, final)
+        longer = plan_stages(before, transform, final)
         path = path if chunks is None and len(longer) > len(path) else longer
     on_device = backend_for(x._meta).on_device
     stage_axes = [stage.axes for stage in path]
-    local_steps = local_transforms(kind, special, lengths, norm, stage_axes, on_device)
+    local_steps = plan_local_transforms(kind, special, lengths, norm, stage_axes, on_device)
     for number, (stage, local) in enumerate(zip(path, local_steps, strict=True)):
-        x = _staged(x, stage, transform, local, is_first=number == 0)
+        x = _run_stage(x, stage, transform, local, is_first=number == 0)
     return x
 
 
-def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
-    """Return `x`, cropped to the input length of each axis."""
+def _crop(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
     cropped = dict(lengths)
     if special is not None and kind in TO_REAL:
         cropped[special] = lengths[special] // 2 + 1
@@ -103,7 +102,7 @@ def _cropped(kind: str, x: DaskArray, special: int | None, lengths: dict[int, in
     return x[tuple(slice(cropped.get(axis)) for axis in range(x.ndim))]
 
 
-def transform_of(
+def plan_transform(
     kind: str, special: int | None, lengths: dict[int, int], item_bytes: tuple[int, int]
 ) -> Transform:
     """Return the planner's `Transform`; `special` is the only axis that `kind` transforms."""
@@ -119,9 +118,9 @@ def transform_of(
     )
 
 
-def _as_before(x: DaskArray, natural: Chunks) -> Chunks | None:
+def _restore_chunks(x: DaskArray, natural: Chunks) -> Chunks | None:
     """Return the chunks of the forward transform's input, if they fit this result; else None."""
-    before = chunks_before(x)
+    before = find_input_chunks(x)
     if before is None or len(before) != len(natural):
         return None
     partitions = tuple(
@@ -134,12 +133,12 @@ def _as_before(x: DaskArray, natural: Chunks) -> Chunks | None:
     )
 
 
-def _with_long_axis(
+def _transform_with_long_axis(
     kind: str,
     x: DaskArray,
     along: tuple[int, ...],
     lengths: dict[int, int],
-    long: Long,
+    long: LongAxis,
     norm: Norm,
 ) -> DaskArray:
     """Transform along the long axis by a matrix, and along the other axes by stages."""
@@ -149,10 +148,11 @@ def _with_long_axis(
 
     def by_stages(x: DaskArray) -> DaskArray:
         n = [lengths[axis] for axis in short_axes]
-        return transformed(plain if is_special else kind, x, n, short_axes, norm, None) if n else x
+        short_kind = plain if is_special else kind
+        return transform_array(short_kind, x, n, short_axes, norm, None) if n else x
 
     def by_matrix(x: DaskArray) -> DaskArray:
-        return along_long_axis(kind if is_special else plain, x, long, norm or "backward")
+        return transform_long_axis(kind if is_special else plain, x, long, norm or "backward")
 
     # Real-to-complex transforms come first, complex-to-real ones last.
     if is_special == (kind in TO_COMPLEX):
@@ -230,7 +230,7 @@ def complex_dtype(dtype: DType) -> DType:
     return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.complex64)
 
 
-def local_transforms(
+def plan_local_transforms(
     kind: str,
     special: int | None,
     lengths: dict[int, int],
@@ -240,7 +240,7 @@ def local_transforms(
 ) -> list[LocalTransform | None]:
     """Return the transform of blocks at each stage; None for a stage without axes."""
     norm = norm or "backward"
-    total_scale = scale_of(kind, norm, prod(lengths.values()))
+    total_scale = transform_scale(kind, norm, prod(lengths.values()))
     # Scale in the first stage: readers fetch finished blocks while later ones are scaled.
     first = min((number for number, axes in enumerate(stages) if axes), default=0)
     return [
@@ -281,7 +281,7 @@ def order_in_memory(
     return tuple(sorted(order, key=lambda axis: (axis in axes, axis in special, axis)))
 
 
-def _staged(
+def _run_stage(
     x: DaskArray,
     stage: FftStage,
     transform: Transform,
@@ -290,7 +290,7 @@ def _staged(
 ) -> DaskArray:
     """Redistribute an array to a stage's grid, and transform its blocks."""
     if local is None:
-        return x if is_first else redistributed(x, tuple(range(x.ndim)), stage.chunks)
+        return x if is_first else redistribute(x, tuple(range(x.ndim)), stage.chunks)
     transformed_axes = frozenset(stage.axes)
     dtype = complex_dtype(x.dtype)
     if transform.last in transformed_axes:
@@ -300,11 +300,11 @@ def _staged(
     after = transform.after(stage.chunks, transformed_axes)
     if is_first:
         map_blocks = functions_of(x).map_blocks
-        fixed = with_fixed_blocks(x)
+        fixed = fix_blocks(x)
         spectrum: DaskArray = map_blocks(local, fixed, chunks=after, dtype=dtype, meta=meta)
         return spectrum
     order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
-    return assembled(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))
+    return run_stage(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))
 
 
 def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None) -> DaskArray:
@@ -334,12 +334,12 @@ def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None
     >>> fftshift(fftfreq(4, chunks=2)).compute()
     array([-0.5 , -0.25,  0.  ,  0.25])
     """
-    return _rolled(x, axes, 1, chunks)
+    return _roll(x, axes, 1, chunks)
 
 
 def ifftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None) -> DaskArray:
     """Undo `fftshift`, with the same parameters."""
-    return _rolled(x, axes, -1, chunks)
+    return _roll(x, axes, -1, chunks)
 
 
 def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = None) -> DaskArray:
@@ -369,17 +369,17 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
         Also if `chunks` does not fit the result.
     """
     n = _checked_samples(n, d)
-    numbers = _numbers(n, chunks, like)
-    return numbers.map_blocks(_frequencies, n, 1.0 / (n * d), meta=numbers._meta.astype(float))
+    numbers = _arange(n, chunks, like)
+    return numbers.map_blocks(_to_frequencies, n, 1.0 / (n * d), meta=numbers._meta.astype(float))
 
 
 def rfftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = None) -> DaskArray:
     """Return the frequencies of `rfft`. For parameters and errors see `fftfreq`."""
     n = _checked_samples(n, d)
-    return _numbers(n // 2 + 1, chunks, like) * (1.0 / (n * d))
+    return _arange(n // 2 + 1, chunks, like) * (1.0 / (n * d))
 
 
-def _numbers(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
+def _arange(count: int, chunks: ChunksLike, like: Any) -> DaskArray:
     # Several sizes are block sizes for `da.arange`; for `rechunk` they would be one for each axis.
     if isinstance(chunks, (tuple, list)) and len(chunks) > 1:
         chunks = (tuple(chunks),)
@@ -399,11 +399,11 @@ def _checked_samples(n: int, d: Any) -> int:
     return checked_count("elements", n=n)
 
 
-def _frequencies(numbers: Any, n: int, step: float) -> Any:
+def _to_frequencies(numbers: Any, n: int, step: float) -> Any:
     return ((numbers + n // 2) % n - n // 2) * step
 
 
-def _rolled(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> DaskArray:
+def _roll(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> DaskArray:
     check_known_array(x)
     along = range(x.ndim) if axes is None else checked_numbered_axes(np.atleast_1d(axes), x.ndim)
     before = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
@@ -411,9 +411,9 @@ def _rolled(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> Da
     mappings: list[Any] = []
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         shift = sign * (sum(old) // 2) if axis in along else 0
-        mappings.append(Rolled(old, new, shift) if shift else SplitAxis(old, new))
-    if after == before and not any(isinstance(mapping, Rolled) for mapping in mappings):
+        mappings.append(RolledAxis(old, new, shift) if shift else SplitAxis(old, new))
+    if after == before and not any(isinstance(mapping, RolledAxis) for mapping in mappings):
         return x
     register_if_possible()
     plan = GridPlan(tuple(range(x.ndim)), tuple(mappings))
-    return planned_array("p2p-fftshift", x, plan, checked_options())
+    return array_of_plan("p2p-fftshift", x, plan, checked_options())

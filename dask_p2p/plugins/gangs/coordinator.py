@@ -126,7 +126,6 @@ class Coordinator:
         self._queue: list[str] = []  # complete gangs that wait for their workers
 
     def size(self, gang: str) -> int | None:
-        """Return the number of ranks of a gang; None if none of them has joined."""
         return self._gangs[gang].size if gang in self._gangs else None
 
     def order(self, gang: str, rank: int, token: str) -> Order:
@@ -159,11 +158,9 @@ class Coordinator:
         """Record that a rank waits for its gang; return the ranks whose outputs no longer count.
 
         Such outputs are of a committed attempt. One of them was lost, so all ranks have to run
-        again. Raises `ValueError` if the gang has another size.
+        again.
         """
         state = self._gangs.setdefault(gang, _Gang(size, is_resident))
-        if state.size != size or not 0 <= rank < size:
-            raise ValueError(f"expected a rank of {state.size}, got {rank} of {size}")
         if self._rank(gang, rank, token) is not None:
             return []  # a repeated request
         again: list[int] = []
@@ -193,7 +190,11 @@ class Coordinator:
             self._end(state, cause, error)
         else:
             joined.has_returned = True
-            self._commit_if_complete(state)
+            members = state.ranks.values()
+            if all(member.has_returned for member in members):
+                state.phase, state.failures, state.resume = "committed", 0, None
+                for member in members:
+                    member.state = "committed"
         self._settle(gang)
 
     def drop(self, gang: str, rank: int, cause: str) -> None:
@@ -252,7 +253,6 @@ class Coordinator:
         return joined if joined is not None and joined.token == token else None
 
     def _end(self, gang: _Gang, cause: str, error: bytes | None = None) -> None:
-        """End an attempt, if one runs, on all ranks."""
         reason = ""
         gang.failures += 1
         if error is None and gang.failures >= self._most_attempts:
@@ -263,12 +263,6 @@ class Coordinator:
         for joined in gang.ranks.values():
             if joined.state == "running":
                 joined.stop(error, reason)
-
-    def _commit_if_complete(self, gang: _Gang) -> None:
-        if all(joined.has_returned for joined in gang.ranks.values()):
-            gang.phase, gang.failures, gang.resume = "committed", 0, None
-            for joined in gang.ranks.values():
-                joined.state = "committed"
 
     def _settle(self, changed: str) -> None:
         """Queue the changed gang if it is complete, and start all gangs that can start."""

@@ -69,7 +69,7 @@ class Gathering:
 
     def add(self, keys: Iterable[Any]) -> None:
         """Begin to check the gangs among new tasks of the scheduler."""
-        for name in _gangs_of(keys):
+        for name in _find_gangs(keys):
             self._gangs.setdefault(name, _WaitingGang())
         if self._gangs and self._timer is None:
             self._schedule_check()
@@ -81,11 +81,10 @@ class Gathering:
 
     def forget(self, key: Any) -> None:
         """Stop checking a gang whose tasks are forgotten."""
-        for gang in _gangs_of([key]):
+        for gang in _find_gangs([key]):
             self._gangs.pop(gang, None)
 
     def close(self) -> None:
-        """Stop all checks."""
         self._gangs.clear()
         if self._timer is not None:
             self._timer.cancel()
@@ -150,7 +149,6 @@ class Gathering:
         return ""
 
     def _end(self, commit: Any, reason: str) -> None:
-        """Fail all tasks that depend on a gang, and release the tasks of its ranks."""
         from distributed.protocol.pickle import dumps
 
         logger.warning("%s", reason)
@@ -183,7 +181,7 @@ class Gathering:
             self._scheduler.transitions(dict.fromkeys(stuck, "released"), stimulus_id=stimulus)
 
 
-def _gangs_of(keys: Iterable[Key]) -> list[str]:
+def _find_gangs(keys: Iterable[Key]) -> list[str]:
     """Return the names of the gangs among tasks, by their commit tasks."""
     return [str(key[0]) for key in keys if isinstance(key, tuple) and key[1:] == (COMMIT,)]
 
@@ -201,15 +199,14 @@ def describe_shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:
     for ts in tasks:
         kinds.setdefault(tuple(sorted(resource_needs(ts).items())), []).append(ts)
     for needs, alike in kinds.items():
-        if text := _describe_kind(scheduler, f"{gang} has {len(tasks)} ranks", dict(needs), alike):
+        if text := _describe_lack(scheduler, f"{gang} has {len(tasks)} ranks", dict(needs), alike):
             return text
     return ""
 
 
-def _describe_kind(
+def _describe_lack(
     scheduler: Any, gang: str, needs: Mapping[str, float], tasks: Sequence[Any]
 ) -> str:
-    """Return the same for tasks that need the same units."""
     workers = scheduler.workers.values()
     wants = Counter(allowed_addresses(scheduler, tasks))
     rank_limit = max_matching(wants, {ws.address: room(ws.resources, needs) for ws in workers})
@@ -229,24 +226,25 @@ def _describe_kind(
     name = min(fits, key=lambda name: fits[name])
     have = sum(ws.resources.get(name, 0) for ws in among)
     may = f" that may run them ({restrictions})" if restrictions else ""
-    enough = f"enough for {_counted(rank_limit, 'rank')}" if rank_limit else "too few for any rank"
+    enough = (
+        f"enough for {_pluralize(rank_limit, 'rank')}" if rank_limit else "too few for any rank"
+    )
     fewer = f"Give ranks={rank_limit}, or start" if rank_limit else "Start"
     return (
         f"{gang}, which run at the same time. {len(tasks)} of them need "
-        f"{_counted(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
-        f"{_counted(have, 'unit')} in all, {enough}. "
+        f"{_pluralize(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
+        f"{_pluralize(have, 'unit')} in all, {enough}. "
         f"{fewer} workers with more units of {name!r} and wait for them with "
         f"client.wait_for_workers."
     )
 
 
 def _restrictions(ts: Any) -> str:
-    """Name the workers and hosts that a task is restricted to."""
     if ts.loose_restrictions:
         return ""
     named = sorted(map(str, {*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())}))
     return ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
 
 
-def _counted(count: float, name: str) -> str:
+def _pluralize(count: float, name: str) -> str:
     return f"{count:g} {name}{'s' * (count != 1)}"

@@ -89,7 +89,6 @@ class Gangs:
         self._has_had_gangs = self._has_had_gangs or self._gathering.has_gangs
 
     def _overlay_target(self) -> None:
-        """Record requests of an adaptive cluster for its target number of workers."""
         handler = self._scheduler.handlers.get("adaptive_target")
         original = getattr(handler, "__wrapped__", handler)  # wrapped by a plugin since removed
         if original is None:
@@ -103,7 +102,6 @@ class Gangs:
         self._scheduler.handlers["adaptive_target"] = adaptive_target
 
     def close(self) -> None:
-        """Stop all timers."""
         self._waiting.close()
         self._gathering.close()
 
@@ -204,7 +202,6 @@ class Gangs:
         return True
 
     def _drop_states(self, gang: str) -> None:
-        """Send workers the request to drop the states of a gang."""
         for worker in self._keepers.pop(gang, ()):
             if worker in self._scheduler.workers:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
@@ -215,7 +212,6 @@ class Gangs:
         self._watch(tasks)
 
     def add_worker(self) -> None:
-        """Record that a worker has joined."""
         self._gathering.record_joined()
 
     def log_event(self, topic: str, msg: Any) -> None:
@@ -284,7 +280,6 @@ class Gangs:
                 await asyncio.wait_for(self._changed.wait(), left_s)
 
     def _wake_ranks(self) -> None:
-        """Wake all pending requests, to check their orders."""
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -304,7 +299,6 @@ class Gangs:
         return not has_room(task.processing_on, task, placed_tasks)
 
     def _release_soon(self, keys: Iterable[Any]) -> None:
-        """Release invalid outputs, after the current transitions."""
         asyncio.get_running_loop().call_soon(self._release, tuple(keys))
 
     def _release(self, keys: tuple[Any, ...]) -> None:

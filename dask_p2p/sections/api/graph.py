@@ -26,12 +26,12 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import expression_array, is_expression, layered_array
+from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
 from dask_p2p.graph.libraries import check_one_library
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_known_array
 from dask_p2p.ops.rechunk import rechunk
-from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.plugins.placement import ranks_for, room
 from dask_p2p.plugins.registration import cluster_workers
 from dask_p2p.sections.api.outputs import Outputs
@@ -95,7 +95,7 @@ def gang_arrays(work: GangWork, inputs: Sequence[DaskArray], count: int) -> list
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions."""
     if inputs and is_expression(inputs[0]):
         layers = [GangLayer(work, number) for number in range(count)]
-        return [expression_array(inputs[0], layer, inputs) for layer in layers]
+        return [array_of_layer(inputs[0], layer, inputs) for layer in layers]
     gang = GangTasks.for_inputs(work, inputs)
     graph = HighLevelGraph.from_collections(gang.name, gang.tasks, dependencies=list(inputs))
     return [gang.array(number, graph) for number in range(count)]
@@ -304,7 +304,7 @@ def checked_inputs(values: Sequence[Any], ranks: RankGrid) -> Inputs:
                 f"expected arrays of {arrays[0].ndim} axes, like the first one, got one of shape "
                 f"{x.shape}. Give each rank the whole array, dask_p2p.Whole(x), or add axes."
             )
-        grids[number] = grid = divided_alike(ranks, x.shape)
+        grids[number] = grid = distribute_alike(ranks, x.shape)
         chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in grid.local_sizes)
         divided_arrays[number] = x if x.chunks == chunks else rechunk(x, chunks)
     return Inputs(divided_arrays, grids, wholes)

@@ -15,7 +15,7 @@ from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Index, box_slices
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.exchange.values import as_numbers
 from dask_p2p.types import DType, DTypeLike
@@ -220,10 +220,11 @@ class Array(Output):
         if self._is_empty:
             return tuple((length,) for length in self.shape)
         # Dask's reductions fail on empty blocks.
-        return tuple(tuple(filter(None, n)) for n in divided_alike(ranks, self.shape).local_sizes)
+        local_sizes = distribute_alike(ranks, self.shape).local_sizes
+        return tuple(tuple(filter(None, sizes)) for sizes in local_sizes)
 
     def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
-        grid = divided_alike(ranks, self.shape)
+        grid = distribute_alike(ranks, self.shape)
         if self._is_empty:
             return [(0,) * len(self.shape)] if rank == 0 else []
         if not prod(grid.shape(rank)):
@@ -232,7 +233,7 @@ class Array(Output):
         return [tuple(sum(map(bool, sizes[:at])) for sizes, at in before)]
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        shape = divided_alike(ranks, self.shape).shape(ctx.rank)
+        shape = distribute_alike(ranks, self.shape).shape(ctx.rank)
         local_block = checked_array(ctx, value, name, shape, self.dtype)
         if self._is_empty:
             local_block = ctx.device.empty(self.shape, self.dtype)
@@ -240,7 +241,7 @@ class Array(Output):
         return [ctx.device.block(local_block, self.dtype)] * count
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        shape = divided_alike(ranks, self.shape).shape(rank)
+        shape = distribute_alike(ranks, self.shape).shape(rank)
         return prod(shape) * np.dtype(self.dtype).itemsize
 
 

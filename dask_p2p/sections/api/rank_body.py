@@ -41,13 +41,13 @@ class InputSpec(NamedTuple):
         """Yield the index of each block of a rank, and its box in the local block."""
         if self.grid is not None:
             return self.grid.blocks(0) if self.is_whole else self.grid.whole_blocks(rank)
-        return ranks.extended(self.extra).blocks(rank, self.repeated)
+        return ranks.extend(self.extra).blocks(rank, self.repeated)
 
     def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
         """Return the shape of a local block."""
         if self.grid is not None:
             return self.grid.shape(0 if self.is_whole else rank)
-        lengths = enumerate(ranks.extended(self.extra).shape(rank))
+        lengths = enumerate(ranks.extend(self.extra).shape(rank))
         return tuple(1 if axis in self.repeated else n for axis, n in lengths)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from dask_p2p.backends.dlpack import checked_library, in_library
+from dask_p2p.backends.dlpack import checked_library, wrap_in_library
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_dtype
@@ -233,7 +233,7 @@ def spmd(
     """
     check_function(func, "a context and arrays", "spmd(func, x)")
     check_names(func, 1 + len(arrays), spmd, locals())
-    func = in_library(func, checked_library(as_library))
+    func = wrap_in_library(func, checked_library(as_library))
     has_specs = isinstance(outputs, (Output, Mapping, list, tuple))
     if arrays or not has_specs:
         first_arrays: Any = arrays[:1]

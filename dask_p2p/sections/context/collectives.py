@@ -71,7 +71,9 @@ class Collectives(Messaging):
         if ragged or not is_stackable(value, self.device):
             tag = CALL_TAGS["allgather(ragged=True)" if ragged else "allgather() of an object"]
             return self._exchanged(dict.fromkeys(range(self.size), value), tag)
-        return self._like(value, self._stacked(self._gathered("allgather()", self._own(value))))
+        return self._like(
+            value, self._stacked(self._gathered("allgather()", self._leaf_arrays(value)))
+        )
 
     def gather(self, value: Any, root: int = 0, ragged: bool = False) -> Any:
         """Return the values of all ranks on one rank, and None on the others.
@@ -97,15 +99,15 @@ class Collectives(Messaging):
         """
         root = self._checked_root(root)
         if not ragged and is_stackable(value, self.device):
-            given = self._at_root(self._own(value), f"gather(root={root})", root)
-            return None if given is None else self._like(value, self._stacked(given))
+            parts = self._at_root(self._leaf_arrays(value), f"gather(root={root})", root)
+            return None if parts is None else self._like(value, self._stacked(parts))
         tag = CALL_TAGS["gather(ragged=True)" if ragged else "gather() of an object"]
         sent = self._sent(value, root, tag)
-        found = None
+        received = None
         if self.rank == root:
-            found = [self._next(rank, tag) for rank in range(self.size)]
+            received = [self._next(rank, tag) for rank in range(self.size)]
         sent.wait()
-        return found
+        return received
 
     def scatter(self, parts: Sequence[Any] | None = None, root: int = 0) -> Any:
         """Return the value that one rank has for this one.
@@ -162,12 +164,12 @@ class Collectives(Messaging):
 
     def _from_root(self, root: int, parts: Sequence[Any], tag: int) -> Any:
         """Return the value that one rank has for this one; `parts` count on that rank."""
-        given = parts if self.rank == root else ()
-        sent = [self._sent(part, rank, tag) for rank, part in enumerate(given)]
-        found = self._next(root, tag)
-        for each in sent:
-            each.wait()
-        return found
+        values = parts if self.rank == root else ()
+        sent = [self._sent(part, rank, tag) for rank, part in enumerate(values)]
+        received = self._next(root, tag)
+        for message in sent:
+            message.wait()
+        return received
 
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Return the value of the rank `root`.
@@ -194,16 +196,16 @@ class Collectives(Messaging):
             If `value` is masked.
         """
         root = self._checked_root(root)
-        own = np.array(self._numbers(value))
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        call = f"broadcast(root={root}) of {text_of_kind(own.dtype, own.shape)}"
+        numbers = np.array(self._numbers(value))
+        receivers = [rank for rank in range(self.size) if rank != self.rank]
+        call = f"broadcast(root={root}) of {text_of_kind(numbers.dtype, numbers.shape)}"
         if self.rank == root:
-            data = own.tobytes()
-            self._connections.exchange(call, dict.fromkeys(others, data), {})
+            data = numbers.tobytes()
+            self._connections.exchange(call, dict.fromkeys(receivers, data), {})
         else:
-            found = self._connections.exchange(call, {}, {root: bytearray(own.nbytes)})
-            own = np.frombuffer(found[root], own.dtype).reshape(own.shape)
-        return self.device.from_host(own[()], value)
+            received = self._connections.exchange(call, {}, {root: bytearray(numbers.nbytes)})
+            numbers = np.frombuffer(received[root], numbers.dtype).reshape(numbers.shape)
+        return self.device.from_host(numbers[()], value)
 
     def _checked_root(self, root: Any) -> int:
         number = -1 if isinstance(root, bool) else as_integer(root, -1)
@@ -216,46 +218,49 @@ class Collectives(Messaging):
 
     def _numbers(self, value: Any) -> Any:
         check_plain("value", value)
-        own = as_numbers(self.device.to_host(value))
-        if own.dtype.kind not in NUMBER_KINDS:
-            found = getattr(value, "dtype", type(value).__name__)
-            raise InputError(f"value: expected numbers, got {found}. Convert it to numbers first.")
-        return own
+        numbers = as_numbers(self.device.to_host(value))
+        if numbers.dtype.kind not in NUMBER_KINDS:
+            dtype = getattr(value, "dtype", type(value).__name__)
+            raise InputError(f"value: expected numbers, got {dtype}. Convert it to numbers first.")
+        return numbers
 
-    def _own(self, value: Any) -> list[Array]:
+    def _leaf_arrays(self, value: Any) -> list[Array]:
         return [self._numbers(leaf) for leaf in leaves(value)]
 
-    def _like(self, value: Any, found: Sequence[Any]) -> Any:
+    def _like(self, value: Any, arrays: Sequence[Any]) -> Any:
         """Return a value with the structure and the kinds of arrays of another one."""
         from_host = self.device.from_host
-        made = [
-            tuple([from_host(part, like) for part in each])
-            if isinstance(each, tuple)
-            else from_host(each, like)
-            for like, each in zip(leaves(value), found, strict=True)
+        converted = [
+            tuple([from_host(part, like) for part in array])
+            if isinstance(array, tuple)
+            else from_host(array, like)
+            for like, array in zip(leaves(value), arrays, strict=True)
         ]
-        return with_leaves(value, made)
+        return with_leaves(value, converted)
 
-    def _stacked(self, given: Sequence[Sequence[Array]]) -> list[Array]:
-        return [np.stack(each) for each in zip(*given, strict=True)]
+    def _stacked(self, rank_arrays: Sequence[Sequence[Array]]) -> list[Array]:
+        return [np.stack(arrays) for arrays in zip(*rank_arrays, strict=True)]
 
-    def _gathered(self, call: str, own: Sequence[Array]) -> list[Sequence[Array]]:
+    def _gathered(self, call: str, arrays: Sequence[Array]) -> list[Sequence[Array]]:
         """Return the arrays of all ranks, by rank: those of this rank itself, read-only others."""
-        data, text = b"".join([each.tobytes() for each in own]), text_of_arrays(call, own)
-        found = enumerate(self._connections.gather(text, data))
-        return [own if rank == self.rank else arrays_in(each, own) for rank, each in found]
+        data, text = b"".join([array.tobytes() for array in arrays]), text_of_arrays(call, arrays)
+        received = enumerate(self._connections.gather(text, data))
+        return [
+            arrays if rank == self.rank else arrays_in(message, arrays)
+            for rank, message in received
+        ]
 
-    def _at_root(self, own: Sequence[Array], call: str, root: int) -> list[list[Array]] | None:
+    def _at_root(self, arrays: Sequence[Array], call: str, root: int) -> list[list[Array]] | None:
         """Return the arrays of all ranks, by rank, on the rank `root`; None on the others."""
-        data, text = b"".join([each.tobytes() for each in own]), text_of_arrays(call, own)
+        data, text = b"".join([array.tobytes() for array in arrays]), text_of_arrays(call, arrays)
         # Each rank also receives a header: ranks with different roots would wait for each other.
         if self.rank != root:
             self._connections.exchange(text, {root: data}, {root: bytearray()})
             return None
-        others = [rank for rank in range(self.size) if rank != root]
-        receives = {rank: bytearray(len(data)) for rank in others}
-        found = self._connections.exchange(text, dict.fromkeys(others, b""), dict(receives))
-        return [arrays_in(found.get(rank, data), own) for rank in range(self.size)]
+        senders = [rank for rank in range(self.size) if rank != root]
+        receives = {rank: bytearray(len(data)) for rank in senders}
+        received = self._connections.exchange(text, dict.fromkeys(senders, b""), dict(receives))
+        return [arrays_in(received.get(rank, data), arrays) for rank in range(self.size)]
 
 
 _UFUNCS: dict[str, Any] = {
@@ -279,44 +284,44 @@ def check_op(op: Any) -> None:
         )
 
 
-def prepared(own: Array, op: str) -> Array:
+def prepared(array: Array, op: str) -> Array:
     """Return an array with the dtype of the result, which `combined` needs.
 
     Raises `InputError` if the operation cannot combine the dtype.
     """
     try:
         if op in _EXTREMES:
-            if own.dtype.kind in "biufmM":
-                return own
+            if array.dtype.kind in "biufmM":
+                return array
             raise TypeError
-        return own.astype(_result_dtype(own.dtype, op), copy=False)
+        return array.astype(_result_dtype(array.dtype, op), copy=False)
     except TypeError:
         raise InputError(
-            f"value: expected a dtype that {op!r} combines, got {own.dtype}."
+            f"value: expected a dtype that {op!r} combines, got {array.dtype}."
         ) from None
 
 
 @lru_cache(256)
 def _result_dtype(dtype: DType, op: str) -> DType:
-    found: DType = _UFUNCS[op].reduce(np.ones(1, dtype)).dtype
-    return found
+    result: DType = _UFUNCS[op].reduce(np.ones(1, dtype)).dtype
+    return result
 
 
-def combined(given: Sequence[Array], op: str, out: Array | None = None) -> Any:
+def combined(arrays: Sequence[Array], op: str, out: Array | None = None) -> Any:
     """Combine arrays of the same shape and dtype, in their order; into `out` if that is given.
 
-    "maxloc" and "minloc" return a tuple: the extremes, and their positions in `given`.
+    "maxloc" and "minloc" return a tuple: the extremes, and their positions in `arrays`.
     """
     if op in _EXTREMES:
-        stacked = np.stack(given)
-        found = _EXTREMES[op](stacked, axis=0)
-        values = np.take_along_axis(stacked, found[np.newaxis], axis=0)[0]
-        return values[()], found
-    total, *others = given
-    if not others:
+        stacked = np.stack(arrays)
+        extremes = _EXTREMES[op](stacked, axis=0)
+        values = np.take_along_axis(stacked, extremes[np.newaxis], axis=0)[0]
+        return values[()], extremes
+    total, *addends = arrays
+    if not addends:
         return total.copy()[()]
-    for other in others:
-        total = _UFUNCS[op](total, other, out=out)
+    for addend in addends:
+        total = _UFUNCS[op](total, addend, out=out)
         out = total if total.ndim else None
     return total[()]
 
@@ -329,8 +334,8 @@ class Reductions(Collectives):
     @cached_property
     def reduces_by_messages(self) -> bool:
         """True on GPUs of one host: a message takes one round of hosts, regions take two."""
-        others = map(self._connections.is_on_other_host, range(self.size))
-        return self.device.backend.on_device and not any(others)
+        is_remote = map(self._connections.is_on_other_host, range(self.size))
+        return self.device.backend.on_device and not any(is_remote)
 
     def allreduce(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of all ranks, element by element, in rank order.
@@ -365,9 +370,9 @@ class Reductions(Collectives):
         of_value = leaves(value)
         if op in _UFUNCS and any(map(self._is_in_parts, of_value)):
             return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
-        own = self._prepared(value, op)
-        given = self._gathered(f'allreduce("{op}")', own)
-        return self._like(value, self._combined(given, op))
+        leaf_arrays = self._prepared(value, op)
+        rank_arrays = self._gathered(f'allreduce("{op}")', leaf_arrays)
+        return self._like(value, self._combined(rank_arrays, op))
 
     def _is_in_parts(self, leaf: Any) -> bool:
         """Return whether an array is so large that each rank reduces one part."""
@@ -379,49 +384,49 @@ class Reductions(Collectives):
         if not self._is_in_parts(leaf):
             return self.allreduce(leaf, op)
         dtype = prepared(np.empty(0, leaf.dtype), op).dtype
-        own = leaf.astype(dtype, copy=False)
+        addend = leaf.astype(dtype, copy=False)
         if self.reduces_by_messages:
-            return self._reduced_by_messages(own, op)
-        return self._reduced_by_regions(own, op)
+            return self._reduced_by_messages(addend, op)
+        return self._reduced_by_regions(addend, op)
 
-    def _reduced_by_regions(self, own: Array, op: str) -> Array:
+    def _reduced_by_regions(self, array: Array, op: str) -> Array:
         """Combine the arrays of all ranks, of the same shape, element by element, in rank order.
 
         The arrays are the rows of a matrix. The ranks exchange its rows for columns, a
         reduce-scatter. A second exchange sends each column's sum back to all rows, an allgather. So
         a rank sends and receives twice the size of an array, for any number of ranks.
         """
-        size, length, name = self.size, own.size, f'allreduce("{op}")'
+        size, length, name = self.size, array.size, f'allreduce("{op}")'
         rows = RankGrid(((1,) * size, (length,)), (size, 1))
         columns = RankGrid(((size,), split_evenly(length, size)), (1, size))
         between = self._partitions.between
-        there, back = self._partitions.once(
+        scatter, collect = self._partitions.once(
             f"{name} {length}",
             lambda: (
                 between(rows, columns, (0, 1), name),
                 between(columns, rows, (0, 1), f"{name}, result"),
             ),
         )
-        given = there(own.reshape(1, -1))
-        total = combined(given, op)
+        row_block = scatter(array.reshape(1, -1))
+        total = combined(row_block, op)
         module = self._partitions.module
-        return back(module.broadcast_to(total, given.shape)).reshape(own.shape)
+        return collect(module.broadcast_to(total, row_block.shape)).reshape(array.shape)
 
-    def _reduced_by_messages(self, own: Array, op: str) -> Array:
+    def _reduced_by_messages(self, array: Array, op: str) -> Array:
         """Do the same by messages of arrays, without a matrix."""
-        flat, empty = own.reshape(-1), self.device.empty
-        whole = empty(flat.shape, flat.dtype)
-        bounds = block_bounds(split_evenly(own.size, self.size))
-        parts = [slice(*each) for each in pairwise(bounds)]
-        mine, others = parts[self.rank], {*range(self.size)} - {self.rank}
-        found = {rank: empty(whole[mine].shape, flat.dtype) for rank in others}
+        flat, empty = array.reshape(-1), self.device.empty
+        total = empty(flat.shape, flat.dtype)
+        bounds = block_bounds(split_evenly(array.size, self.size))
+        parts = [slice(*bound) for bound in pairwise(bounds)]
+        local_part, peers = parts[self.rank], {*range(self.size)} - {self.rank}
+        received = {rank: empty(total[local_part].shape, flat.dtype) for rank in peers}
         tag = CALL_TAGS["allreduce()"]
-        self._exchanged({rank: flat[parts[rank]] for rank in others}, tag, found)
-        found[self.rank] = flat[mine]
-        combined([found[rank] for rank in range(self.size)], op, whole[mine])
-        into = {rank: whole[parts[rank]] for rank in others}
-        self._exchanged(dict.fromkeys(others, whole[mine]), tag, into)
-        return whole.reshape(own.shape)
+        self._exchanged({rank: flat[parts[rank]] for rank in peers}, tag, received)
+        received[self.rank] = flat[local_part]
+        combined([received[rank] for rank in range(self.size)], op, total[local_part])
+        into = {rank: total[parts[rank]] for rank in peers}
+        self._exchanged(dict.fromkeys(peers, total[local_part]), tag, into)
+        return total.reshape(array.shape)
 
     def reduce(self, value: Any, op: str = "sum", root: int = 0) -> Any:
         """Combine the values of all ranks on one rank.
@@ -440,18 +445,20 @@ class Reductions(Collectives):
         number, array, tuple, dict or None
             The result of `allreduce` on the rank `root`, and None on the others.
         """
-        own = self._prepared(value, op)
-        given = self._at_root(own, f'reduce("{op}", root={self._checked_root(root)})', root)
-        return None if given is None else self._like(value, self._combined(given, op))
+        leaf_arrays = self._prepared(value, op)
+        rank_arrays = self._at_root(
+            leaf_arrays, f'reduce("{op}", root={self._checked_root(root)})', root
+        )
+        return None if rank_arrays is None else self._like(value, self._combined(rank_arrays, op))
 
     def scan(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of this rank and of all ranks before it.
 
         Parameters, result and errors are those of `allreduce`.
         """
-        own = self._prepared(value, op)
-        given = self._gathered(f'scan("{op}")', own)[: self.rank + 1]
-        return self._like(value, self._combined(given, op))
+        leaf_arrays = self._prepared(value, op)
+        rank_arrays = self._gathered(f'scan("{op}")', leaf_arrays)[: self.rank + 1]
+        return self._like(value, self._combined(rank_arrays, op))
 
     def exscan(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of all ranks before this one; None on rank 0.
@@ -459,13 +466,13 @@ class Reductions(Collectives):
         Parameters, result and errors are those of `allreduce`. The sum of the ranks' lengths is
         the position of a rank's first element in the whole array.
         """
-        own = self._prepared(value, op)
-        given = self._gathered(f'exscan("{op}")', own)[: self.rank]
-        return self._like(value, self._combined(given, op)) if given else None
+        leaf_arrays = self._prepared(value, op)
+        rank_arrays = self._gathered(f'exscan("{op}")', leaf_arrays)[: self.rank]
+        return self._like(value, self._combined(rank_arrays, op)) if rank_arrays else None
 
     def _prepared(self, value: Any, op: Any) -> list[Array]:
         check_op(op)
         return [prepared(self._numbers(leaf), op) for leaf in leaves(value)]
 
-    def _combined(self, given: Sequence[Sequence[Array]], op: str) -> list[Any]:
-        return [combined(each, op) for each in zip(*given, strict=True)]
+    def _combined(self, rank_arrays: Sequence[Sequence[Array]], op: str) -> list[Any]:
+        return [combined(leaf_arrays, op) for leaf_arrays in zip(*rank_arrays, strict=True)]

@@ -9,7 +9,7 @@ from zlib import crc32
 import numpy as np
 
 from dask_p2p.errors import InputError, MissingPackageError
-from dask_p2p.inputs import nearest
+from dask_p2p.inputs import nearest_name
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.collectives import Reductions
 from dask_p2p.sections.exchange.device import Host
@@ -66,7 +66,7 @@ class Communicator(Reductions):
             names = [*(public for public in dir(type(self)) if public[0] != "_"), "rank", "size"]
             remedy = _OF_MPI.get(name, name.lower())
             if remedy.partition("(")[0].partition(",")[0] not in [*names, "grid", "box"]:
-                remedy = nearest(name, names)
+                remedy = nearest_name(name, names)
             raise AttributeError(
                 f"expected an attribute of the context, got {name!r}. Use ctx.{remedy}.", name=name
             )
@@ -95,19 +95,26 @@ class Communicator(Reductions):
             If the ranks made different calls.
         """
         try:
-            own = (color is not None, 0 if color is None else index(color), index(key))
+            choice = (color is not None, 0 if color is None else index(color), index(key))
         except TypeError:
             raise InputError(
                 f"expected integers as color and key, got {color!r} and {key!r}. Give color=None "
                 f"for a rank without a communicator."
             ) from None
         self._splits += 1
-        found = [(bool(is_in), of, at) for is_in, of, at in self.allgather(np.array(own)).tolist()]
+        choices = [
+            (bool(is_in), group, at)
+            for is_in, group, at in self.allgather(np.array(choice)).tolist()
+        ]
         if color is None:
             return None
-        mine = [(at, rank) for rank, (is_in, of, at) in enumerate(found) if is_in and of == own[1]]
-        ranks = [rank for _, rank in sorted(mine)]
-        return self._group(ranks, f"split {self._splits}, color {own[1]}")
+        members = [
+            (at, rank)
+            for rank, (is_in, group, at) in enumerate(choices)
+            if is_in and group == choice[1]
+        ]
+        ranks = [rank for _, rank in sorted(members)]
+        return self._group(ranks, f"split {self._splits}, color {choice[1]}")
 
     def nccl_id(self) -> bytes | tuple[int, ...]:
         """Return a new identifier for a communicator of NCCL, the same on all ranks.
@@ -129,23 +136,23 @@ class Communicator(Reductions):
         SectionError
             If the ranks made different calls.
         """
-        made = None
+        message = None
         if self.rank == 0:
-            made = np.array([isinstance(own := _new_nccl_id(), bytes), *own], np.int64)
-        is_bytes, *values = self.bcast(made).tolist()
+            message = np.array([isinstance(nccl_id := _new_nccl_id(), bytes), *nccl_id], np.int64)
+        is_bytes, *values = self.bcast(message).tolist()
         return bytes(values) if is_bytes else tuple(values)
 
     def _group(self, ranks: list[int], name: str) -> Communicator:
-        whole = f"{name} of {self._name}" if self._name else name
+        full_name = f"{name} of {self._name}" if self._name else name
         connections = GroupConnections(self._connections, ranks, name)
         at, size = connections.rank_and_size
-        made = Communicator(at, size, connections, self.device, whole)
-        made.reads_memory = self.reads_memory
-        made.reduces_by_messages = self.device.backend.on_device
-        if not made.reduces_by_messages:
+        group = Communicator(at, size, connections, self.device, full_name)
+        group.reads_memory = self.reads_memory
+        group.reduces_by_messages = self.device.backend.on_device
+        if not group.reduces_by_messages:
             options = connections, self.reads_memory, self.device
-            made._partitions = Partitions(RankGrid.in_line(size), at, *options)
-        return made
+            group._partitions = Partitions(RankGrid.in_line(size), at, *options)
+        return group
 
 
 def _new_nccl_id() -> Any:

@@ -13,7 +13,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.arguments import checked_boundaries, checked_depths
-from dask_p2p.plans.halo import halo_exchange
+from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.grids import Grid
 from dask_p2p.sections.context.stepping import Stepping
@@ -122,15 +122,15 @@ class Context(Stepping, Transforms):
             )
         ranks = self._ranks if grid is None else grid.ranks
         corners = checked_flag("corners", corners)
-        whole = [tuple(map(sum, ranks.chunks))]
+        shapes = [tuple(map(sum, ranks.chunks))]
         local = None if local is None else self.device.as_array(local)
-        own = np.dtype(getattr(local, "dtype", np.float64))
-        kind = own if dtype is None else checked_dtype("dtype", dtype)
+        local_dtype = np.dtype(getattr(local, "dtype", np.float64))
+        kind = local_dtype if dtype is None else checked_dtype("dtype", dtype)
         if kind.hasobject:
             raise InputError(f"dtype: expected one without Python objects, got {kind}.")
-        (widths,) = checked_depths(depth, whole)
-        (beyond,) = checked_boundaries(boundary, whole, kind, in_section=True)
-        halo = halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
+        (widths,) = checked_depths(depth, shapes)
+        (beyond,) = checked_boundaries(boundary, shapes, kind, in_section=True)
+        halo = plan_halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
         call = (
             f"update_halo() of halo array {self._halo_arrays}, {kind}, depth {widths}, "
             f"boundary {described(beyond)}, corners {corners}"
@@ -138,14 +138,14 @@ class Context(Stepping, Transforms):
         self._halo_arrays += 1
         order = checked_order(exchange)
         box = ranks.box(self.rank)
-        at = At(self.rank, whole[0], box, self.device.module, self.step_for)
+        at = At(self.rank, shapes[0], box, self.device.module, self.step_for)
         ends = Ends(halo, beyond, at, self.device, kind)
         halo_array = HaloArray(HaloLayout(halo, kind, call, order, self.device, ends))
         if local is not None:
-            if not np.can_cast(own, kind, "same_kind"):
+            if not np.can_cast(local_dtype, kind, "same_kind"):
                 raise InputError(
-                    f"local: expected an array that becomes {kind}, got {own}. Convert it first, "
-                    f"local.astype(...), or leave out dtype=."
+                    f"local: expected an array that becomes {kind}, got {local_dtype}. Convert it "
+                    f"first, local.astype(...), or leave out dtype=."
                 )
             if np.shape(local) != halo_array.inner.shape:
                 raise InputError(
@@ -227,19 +227,21 @@ class Context(Stepping, Transforms):
     def _begin(self, halo_arrays: Sequence[HaloArray], copy: bool, in_background: bool) -> Pending:
         copy = checked_flag("copy", copy)
         exchange = self.halo_exchange(halo_arrays)
-        for each in halo_arrays:
-            if each.first_copy is not None:
-                each.first_copy.check()
+        for halo_array in halo_arrays:
+            if halo_array.first_copy is not None:
+                halo_array.first_copy.check()
         return exchange.begin(halo_arrays, in_background, self._copied if copy else None)
 
     def halo_exchange(self, halo_arrays: Sequence[HaloArray]) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
         _check_halo_arrays(halo_arrays)
-        first, *others = halo_arrays
-        names = tuple([each.layout.call.text for each in others]) if others else ()
+        first, *companions = halo_arrays
+        names = (
+            tuple([halo_array.layout.call.text for halo_array in companions]) if companions else ()
+        )
         exchange = first.layout.exchanges.get(names)
         if exchange is None:
-            layouts = [each.layout for each in halo_arrays]
+            layouts = [halo_array.layout for halo_array in halo_arrays]
             exchange = first.layout.exchanges[names] = HaloExchange(layouts, self._connections)
         return exchange
 
@@ -322,13 +324,15 @@ class Context(Stepping, Transforms):
 def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:
     if not halo_arrays:
         raise InputError("expected at least one halo array, from ctx.with_halo(), got none.")
-    for each in halo_arrays:
-        if not isinstance(each, HaloArray):
+    for halo_array in halo_arrays:
+        if not isinstance(halo_array, HaloArray):
             raise InputError(
-                f"expected memory from ctx.with_halo(), got {type(each).__name__}. Make it once, "
-                f"p = ctx.with_halo(local, depth), and change the local block in p.inner."
+                f"expected memory from ctx.with_halo(), got {type(halo_array).__name__}. Make it "
+                f"once, p = ctx.with_halo(local, depth), and change the local block in p.inner."
             )
-    if len(halo_arrays) > 1 and len({each.layout for each in halo_arrays}) < len(halo_arrays):
+    if len(halo_arrays) > 1 and len({halo_array.layout for halo_array in halo_arrays}) < len(
+        halo_arrays
+    ):
         raise InputError(
             "expected different halo arrays in one call, got one twice. Give each of them once."
         )

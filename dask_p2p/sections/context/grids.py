@@ -15,7 +15,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, block_bounds, box_shape, box_slices
 from dask_p2p.inputs import as_integer, checked_choice, checked_dtype
 from dask_p2p.ops.arguments import checked_boundaries, checked_depths
-from dask_p2p.plans.halo import halo_exchange
+from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.boundaries import At, Ends, described, open_grid, planned
 from dask_p2p.sections.exchange.device import check_kind
@@ -51,12 +51,12 @@ class Grid:
     def index(self) -> tuple[Array, ...]:
         """Indices of the local block's elements in the whole array, as by `numpy.ogrid`."""
         arange = self._ctx.device.module.arange
-        return open_grid((arange(*own) for own in self.box), len(self.box))
+        return open_grid((arange(*bounds) for bounds in self.box), len(self.box))
 
     def zeros(self, dtype: DTypeLike = float) -> Array:
         """Return a local block of zeros."""
-        own = checked_dtype("dtype", dtype)
-        return self._ctx.device.zeros(self.ranks.shape(self._ctx.rank), own)
+        checked = checked_dtype("dtype", dtype)
+        return self._ctx.device.zeros(self.ranks.shape(self._ctx.rank), checked)
 
     def pad(self, a: Any, depth: DepthLike, boundary: Any = "none") -> Any:
         """Return local blocks with a halo: `numpy.pad` of the whole array.
@@ -95,29 +95,31 @@ class Grid:
         of_each = (
             by_name("boundary", boundary, blocks) if isinstance(a, Mapping) else {"a": boundary}
         )
-        if is_by_name(boundary) and (missing := [n for n, own in of_each.items() if own is None]):
+        if is_by_name(boundary) and (missing := [n for n, end in of_each.items() if end is None]):
             raise InputError(
                 f"boundary: expected one for each of {', '.join(blocks)}, got none for {missing}. "
                 f'Give the others by "*".'
             )
-        own = {name: self._checked(name, block) for name, block in blocks.items()}
-        kinds = {name: block.dtype.str for name, block in own.items()}
-        asked = f"{kinds} {depth!r} {of_each!r}"
-        if asked not in self._pads:
+        arrays = {name: self._checked(name, block) for name, block in blocks.items()}
+        kinds = {name: block.dtype.str for name, block in arrays.items()}
+        key = f"{kinds} {depth!r} {of_each!r}"
+        if key not in self._pads:
             layouts = [
-                self._layout(name, own[name].dtype, depth, of_each[name], is_named=len(own) > 1)
-                for name in own
+                self._layout(
+                    name, arrays[name].dtype, depth, of_each[name], is_named=len(arrays) > 1
+                )
+                for name in arrays
             ]
             if len(self._pads) >= _MOST_PADS:  # such as a new function in each step
                 del self._pads[next(iter(self._pads))]
-            self._pads[asked] = layouts, HaloExchange(layouts, self._ctx._connections)
-        layouts, exchange = self._pads[asked]
-        made = {}
-        for layout, (name, block) in zip(layouts, own.items(), strict=True):
-            made[name] = self._ctx.device.empty(layout.halo.shape, layout.dtype)
-            made[name][box_slices(layout.halo.inner)] = block
-        exchange.fill(layouts, [*made.values()])
-        return made if isinstance(a, Mapping) else made["a"]
+            self._pads[key] = layouts, HaloExchange(layouts, self._ctx._connections)
+        layouts, exchange = self._pads[key]
+        padded = {}
+        for layout, (name, block) in zip(layouts, arrays.items(), strict=True):
+            padded[name] = self._ctx.device.empty(layout.halo.shape, layout.dtype)
+            padded[name][box_slices(layout.halo.inner)] = block
+        exchange.fill(layouts, [*padded.values()])
+        return padded if isinstance(a, Mapping) else padded["a"]
 
     def _layout(
         self, name: str, dtype: Any, depth: DepthLike, boundary: BoundaryLike, is_named: bool
@@ -125,9 +127,9 @@ class Grid:
         (widths,) = checked_depths(depth, [self.shape])
         (beyond,) = checked_boundaries(boundary, [self.shape], dtype, in_section=True)
         rank, device = self._ctx.rank, self._ctx.device
-        halo = halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
-        of, text = f" of {name}" if is_named else "", described(beyond)
-        call = f"pad(){of}, {dtype} {self.shape}, depth {widths}, boundary {text}"
+        halo = plan_halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
+        suffix, text = f" of {name}" if is_named else "", described(beyond)
+        call = f"pad(){suffix}, {dtype} {self.shape}, depth {widths}, boundary {text}"
         at = At(rank, self.shape, self.box, device.module, self._ctx.step_for)
         ends = Ends(halo, beyond, at, device, dtype)
         return HaloLayout(halo, dtype, call, device=device, ends=ends)
@@ -164,12 +166,12 @@ class Grid:
         SectionError
             If the ranks made different calls.
         """
-        own = self._checked("a", a)
-        parts = self._ctx.allgather(own, ragged=True)
-        whole = self._ctx.device.empty(self.shape, own.dtype)
+        block = self._checked("a", a)
+        parts = self._ctx.allgather(block, ragged=True)
+        gathered = self._ctx.device.empty(self.shape, block.dtype)
         for rank, part in enumerate(parts):
-            whole[box_slices(self.ranks.box(rank))] = part
-        return whole
+            gathered[box_slices(self.ranks.box(rank))] = part
+        return gathered
 
     def points(self, xy: Any, weights: str = "linear") -> LocalPoints:
         """Return points of the whole array, such as sources and receivers.
@@ -236,24 +238,26 @@ def _coarse(axis: int, sizes: Sequence[int], factor: int) -> tuple[int, ...]:
     return tuple(int(n) for n in np.diff(coarse))
 
 
-def is_by_name(given: Any) -> bool:
+def is_by_name(argument: Any) -> bool:
     """Return whether an option is a mapping by names of arrays, not by axes."""
-    return isinstance(given, Mapping) and any(isinstance(key, str) for key in given)
+    return isinstance(argument, Mapping) and any(isinstance(key, str) for key in argument)
 
 
-def by_name(title: str, given: Any, names: Collection[str], default: Any = None) -> dict[str, Any]:
+def by_name(
+    title: str, argument: Any, names: Collection[str], default: Any = None
+) -> dict[str, Any]:
     """Return the option of each array, from one for all or a mapping by names of arrays.
 
     Raises `InputError` for other names.
     """
-    if not is_by_name(given):
-        return dict.fromkeys(names, given)
-    if unknown := [key for key in given if key not in (*names, OTHERS)]:
+    if not is_by_name(argument):
+        return dict.fromkeys(names, argument)
+    if unknown := [key for key in argument if key not in (*names, OTHERS)]:
         raise InputError(
             f"{title}: expected names of fields, {[*names]}, or {OTHERS!r} for all others, got "
             f"{unknown[0]!r}. Rename it."
         )
-    return {name: given.get(name, given.get(OTHERS, default)) for name in names}
+    return {name: argument.get(name, argument.get(OTHERS, default)) for name in names}
 
 
 # Points of a whole array, between its elements: sources and receivers of a simulation.
@@ -293,13 +297,13 @@ class LocalPoints:
         xy: Array,  # as `checked_points` returns it
         box: Box,  # of the rank's block
         module: Any,  # of the arrays: NumPy or CuPy
-        others: Iterable[tuple[tuple[int, ...], tuple[int, ...]]] = (),
+        peer_points: Iterable[tuple[tuple[int, ...], tuple[int, ...]]] = (),
     ) -> None:
-        """`others` has shapes of blocks with halo, and the index in each where the box begins."""
+        """`peer_points` has shapes of blocks with halo, and where the box begins in each."""
         self._count: int = xy.shape[1]
         self._module = module
         self._starts: dict[tuple[int, ...], set[tuple[int, ...]]] = {}
-        for shape, start in (*others, (box_shape(box), (0,) * len(box))):
+        for shape, start in (*peer_points, (box_shape(box), (0,) * len(box))):
             self._starts.setdefault(shape, set()).add(start)
         numbers, weights, index = _neighbours(xy, box)
         self._numbers, self._weights = module.asarray(numbers), module.asarray(weights)
@@ -324,15 +328,15 @@ class LocalPoints:
             If the block has another shape, or the number of values differs.
         """
         where = self._where(block)
-        own = self._module.asarray(values)
-        if own.shape not in ((), (self._count,)):
+        all_values = self._module.asarray(values)
+        if all_values.shape not in ((), (self._count,)):
             raise InputError(
                 f"values: expected a number, or one for each of {self._count} points, got an "
-                f"array of shape {own.shape}. Give one for each point."
+                f"array of shape {all_values.shape}. Give one for each point."
             )
-        each = own[self._numbers] if own.ndim else own
+        point_values = all_values[self._numbers] if all_values.ndim else all_values
         array = block.inner if isinstance(block, HaloArray) else block
-        self._module.add.at(array, where, self._weights * each)
+        self._module.add.at(array, where, self._weights * point_values)
 
     def sample(self, block: Any) -> Array:
         """Return this rank's part of the values at the points: their sum over all ranks is whole.
@@ -355,9 +359,9 @@ class LocalPoints:
         where = self._where(block)
         array = block.inner if isinstance(block, HaloArray) else block
         parts = self._weights * array[where]
-        found: Array = self._module.zeros(self._count, parts.dtype)
-        self._module.add.at(found, self._numbers, parts)
-        return found
+        samples: Array = self._module.zeros(self._count, parts.dtype)
+        self._module.add.at(samples, self._numbers, parts)
+        return samples
 
     def _where(self, block: Any) -> tuple[Array, ...]:
         """Return the indices of the neighbours in a block."""
@@ -384,23 +388,23 @@ def checked_points(xy: Any, shape: Sequence[int], weights: str = "linear") -> Ar
     check_plain("points", xy)
     on_host = xy.get() if hasattr(xy, "get") and hasattr(xy, "dtype") else xy
     try:
-        found = np.asarray(on_host, float)
-        got = f"one of shape {found.shape}"
+        positions = np.asarray(on_host, float)
+        actual = f"one of shape {positions.shape}"
     except (TypeError, ValueError):
-        found, got = np.empty(0), f"{xy!r:.80}"
-    if found.ndim != 2 or len(found) != len(shape):
+        positions, actual = np.empty(0), f"{xy!r:.80}"
+    if positions.ndim != 2 or len(positions) != len(shape):
         raise InputError(
             f"points: expected indices along each axis in an array of shape ({len(shape)}, n), got "
-            f"{got}. Give numpy.array([[y0, y1], [x0, x1]])."
+            f"{actual}. Give numpy.array([[y0, y1], [x0, x1]])."
         )
     last = np.array(shape)[:, None] - 1
-    outside = ~((found >= 0) & (found <= last)).all(axis=0)
+    outside = ~((positions >= 0) & (positions <= last)).all(axis=0)
     if outside.any():
         raise InputError(
             f"points: expected indices from 0 to {tuple(n - 1 for n in shape)}, got "
-            f"{found[:, outside.argmax()].tolist()}. Move the point, or leave it out."
+            f"{positions[:, outside.argmax()].tolist()}. Move the point, or leave it out."
         )
-    return np.floor(found + 0.5) if weights == "nearest" else found
+    return np.floor(positions + 0.5) if weights == "nearest" else positions
 
 
 def _neighbours(xy: Array, box: Box) -> tuple[Array, Array, Array]:
@@ -413,10 +417,10 @@ def _neighbours(xy: Array, box: Box) -> tuple[Array, Array, Array]:
         side = np.array(corner, int)[:, None]
         weight = np.where(side == 1, beyond, 1 - beyond).prod(axis=0)
         at = low + side
-        (own,) = np.nonzero((weight > 0) & ((at >= start) & (at < stop)).all(axis=0))
-        numbers.append(own)
-        weights.append(weight[own])
-        index.append((at - start)[:, own])
+        (is_near,) = np.nonzero((weight > 0) & ((at >= start) & (at < stop)).all(axis=0))
+        numbers.append(is_near)
+        weights.append(weight[is_near])
+        index.append((at - start)[:, is_near])
     numbers_of, weights_of = np.concatenate(numbers), np.concatenate(weights)
     order = np.argsort(numbers_of, kind="stable")  # so sums do not depend on the ranks
     return numbers_of[order], weights_of[order], np.concatenate(index, axis=1)[:, order]

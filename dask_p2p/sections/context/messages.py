@@ -150,9 +150,9 @@ class Messaging:
         object
             The received value; None if `source` is None.
         """
-        to, of = self._checked_rank("dest", dest), self._checked_rank("source", source)
+        to, source_rank = self._checked_rank("dest", dest), self._checked_rank("source", source)
         sent = self._sent(value, to, _checked_tag(tag))
-        received = self._next(of, _checked_tag(tag), out)
+        received = self._next(source_rank, _checked_tag(tag), out)
         sent.wait()
         return received
 
@@ -190,8 +190,8 @@ class Messaging:
         sent = [self._sent(parts[rank], rank, tag) for rank in order]
         received = {rank: self._received(rank, tag, into.get(rank)) for rank in order}
         values = [received[rank].wait() for rank in sorted(received)]
-        for each in sent:
-            each.wait()
+        for message in sent:
+            message.wait()
         return values
 
     def _check_parts(self, name: str, parts: Any) -> None:
@@ -204,40 +204,42 @@ class Messaging:
 
     def cancel_receive(self, received: FromItself) -> None:
         """Forget a receive from this rank itself."""
-        self._from_itself = deque(each for each in self._from_itself if each is not received)
+        self._from_itself = deque(
+            message for message in self._from_itself if message is not received
+        )
 
     def _checked_rank(self, name: str, rank: Any) -> int | None:
         if type(rank) is int and 0 <= rank < self.size:
             return rank
-        found = None if rank is None else as_integer(rank, -1)
-        if found is not None and found not in range(self.size):
+        number = None if rank is None else as_integer(rank, -1)
+        if number is not None and number not in range(self.size):
             raise InputError(
                 f"{name}: expected a rank below {self.size}, got {rank!r}. Give a rank, "
                 f"(ctx.rank + 1) % ctx.size for a ring, or None for no message."
             )
-        return found
+        return number
 
     def _sent(self, value: Any, dest: int | None, tag: int) -> Transfer:
         if dest is None:
             return DONE
         if dest == self.rank:
-            kept = tag, copied(value, self.device)
+            kept_message = tag, copied(value, self.device)
             if self._from_itself:
-                self._from_itself.popleft().message = kept
+                self._from_itself.popleft().message = kept_message
             else:
-                self._to_itself.append(kept)
+                self._to_itself.append(kept_message)
             return DONE
         connections = self._connections
         frame = small_frame(value, tag, self.communicator)
         if frame is not None and connections.send_small(dest, frame):
             return DONE
-        own = encoded(value, self.device)
-        arrays = own.on_device
+        encoded_value = encoded(value, self.device)
+        arrays = encoded_value.on_device
         if arrays and (offer := connections.offer(dest, arrays)) is not None:
-            message = offer_message(tag, self.communicator, *own, arrays, offer)
+            message = offer_message(tag, self.communicator, *encoded_value, arrays, offer)
             connections.send_message(dest, message)
             return Sending(self, dest, message)
-        description, parts = own.on_host(self.device) if arrays else own
+        description, parts = encoded_value.on_host(self.device) if arrays else encoded_value
         is_large = self.reads_memory and sum(map(len, parts)) >= tuning.current.read_bytes
         may_read = is_large and not connections.is_on_other_host(dest)
         message = value_message(tag, self.communicator, description, parts, may_read)
@@ -253,10 +255,10 @@ class Messaging:
             return self._received(source, tag, out).wait()
         if out is not None and self._last_out.fill(out, tag, frame):
             return out
-        found, communicator, description, data = small_value(frame)
-        if found != tag or communicator != self.communicator:
+        received_tag, communicator, description, data = small_value(frame)
+        if received_tag != tag or communicator != self.communicator:
             is_other = communicator != self.communicator
-            raise wrong_message(tag, found, source, self.rank, is_other)
+            raise wrong_message(tag, received_tag, source, self.rank, is_other)
         value = decoded_small(description, data, out, self.device)
         if out is not None and value is out:
             self._last_out.set(out, tag, frame, len(frame) - len(data))
@@ -332,12 +334,12 @@ class Receiving(Transfer):
     def __init__(self, messages: Messaging, source: int, receive: Receive, out: Any) -> None:
         self._messages = messages
         self._source, self._receive, self._out = source, receive, out
-        self._found: tuple[Any] | None = None
+        self._result: tuple[Any] | None = None
 
     def wait(self) -> Any:
-        if self._found is None:
-            self._found = (self._value(),)
-        return self._found[0]
+        if self._result is None:
+            self._result = (self._value(),)
+        return self._result[0]
 
     def _value(self) -> Any:
         messages, source, receive = self._messages, self._source, self._receive
@@ -345,10 +347,10 @@ class Receiving(Transfer):
         messages._connections.wait_for_message(source, receive, call)
         arrival = receive.arrival
         assert arrival is not None
-        found, wanted = arrival.tag, receive.tag
-        if (found, arrival.communicator) != (wanted, receive.communicator):
+        actual_tag, expected_tag = arrival.tag, receive.tag
+        if (actual_tag, arrival.communicator) != (expected_tag, receive.communicator):
             is_other = arrival.communicator != receive.communicator
-            raise wrong_message(wanted, found, source, messages.rank, is_other)
+            raise wrong_message(expected_tag, actual_tag, source, messages.rank, is_other)
         is_there = arrival.data is receive.memory
         if arrival.lent is not None:
             is_there = receive.lent_memory is not None and arrival.lent[0] is receive.lent_memory
@@ -399,16 +401,16 @@ def copy_into_state(out: Any, value: Any) -> Any:
 
 
 def wrong_message(
-    wanted: int, found: int, source: int, rank: int, is_other: bool = False
+    expected_tag: int, actual_tag: int, source: int, rank: int, is_other: bool = False
 ) -> SectionError:
     """Return the error for a message with another tag, or of another communicator."""
-    received = _receive_call(wanted, source)
+    received = _receive_call(expected_tag, source)
     if is_other:
         return SectionError(
             f"expected a message of rank {source} for {received}, got one of another communicator. "
             f"Send and receive by the same one: ctx, or the same ctx.split()."
         )
-    sent = _call_of(found, f"send(dest={rank}, tag={found})")
+    sent = _call_of(actual_tag, f"send(dest={rank}, tag={actual_tag})")
     return SectionError(
         f"expected messages in the same order on both ranks, but rank {rank} called {received} for "
         f"{sent} of rank {source}. Receive messages in the order of the sends."

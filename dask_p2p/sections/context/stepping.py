@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
 from dask_p2p.inputs import as_integer
-from dask_p2p.plans.ranks import RankGrid, divided_alike
+from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.grids import Grid, LocalPoints
 from dask_p2p.sections.context.loop import Loop, SavedLoop, StateStore
@@ -92,7 +92,7 @@ class Places(Communicator):
         """
         global_shape = self.shape if shape is None else checked_shape(shape)
         if partition is None and global_shape:
-            ranks = divided_alike(self._ranks, global_shape)
+            ranks = distribute_alike(self._ranks, global_shape)
         else:
             ranks = self._partitions.ranks(partition, global_shape)
         if ranks not in self._grids:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import block_bounds, split_evenly
 from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
@@ -21,11 +21,11 @@ from dask_p2p.ops.fft.stages import (
     check_norm,
     checked_numbered_axes,
     complex_dtype,
-    local_transforms,
     order_in_memory,
-    transform_of,
+    plan_local_transforms,
+    plan_transform,
 )
-from dask_p2p.plans.ranks import RankGrid, transform_stages
+from dask_p2p.plans.ranks import RankGrid, plan_transform_stages
 from dask_p2p.sections.exchange.device import Host, check_kind
 from dask_p2p.sections.exchange.redistribution import (
     MOST_PIECES,
@@ -185,8 +185,8 @@ class Transforms:
         InputError
             The errors of `fftn`. Also `InputError` if `spacing` does not fit the axes.
         """
-        whole = self._whole(shape)
-        along = _checked_axes(axes, len(whole))
+        global_shape = self._global_shape(shape)
+        along = _checked_axes(axes, len(global_shape))
         try:
             steps = np.broadcast_to(np.asarray(spacing, float), len(along))
         except (TypeError, ValueError):
@@ -194,24 +194,28 @@ class Transforms:
                 f"spacing: expected a number, or one for each of {len(along)} axes, got "
                 f"{spacing!r}."
             ) from None
-        _, divided = self._divisions("rfft" if real else "fft", whole, along, partition, None)
+        _, divided = self._divisions(
+            "rfft" if real else "fft", global_shape, along, partition, None
+        )
         box = divided.box(self.rank)
-        found = []
+        wavenumbers = []
         for number, axis in enumerate(along):
             is_half = real and axis == along[-1]
             frequencies = np.fft.rfftfreq if is_half else np.fft.fftfreq
-            own = 2 * np.pi * frequencies(whole[axis], steps[number])[slice(*box[axis])]
-            shaped = own.reshape([-1 if each == axis else 1 for each in range(len(whole))])
-            found.append(self.device.module.asarray(shaped))
-        return tuple(found)
+            axis_values = (
+                2 * np.pi * frequencies(global_shape[axis], steps[number])[slice(*box[axis])]
+            )
+            shaped = axis_values.reshape([-1 if n == axis else 1 for n in range(len(global_shape))])
+            wavenumbers.append(self.device.module.asarray(shaped))
+        return tuple(wavenumbers)
 
-    def _whole(self, shape: Sequence[int] | None) -> tuple[int, ...]:
+    def _global_shape(self, shape: Sequence[int] | None) -> tuple[int, ...]:
         return self._partitions.shape if shape is None else checked_shape(shape)
 
     def _divisions(
         self,
         kind: str,
-        whole: tuple[int, ...],
+        global_shape: tuple[int, ...],
         along: tuple[int, ...],
         partition: _Partition,
         from_partition: _Partition,
@@ -221,26 +225,26 @@ class Transforms:
         space, waves = (
             ("partition", "from_partition") if kind in INVERSE else ("from_partition", "partition")
         )
-        lengths = list(whole)
+        lengths = list(global_shape)
         if kind in (*TO_COMPLEX, *TO_REAL):
-            lengths[along[-1]] = whole[along[-1]] // 2 + 1
-        found = {
-            space: self._partitions.ranks(names[space], whole, space),
+            lengths[along[-1]] = global_shape[along[-1]] // 2 + 1
+        divisions = {
+            space: self._partitions.ranks(names[space], global_shape, space),
             waves: self._partitions.ranks(names[waves], lengths, waves),
         }
-        return found["from_partition"], found["partition"]
+        return divisions["from_partition"], divisions["partition"]
 
     def _transformed(self, a: Any, call: _TransformCall) -> Array:
         check_norm(call.norm)
-        given = self.device.as_array(a)
-        check_kind(self.device, "a", given)
+        block = self.device.as_array(a)
+        check_kind(self.device, "a", block)
         is_real = call.kind in TO_COMPLEX
-        if given.dtype.kind not in "biufc" or (is_real and given.dtype.kind == "c"):
-            wanted = "real numbers" if is_real else "numbers"
-            raise InputError(f"a: expected {wanted}, got dtype {given.dtype}.")
-        make = partial(self._steps, call, given.dtype.itemsize)
-        steps = self._partitions.once(f"{call!r} {given.dtype.itemsize}", make)
-        local_block, is_own = given, False
+        if block.dtype.kind not in "biufc" or (is_real and block.dtype.kind == "c"):
+            expected = "real numbers" if is_real else "numbers"
+            raise InputError(f"a: expected {expected}, got dtype {block.dtype}.")
+        make = partial(self._steps, call, block.dtype.itemsize)
+        steps = self._partitions.once(f"{call!r} {block.dtype.itemsize}", make)
+        local_block, is_own = block, False
         try:
             for step in steps:
                 local_block, is_own = step(local_block, is_own)
@@ -250,38 +254,42 @@ class Transforms:
 
     def _steps(self, call: _TransformCall, item_bytes: int) -> list[Step]:
         """Return the steps of a transform: functions of the local block, in order."""
-        kind, whole = call.kind, self._whole(call.shape)
-        along = _checked_axes(call.axes, len(whole))
-        lengths = {axis: whole[axis] for axis in along}
+        kind, global_shape = call.kind, self._global_shape(call.shape)
+        along = _checked_axes(call.axes, len(global_shape))
+        lengths = {axis: global_shape[axis] for axis in along}
         if min(lengths.values()) < 1:
-            raise InputError(f"expected elements along the axes {along}, got shape {whole}.")
+            raise InputError(f"expected elements along the axes {along}, got shape {global_shape}.")
         special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
-        transform = transform_of(kind, special, lengths, (item_bytes, item_bytes))
-        first, last = self._divisions(kind, whole, along, call.partition, call.from_partition)
-        axes, current = tuple(range(len(whole))), first
-        made: list[Step] = []
-        path = transform_stages(first, last, transform)
-        on_device, done = self.device.kind == "cupy", [stage.axes for stage in path]
-        each = local_transforms(kind, special, lengths, call.norm, done, on_device)
-        for stage, local in zip(path, each, strict=True):
+        transform = plan_transform(kind, special, lengths, (item_bytes, item_bytes))
+        first, last = self._divisions(
+            kind, global_shape, along, call.partition, call.from_partition
+        )
+        axes, current = tuple(range(len(global_shape))), first
+        steps: list[Step] = []
+        path = plan_transform_stages(first, last, transform)
+        on_device, transformed_axes = self.device.kind == "cupy", [stage.axes for stage in path]
+        transforms = plan_local_transforms(
+            kind, special, lengths, call.norm, transformed_axes, on_device
+        )
+        for stage, local in zip(path, transforms, strict=True):
             is_there = stage.before.local_sizes == current.local_sizes
             order = axes
             if stage.axes and not is_there:
-                order = order_in_memory(len(whole), stage.axes, transform, on_device)
+                order = order_in_memory(len(global_shape), stage.axes, transform, on_device)
             redistribution = self._partitions.between(
                 current, stage.before, axes, f"{kind}n()", order
             )
-            if made and isinstance(last_made := made[-1], AxesTransform) and not is_there:
-                made[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
-            made.append(partial(exchanged, redistribution, is_there))
+            if steps and isinstance(last_made := steps[-1], AxesTransform) and not is_there:
+                steps[-1] = last_made.in_pieces  # the exchange moves the pieces one by one
+            steps.append(partial(exchanged, redistribution, is_there))
             if local is not None:
                 local = replace(local, order=None if is_there else order)
                 to_real = special in stage.axes and kind in TO_REAL
-                made.append(
+                steps.append(
                     AxesTransform(local, stage.after.shape(self.rank), to_real, self.device)
                 )
             current = stage.after
-        return made
+        return steps
 
 
 def _checked_axes(axes: Axes, ndim: int) -> tuple[int, ...]:
@@ -329,7 +337,7 @@ class AxesTransform:
 
     def __call__(self, local_block: Array, is_own: bool) -> tuple[Array, bool]:
         if local_block.size:
-            return self.transform.transformed(local_block, is_own), True
+            return self.transform.transform(local_block, is_own), True
         return self.device.module.zeros(self.shape, self._dtype(local_block)), True
 
     def in_pieces(self, local_block: Array, is_own: bool) -> tuple[Any, bool]:
@@ -337,15 +345,15 @@ class AxesTransform:
 
         Otherwise return it as `__call__` does.
         """
-        order = self.transform.order or order_of(local_block.strides)
-        done = {axis for _, axes, _ in self.transform.steps for axis in axes}
-        axis = next((axis for axis in order if axis not in done), None)
+        order = self.transform.order or memory_order(local_block.strides)
+        transformed_axes = {axis for _, axes, _ in self.transform.steps for axis in axes}
+        axis = next((axis for axis in order if axis not in transformed_axes), None)
         if self.device.kind != "cupy" or axis is None:
             return self(local_block, is_own)
         dtype = self._dtype(local_block)
         made_bytes = prod(self.shape) * dtype.itemsize
-        most = made_bytes // tuning.current.transform_piece_bytes
-        count = min(MOST_PIECES, most, self.shape[axis])
+        max_pieces = made_bytes // tuning.current.transform_piece_bytes
+        count = min(MOST_PIECES, max_pieces, self.shape[axis])
         if count < 2:
             return self(local_block, is_own)
         bounds = block_bounds(split_evenly(self.shape[axis], count))
@@ -354,7 +362,7 @@ class AxesTransform:
         def piece(number: int) -> Array:
             along = slice(bounds[number], bounds[number + 1])
             part = local_block[(slice(None),) * position + (along,)]
-            return self.transform.transformed(part, is_own)
+            return self.transform.transform(part, is_own)
 
         return Pieces(dtype, axis, bounds, piece), True
 

@@ -34,22 +34,24 @@ def planned(boundary: Sequence[Any]) -> tuple[Any, ...]:
     def end(value: Any) -> Any:
         return "reflect" if _function(value) is not None else value
 
-    return tuple(tuple(map(end, own)) if isinstance(own, tuple) else end(own) for own in boundary)
+    return tuple(
+        tuple(map(end, ends)) if isinstance(ends, tuple) else end(ends) for ends in boundary
+    )
 
 
 def described(boundary: Sequence[Any]) -> str:
     """Return a text of the boundary that is the same on all ranks."""
     names = [
         getattr(end, "__qualname__", type(end).__name__) if callable(end) else repr(end)
-        for own in boundary
-        for end in both_ends(own)
+        for ends in boundary
+        for end in both_ends(ends)
     ]
     return f"({', '.join(names)})"
 
 
 def functions_of(boundary: Sequence[Any]) -> list[Callable[..., Any]]:
     """Return the user's functions in the boundary of each axis."""
-    return [end for own in boundary for end in both_ends(own) if callable(end)]
+    return [end for ends in boundary for end in both_ends(ends) if callable(end)]
 
 
 def _function(boundary: Any) -> Callable[..., Any] | None:
@@ -65,8 +67,8 @@ def _odd(rim: Array, inside: Array, at: Any) -> None:
 def open_grid(along: Iterable[Array], ndim: int) -> tuple[Array, ...]:
     """Return indices along each axis with all axes, as `numpy.ogrid` does."""
     return tuple(
-        own.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
-        for axis, own in enumerate(along)
+        indices.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
+        for axis, indices in enumerate(along)
     )
 
 
@@ -122,9 +124,9 @@ class At:
 
     def with_indices(self, convert: Callable[[Array], Any]) -> At:
         """Return the same position, with indices that `convert` makes of each array."""
-        own = copy(self)
-        vars(own)["index"] = tuple(map(convert, self.index))
-        return own
+        converted = copy(self)
+        vars(converted)["index"] = tuple(map(convert, self.index))
+        return converted
 
     def watched(self, reads: list[str] | None, shift: Sequence[int]) -> At:
         """Return the position, moved along each axis; it adds its reads to `reads`."""
@@ -206,7 +208,7 @@ class Ends:
             elif function is not None:
                 self._fills.append(_HostEnd(function, where, at, part, axis, boundary))
             elif self._fills:  # a function has overwritten a corner
-                self._fills.append(partial(_put, end, where))
+                self._fills.append(partial(_set_boundary, end, where))
 
     def __bool__(self) -> bool:
         return bool(self._fills)
@@ -232,8 +234,8 @@ def _call(
     _check_filled(function(rim, inside, at))
 
 
-def _check_filled(made: Any) -> None:
-    if made is not None:
+def _check_filled(filled: Any) -> None:
+    if filled is not None:
         raise InputError(
             "boundary: expected a function that fills its first argument, rim[...] = ..., and "
             "returns None, got one that returns a value. Fill rim."
@@ -265,7 +267,7 @@ class _HostEnd:
             "It must compute each element by itself. Compute means and sums of the whole array "
             "before, as another field or by spmd and ctx.allreduce.",
             whole_box(box_shape(part)),
-            [own != (0, n) and of != axis for of, (own, n) in enumerate(pairs)],
+            [bounds != (0, n) and at != axis for at, (bounds, n) in enumerate(pairs)],
             [function],
         )
 
@@ -298,7 +300,7 @@ def _filled(function: Callable[..., Any], mirrored: Array, at: At) -> Array:
     return rim
 
 
-def _put(value: Any, where: Any, data: Array) -> None:
+def _set_boundary(value: Any, where: Any, data: Array) -> None:
     data[where] = value
 
 
@@ -309,13 +311,13 @@ def _parts(
     shape: Sequence[int],  # of the whole array
 ) -> Iterator[tuple[int, Any, Box]]:
     """Yield axis, boundary and position of each part beyond an end with a function or a number."""
-    whole = tuple((low, low + size) for low, size in zip(lows, sizes, strict=True))
-    for axis, own in enumerate(boundary):
-        (low, high), (before, after) = whole[axis], both_ends(own)
+    box = tuple((low, low + size) for low, size in zip(lows, sizes, strict=True))
+    for axis, axis_ends in enumerate(boundary):
+        (low, high), (before, after) = box[axis], both_ends(axis_ends)
         for end, start, stop in (
             (before, low, min(high, 0)),
             (after, max(low, shape[axis]), high),
         ):
-            part = (*whole[:axis], (start, stop), *whole[axis + 1 :])
+            part = (*box[:axis], (start, stop), *box[axis + 1 :])
             if start < stop and box_size(part) and (end == ODD or not isinstance(end, str)):
                 yield axis, end, part

@@ -14,7 +14,7 @@ from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, backend_named, checksum
 from dask_p2p.backends.base import is_plain
 from dask_p2p.backends.host import IdentityCache
-from dask_p2p.backends.host_memory import temporaries_kept
+from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Slices, box_slices
@@ -54,7 +54,7 @@ class Host:
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
         """Return a context for a rank's work with its blocks. At its end the work is done."""
-        return temporaries_kept()
+        return keep_temporaries()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
         """Return an array of zeros."""
@@ -106,8 +106,8 @@ class Host:
 
     def block(self, array: Array, dtype: DType) -> Array:
         """Return a copy of an array as an output block of the task."""
-        made: Array = np.array(array, dtype)
-        return made
+        block: Array = np.array(array, dtype)
+        return block
 
     def halo_mover(self, calls: Sequence[ExchangeCall], connections: Connections) -> HaloMover:
         """Return an object that exchanges packed halos with other ranks, of an array a call."""
@@ -159,8 +159,11 @@ class HaloMessages(HaloMover):
         self._connections = connections
         self._text, self._order = text_of(calls), calls[0].order
         sends, receives = (
-            {r: Packed(layout, np.empty(layout.size_bytes, np.uint8)) for r, layout in of.items()}
-            for of in (send_layouts(calls), receive_layouts(calls))
+            {
+                r: Packed(layout, np.empty(layout.size_bytes, np.uint8))
+                for r, layout in layouts.items()
+            }
+            for layouts in (send_layouts(calls), receive_layouts(calls))
         )
         self._receives: dict[int, Buffer | None] = {
             rank: _bytes_of(packed) for rank, packed in receives.items()
@@ -168,7 +171,7 @@ class HaloMessages(HaloMover):
         self._sends = {rank: _bytes_of(packed) for rank, packed in sends.items()}
         self._outgoing, self._incoming = list(sends.values()), list(receives.values())
         buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
-        self._is_large = any(len(each) > _LARGE_BYTES for each in buffers)
+        self._is_large = any(len(buffer) > _LARGE_BYTES for buffer in buffers)
 
     def begin(
         self,
@@ -200,8 +203,8 @@ class HaloMessages(HaloMover):
 
 
 def _bytes_of(packed: Packed) -> memoryview:
-    whole: Any = packed.whole
-    return memoryview(whole)
+    buffer: Any = packed.buffer
+    return memoryview(buffer)
 
 
 # Arrays of one kind of memory that ranks lend each other, any number in one exchange.
@@ -317,8 +320,8 @@ class HostLending(Lending):
     def copy_pieces(
         self, into: Array, array: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
-        for of, at in pieces.indices:
-            NUMPY.permute_into(into[at], array[of], axes)
+        for src, at in pieces.indices:
+            NUMPY.permute_into(into[at], array[src], axes)
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
         dtype = into.dtype

@@ -13,7 +13,7 @@ import numpy as np
 from dask_p2p.backends.base import unread_value
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
-from dask_p2p.plans.halo import RankHalo, interior_and_boundary
+from dask_p2p.plans.halo import RankHalo, split_interior
 from dask_p2p.sections.exchange.boundaries import Ends
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.regions import ExchangeCall
@@ -87,15 +87,15 @@ class HaloArray:
         return self._parts[box, widths]
 
     def _part(self, box: Box, widths: tuple[tuple[int, int], ...]) -> HaloPart:
-        halo, seen, own = self.layout.halo, [], []
+        halo, seen_slices, inner_slices = self.layout.halo, [], []
         of_axes = zip(box, halo.inner, halo.shape, widths, strict=True)
         for (start, stop), (first, _), size, (before, after) in of_axes:
             low = max(0, first + start - before)
-            seen.append((low, min(size, first + stop + after)))
-            own.append((first + start - low, first + stop - low))
+            seen_slices.append((low, min(size, first + stop + after)))
+            inner_slices.append((first + start - low, first + stop - low))
         # Other parts are computed from the same elements later.
-        data = self.layout.device.read_only(self.data[box_slices(tuple(seen))])
-        return HaloPart(data, box_slices(tuple(own)), box_slices(box))
+        data = self.layout.device.read_only(self.data[box_slices(tuple(seen_slices))])
+        return HaloPart(data, box_slices(tuple(inner_slices)), box_slices(box))
 
 
 class FirstCopy:
@@ -107,12 +107,12 @@ class FirstCopy:
 
     def __init__(self, halo_array: HaloArray, copy: Array) -> None:
         self._device, self._data = halo_array.layout.device, ref(halo_array.data)
-        own = box_slices(halo_array.layout.halo.inner)
+        inner = box_slices(halo_array.layout.halo.inner)
         row_bytes = halo_array.inner.nbytes // max(1, *halo_array.inner.shape[:1])
         rows = slice(max(1, _MOST_COMPARED_BYTES // max(1, row_bytes)))
         some = (rows,) * min(1, halo_array.inner.ndim)
-        self._own, self._some = own, some
-        self._copied: Any = copy[own][some]
+        self._inner, self._some = inner, some
+        self._copied: Any = copy[inner][some]
         self._before = self._sums()
 
     def check(self) -> None:
@@ -131,14 +131,17 @@ class FirstCopy:
     def check_returned(self, arrays: Sequence[Any]) -> None:
         """Check the copy if the function has returned memory of the local block."""
         module = self._device.module
-        own, data = [each for each in arrays if isinstance(each, module.ndarray)], self._data()
-        if data is not None and any(module.may_share_memory(each, data) for each in own):
+        results, data = (
+            [array for array in arrays if isinstance(array, module.ndarray)],
+            self._data(),
+        )
+        if data is not None and any(module.may_share_memory(array, data) for array in results):
             self.check()
 
     def _sums(self) -> tuple[int, int]:
         data = self._data()
         assert data is not None, "its local block is gone"
-        inner = data[self._own][self._some]
+        inner = data[self._inner][self._some]
         return self._device.checksum(inner), self._device.checksum(self._copied)
 
 
@@ -171,14 +174,14 @@ class HaloLayout:
         self.exchanges: dict[tuple[str, ...], HaloExchange] = {}
 
     @cached_property
-    def whole(self) -> Box:
+    def local_box(self) -> Box:
         """The whole local block, as a box in it."""
         return tuple((0, stop - start) for start, stop in self.halo.inner)
 
     @cached_property
     def boxes(self) -> list[Box]:
         """Boxes of the local block: the interior, then those that need halos of other ranks."""
-        return interior_and_boundary([self.halo])
+        return split_interior([self.halo])
 
     def fill(self, data: Array) -> None:
         """Fill the part of the halo that needs no other rank."""
@@ -197,10 +200,10 @@ class HaloExchange:
         connections: Connections,  # connections to other ranks
     ) -> None:
         # Layouts have references to exchanges. One in return would delay the end of both.
-        calls, halos = [each.call for each in layouts], [each.halo for each in layouts]
+        calls, halos = [layout.call for layout in layouts], [layout.halo for layout in layouts]
         self._moved = layouts[0].device.halo_mover(calls, connections)
         self._elements = box_size(halos[0].inner)
-        self.boxes = interior_and_boundary(halos)
+        self.boxes = split_interior(halos)
 
     @property
     def count(self) -> int:
@@ -218,27 +221,29 @@ class HaloExchange:
 
     @cached_property
     def is_worth_hiding_in_graph(self) -> bool:
-        """The same for exchanges by `put`."""
+        """The same for exchanges by `enqueue`."""
         return self._moved.is_worth_hiding(self._elements, in_graph=True)
 
     def begin(
         self,
         halo_arrays: Sequence[HaloArray],
         in_background: bool = True,  # as for `HaloMover.begin`
-        made: Callable[[HaloArray], Array] | None = None,  # returns results of `wait`; None: `data`
+        # Returns results of `wait`; None: `data`.
+        make_result: Callable[[HaloArray], Array] | None = None,
     ) -> Pending:
         """Begin to fill the halos of this rank's local blocks, from those of all ranks."""
-        for each in halo_arrays:
-            if each.layout.is_in_flight:
+        for halo_array in halo_arrays:
+            if halo_array.layout.is_in_flight:
                 raise InputError(
                     "expected wait() of the exchange that update_halo_begin() began, before the "
                     "same halo is exchanged again. Give other fields memory of their own: "
                     "ctx.with_halo."
                 )
-            each.layout.is_in_flight = True
-            each.layout.fill(each.data)  # before halos for others are packed: they include this
-        end = self._moved.begin([each.data for each in halo_arrays], in_background)
-        return Pending(halo_arrays, end, made)
+            halo_array.layout.is_in_flight = True
+            # Before halos for others are packed: they include this.
+            halo_array.layout.fill(halo_array.data)
+        end = self._moved.begin([halo_array.data for halo_array in halo_arrays], in_background)
+        return Pending(halo_arrays, end, make_result)
 
     def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
         """Fill the halos of any arrays with the layouts of this exchange."""
@@ -251,31 +256,31 @@ class HaloExchange:
             if layout.ends is not None:
                 layout.ends.fill(data)
 
-    def can_put(self) -> bool:
-        """Return whether `put` can be used, after the first exchange, and prepare it."""
-        return self._moved.can_put()
+    def can_enqueue(self) -> bool:
+        """Return whether `enqueue` can be used, after the first exchange, and prepare it."""
+        return self._moved.can_enqueue()
 
-    def put(
+    def enqueue(
         self, halo_arrays: Sequence[HaloArray], meanwhile: Callable[[], object] | None = None
     ) -> None:
-        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.put`.
+        """Enqueue the whole exchange on the GPU's stream: see `HaloWindows.enqueue`.
 
         `meanwhile` enqueues work that needs no halos of other ranks. The GPU does it concurrently.
         """
-        for each in halo_arrays:
-            each.layout.fill(each.data)
-        arrays = [each.data for each in halo_arrays]
+        for halo_array in halo_arrays:
+            halo_array.layout.fill(halo_array.data)
+        arrays = [halo_array.data for halo_array in halo_arrays]
         if meanwhile is None:
-            self._moved.put(arrays)
+            self._moved.enqueue(arrays)
         else:
             device: Any = halo_arrays[0].layout.device
             with device.on_side_stream():
-                self._moved.put(arrays)
+                self._moved.enqueue(arrays)
             meanwhile()
             device.join()
-        for each in halo_arrays:
-            if each.layout.ends is not None:
-                each.layout.ends.fill(each.data)
+        for filled_array in halo_arrays:
+            if filled_array.layout.ends is not None:
+                filled_array.layout.ends.fill(filled_array.data)
 
 
 class Pending:
@@ -285,9 +290,9 @@ class Pending:
         self,
         halo_arrays: Sequence[HaloArray],
         end: Callable[[], Any] | None,  # waits until the halos are in place
-        made: Callable[[HaloArray], Array] | None,  # returns results of `wait`; None: `data`
+        make_result: Callable[[HaloArray], Array] | None,  # returns results of `wait`; None: `data`
     ) -> None:
-        self._halo_arrays, self._end, self._made = halo_arrays, end, made
+        self._halo_arrays, self._end, self._make_result = halo_arrays, end, make_result
         self._results: list[Array] | None = None
 
     def wait(self) -> Any:
@@ -306,11 +311,11 @@ class Pending:
         if self._results is None:
             if self._end is not None:
                 self._end()
-            made, results = self._made, []
-            for each in self._halo_arrays:
-                each.layout.is_in_flight = False
-                if each.layout.ends is not None:
-                    each.layout.ends.fill(each.data)
-                results.append(each.data if made is None else made(each))
+            make_result, results = self._make_result, []
+            for halo_array in self._halo_arrays:
+                halo_array.layout.is_in_flight = False
+                if halo_array.layout.ends is not None:
+                    halo_array.layout.ends.fill(halo_array.data)
+                results.append(halo_array.data if make_result is None else make_result(halo_array))
             self._results = results
         return self._results[0] if len(self._results) == 1 else tuple(self._results)

@@ -10,13 +10,13 @@ from operator import index
 from typing import Any, TypeVar
 
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.geometry import Box, normal_axes
+from dask_p2p.geometry import Box, normalize_axes
 from dask_p2p.plans.ranks import (
     Exchange,
     RankGrid,
+    distribute_array,
     partition_of,
-    partitioned,
-    redistribution_exchange,
+    plan_rank_exchange,
 )
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.sections.exchange.regions import ExchangeCall, RegionMover
@@ -39,7 +39,7 @@ class Partitions:
     ) -> None:
         self._ranks, self._rank, self._device = ranks, rank, device
         self._regions = device.region_mover(connections, reads_memory)
-        self._made: dict[str, Any] = {}
+        self._cache: dict[str, Any] = {}
         self.shape = tuple(map(sum, ranks.chunks))
 
     @property
@@ -57,37 +57,37 @@ class Partitions:
 
         Raises `InputError` if the array has no such axes, or for an invalid shape.
         """
-        whole = self.shape if shape is None else checked_shape(shape)
+        global_shape = self.shape if shape is None else checked_shape(shape)
         try:
-            given = partition_of(self._ranks) if partition is None else tuple(map(index, partition))
+            grid = partition_of(self._ranks) if partition is None else tuple(map(index, partition))
         except TypeError:
-            given = (len(whole),)
-        if any(axis not in range(-len(whole), len(whole)) for axis in given):
+            grid = (len(global_shape),)
+        if any(axis not in range(-len(global_shape), len(global_shape)) for axis in grid):
             raise InputError(
-                f"{name}: expected a sequence of axes of an array of {len(whole)} dimensions, got "
-                f"{partition!r}."
+                f"{name}: expected a sequence of axes of an array of {len(global_shape)} "
+                f"dimensions, got {partition!r}."
             )
-        axes = {axis % len(whole) for axis in given}
+        axes = {axis % len(global_shape) for axis in grid}
         if self._ranks.size > 1 and not axes:
             raise InputError(
                 f"{name}: expected at least one axis that is divided between "
                 f"{self._ranks.size} ranks, got {partition!r}."
             )
-        return partitioned(self._ranks, whole, tuple(sorted(axes)))
+        return distribute_array(self._ranks, global_shape, tuple(sorted(axes)))
 
     def redistribution(
         self, partition: Any = None, from_partition: Any = None, axes: Any = None, shape: Any = None
     ) -> Redistribution:
         """Return the exchange between two partitions: see `Context.redistribute`."""
-        asked = repr((partition, from_partition, axes, shape))
-        return self.once(asked, lambda: self._planned(partition, from_partition, axes, shape))
+        key = repr((partition, from_partition, axes, shape))
+        return self.once(key, lambda: self._planned(partition, from_partition, axes, shape))
 
-    def once(self, asked: str, make: Callable[[], _T]) -> _T:
+    def once(self, key: str, make: Callable[[], _T]) -> _T:
         """Return the object made for a request, cached by its text."""
-        if asked not in self._made:
-            self._made[asked] = make()
-        found: _T = self._made[asked]
-        return found
+        if key not in self._cache:
+            self._cache[key] = make()
+        cached: _T = self._cache[key]
+        return cached
 
     def settle(self) -> None:
         """Complete the exchanges that were begun: see `Redistribution.begin`."""
@@ -96,18 +96,18 @@ class Partitions:
     def _planned(
         self, partition: Any, from_partition: Any, axes: Any, shape: Any
     ) -> Redistribution:
-        own = self.shape
-        ndim = len(own if shape is None else checked_shape(shape))
-        order = tuple(range(ndim)) if axes is None else normal_axes(axes, ndim)
+        local_shape = self.shape
+        ndim = len(local_shape if shape is None else checked_shape(shape))
+        order = tuple(range(ndim)) if axes is None else normalize_axes(axes, ndim)
         if order is None:
             raise InputError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")
         if (
             shape is None and partition is None and from_partition is not None
         ):  # back to the section's shape
-            shape = [own[order.index(axis)] for axis in range(ndim)]
+            shape = [local_shape[order.index(axis)] for axis in range(ndim)]
         before = self.ranks(from_partition, shape, "from_partition")
-        whole = tuple(map(sum, before.local_sizes))
-        after = self.ranks(partition, [whole[axis] for axis in order])
+        global_shape = tuple(map(sum, before.local_sizes))
+        after = self.ranks(partition, [global_shape[axis] for axis in order])
         return self.between(before, after, order)
 
     def between(
@@ -119,10 +119,10 @@ class Partitions:
         order: Sequence[int] | None = None,  # axis i of the result is axis order[i] of `after`
     ) -> Redistribution:
         """Return the exchange between two partitions, with permuted axes."""
-        whole = tuple(map(sum, before.local_sizes))
-        call = f"{name} of {whole}, {before.grid} to {after.grid}, axes {axes}"
-        exchange = redistribution_exchange(before, after, axes, self._rank, order)
-        mean_elements = prod(whole) // before.size**2
+        global_shape = tuple(map(sum, before.local_sizes))
+        call = f"{name} of {global_shape}, {before.grid} to {after.grid}, axes {axes}"
+        exchange = plan_rank_exchange(before, after, axes, self._rank, order)
+        mean_elements = prod(global_shape) // before.size**2
         longest = [max(lengths, default=0) for lengths in before.local_sizes]
         after_longest = [max(lengths, default=0) for lengths in after.local_sizes]
         most_elements = prod(min(longest[axis], after_longest[n]) for n, axis in enumerate(axes))
@@ -147,9 +147,9 @@ class Redistribution:
         Raises `InputError` for an unsuitable `local_block` or `out`, and `SectionError` if the
         ranks made different calls.
         """
-        made = self.begin(local_block, out, order)
+        finish = self.begin(local_block, out, order)
         self.regions.settle()
-        return made
+        return finish
 
     def begin(self, local_block: Any, out: Array | None = None, order: str = "auto") -> Array:
         """Begin the exchange: `local_block` must not change until `Partitions.settle`.
@@ -193,10 +193,10 @@ class Redistribution:
         shape, dtype = self.exchange.after, local_block.dtype
         module = self.device.module
         if not isinstance(out, module.ndarray) or (out.shape, out.dtype) != (shape, dtype):
-            found = getattr(out, "shape", type(out).__name__), getattr(out, "dtype", "no dtype")
+            actual = getattr(out, "shape", type(out).__name__), getattr(out, "dtype", "no dtype")
             raise InputError(
-                f"out: expected an array of shape {shape} and dtype {dtype}, got {found[0]} and "
-                f"{found[1]}."
+                f"out: expected an array of shape {shape} and dtype {dtype}, got {actual[0]} and "
+                f"{actual[1]}."
             )
         is_fixed = not getattr(out.flags, "writeable", True)  # CuPy has no such flag
         if is_fixed or module.may_share_memory(out, local_block):
@@ -249,7 +249,7 @@ class Pieces:
         ends = (0, local_block.shape[0] if local_block.ndim else 1)
         return cls(local_block.dtype, 0, ends, lambda _: local_block)
 
-    def of(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
+    def intersect(self, box: Box) -> Iterator[tuple[int, Box, Box]]:
         """Yield the pieces of a box: number, part in the piece's indices, and in the box's."""
         if not box:
             yield 0, box, box

@@ -23,7 +23,7 @@ from dask_p2p import tuning
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.geometry import Box, Layout, box_shape, box_slices
 from dask_p2p.inputs import checked_choice
-from dask_p2p.plans.ranks import ORDERS, Exchange, partners
+from dask_p2p.plans.ranks import ORDERS, Exchange, schedule_partners
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import process_memory
@@ -55,7 +55,7 @@ class ExchangeCall:
     def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
         """Return the ranks that this one reads from, in the order of reading."""
         order = "diagonal" if self.order == "auto" else self.order
-        in_turn = (stage.source for stage in partners(order, *connections.rank_and_size))
+        in_turn = (stage.source for stage in schedule_partners(order, *connections.rank_and_size))
         return [rank for rank in in_turn if rank is not None and rank in sources]
 
 
@@ -76,14 +76,14 @@ class HaloMover(ABC):
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
         """Return whether local blocks of this size should be computed during the exchange.
 
-        `in_graph` is true for exchanges of a CUDA graph, by `put`.
+        `in_graph` is true for exchanges of a CUDA graph, by `enqueue`.
         """
 
-    def can_put(self) -> bool:
-        """Return whether `put` can be used, after the first exchange, and prepare it."""
+    def can_enqueue(self) -> bool:
+        """Return whether `enqueue` can be used, after the first exchange, and prepare it."""
         return False
 
-    def put(self, arrays: Sequence[Array]) -> None:
+    def enqueue(self, arrays: Sequence[Array]) -> None:
         """Enqueue a whole exchange on the GPU's stream, without any work of the host."""
         raise NotImplementedError
 
@@ -119,10 +119,10 @@ class RegionExchange(RegionMover):
         self._packed, self._arriving = _Memory(), _Memory()
 
     def bring(self, call: ExchangeCall, source: Array, target: Array) -> None:
-        own = call.exchange
-        self.give(call, regions_of(source, own.sends), regions_of(target, own.receives))
-        for src, dst in own.local:
-            NUMPY.permute_into(target[box_slices(dst)], source[box_slices(src)], own.axes)
+        plan = call.exchange
+        self.give(call, regions_of(source, plan.sends), regions_of(target, plan.receives))
+        for src, dst in plan.local:
+            NUMPY.permute_into(target[box_slices(dst)], source[box_slices(src)], plan.axes)
 
     def settle(self) -> None:
         pass  # `bring` has waited
@@ -149,13 +149,13 @@ class RegionExchange(RegionMover):
         targets = {rank: target for rank, target in targets.items() if rank not in read}
         in_place = call.exchange.axes == tuple(sorted(call.exchange.axes))
         direct = {r for r, target in targets.items() if in_place and target.flags.c_contiguous}
-        others = [rank for rank in targets if rank not in direct]
-        shapes = [call.exchange.shape_before(targets[rank].shape) for rank in others]
-        arriving = dict(zip(others, self._arriving.arrays(shapes, call.dtype), strict=True))
+        message_ranks = [rank for rank in targets if rank not in direct]
+        shapes = [call.exchange.shape_before(targets[rank].shape) for rank in message_ranks]
+        arriving = dict(zip(message_ranks, self._arriving.arrays(shapes, call.dtype), strict=True))
         receives: dict[int, Buffer | None] = {rank: bytearray() for rank in readers}
         receives |= {r: _bytes_of(arriving.get(r, target)) for r, target in targets.items()}
         begin_in_order(self._connections, call.order, call.text, sends, receives)()
-        for rank in others:
+        for rank in message_ranks:
             NUMPY.permute_into(targets[rank], arriving[rank], call.exchange.axes)
 
     def _in_one_piece(
@@ -175,13 +175,15 @@ class RegionExchange(RegionMover):
         """Read regions in place; return the ranks that read here, and the ranks read from."""
         connections, reads = self._connections, self._reads
         reads.try_all()
-        own = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
-        descriptors = {rank: each for rank, each in own.items() if each is not None}
+        described = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
+        descriptors = {
+            rank: descriptor for rank, descriptor in described.items() if descriptor is not None
+        }
         axes = call.exchange.axes
         length = descriptor_bytes(len(axes))
-        asked = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
-        found = connections.exchange(f"{call.text}, descriptors", descriptors, dict(asked))
-        read = {rank: descriptor for rank, descriptor in found.items() if any(descriptor)}
+        receives = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
+        received = connections.exchange(f"{call.text}, descriptors", descriptors, dict(receives))
+        read = {rank: descriptor for rank, descriptor in received.items() if any(descriptor)}
         for rank in call.in_turn(connections, read):
             target = targets[rank]
             shape = call.exchange.shape_before(target.shape)
@@ -228,7 +230,7 @@ class Reads:
         self._pids = [self._readable_pid(rank, proof) for rank, proof in enumerate(proofs)]
         row = bytes(map(bool, self._pids))
         rows = self._connections.gather("results of the probe of memory reads", row)
-        self._readers = np.array([np.frombuffer(each, bool) for each in rows]).T
+        self._readers = np.array([np.frombuffer(row, bool) for row in rows]).T
 
     def _readable_pid(self, rank: int, proof: Any) -> int:
         is_near = rank != self._rank and not self._connections.is_on_other_host(rank)
@@ -267,9 +269,9 @@ class Reads:
         """Read a region into its destination. If that needs a copy, return the region instead."""
         address, *strides = struct.unpack(f"<Q{len(shape)}q", descriptor)
         layout = tuple(shape), tuple(strides), into.dtype
-        there = process_memory.RemoteArray(self._pids[holder], address, *layout)
+        remote = process_memory.RemoteArray(self._pids[holder], address, *layout)
         try:
-            region: Array = there.read(into if list(axes) == sorted(axes) else None, memory_of)
+            region: Array = remote.read(into if list(axes) == sorted(axes) else None, memory_of)
         except (OSError, OverflowError) as exc:
             raise AttemptEndedError(f"memory of rank {holder} cannot be read: {exc}") from exc
         return None if region is into else region
@@ -317,7 +319,7 @@ def begin_in_order(
     if order == "auto":
         return connections.begin(call, sends, receives, in_background)
     end: Callable[[], Any] = dict
-    for to, source in partners(order, *connections.rank_and_size):
+    for to, source in schedule_partners(order, *connections.rank_and_size):
         end = connections.begin(
             f"{call}, {order}",
             {rank: data for rank, data in sends.items() if rank == to},
@@ -356,10 +358,10 @@ class PackedLayout:
         """Offsets of the arrays' parts, in bytes."""
         return self._arrays.starts
 
-    def regions(self, whole: Array) -> Iterator[tuple[int, Any, Array]]:
+    def regions(self, buffer: Array) -> Iterator[tuple[int, Any, Array]]:
         """Yield each region: number of its array, slices in it, and a view of the buffer."""
         for number, (boxes, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True)):
-            part = self._arrays.view(whole, number, np.uint8).view(dtype)
+            part = self._arrays.view(buffer, number, np.uint8).view(dtype)
             views = Layout(map(box_shape, boxes)).views(part, dtype)
             for box, view in zip(boxes, views, strict=True):
                 yield number, box_slices(box), view
@@ -371,10 +373,10 @@ class Packed:
     def __init__(
         self,
         layout: PackedLayout,  # positions of the regions
-        whole: Array,  # one-dimensional buffer of bytes
+        buffer: Array,  # one-dimensional buffer of bytes
     ) -> None:
-        self.layout, self.whole = layout, whole
-        self._regions = [*layout.regions(whole)]
+        self.layout, self.buffer = layout, buffer
+        self._regions = [*layout.regions(buffer)]
 
     def pack(self, arrays: Sequence[Array]) -> None:
         """Copy the regions of all arrays into the buffer."""
@@ -406,8 +408,11 @@ def _layouts(
     calls: Sequence[ExchangeCall], boxes: Sequence[Mapping[int, Sequence[Box]]]
 ) -> dict[int, PackedLayout]:
     dtypes = [call.dtype for call in calls]
-    ranks = dict.fromkeys(rank for each in boxes for rank in each)
-    return {rank: PackedLayout([each.get(rank, []) for each in boxes], dtypes) for rank in ranks}
+    ranks = dict.fromkeys(rank for rank_boxes in boxes for rank in rank_boxes)
+    return {
+        rank: PackedLayout([rank_boxes.get(rank, []) for rank_boxes in boxes], dtypes)
+        for rank in ranks
+    }
 
 
 def text_of(calls: Sequence[ExchangeCall]) -> str:

@@ -93,46 +93,46 @@ def decoded(
     they are not in `data`.
     """
     spec = _spec(description)
-    at, there = 0, iter(lent or ())
+    at, lent_arrays = 0, iter(lent or ())
 
     def leaf(dtype: DType, shape: Sequence[int], is_on_device: bool = False) -> Array:
         nonlocal at
         size_bytes = dtype.itemsize * prod(shape)
         if is_on_device and lent is not None and size_bytes:
-            array: Array = next(there).view(dtype).reshape(shape)
+            array: Array = next(lent_arrays).view(dtype).reshape(shape)
             return array
-        own = data[at : at + size_bytes]
+        part = data[at : at + size_bytes]
         at += round_up(size_bytes, ALIGNMENT)
-        if not isinstance(own, np.ndarray):
-            own = np.frombuffer(bytearray(own), np.uint8)
-        return own.view(dtype).reshape(shape) if size_bytes else np.empty(shape, dtype)
+        if not isinstance(part, np.ndarray):
+            part = np.frombuffer(bytearray(part), np.uint8)
+        return part.view(dtype).reshape(shape) if size_bytes else np.empty(shape, dtype)
 
-    return _made(spec, leaf, device)
+    return _build(spec, leaf, device)
 
 
 def copied(value: Any, device: Host) -> Any:
     """Return a value as another rank would receive it."""
-    own = encoded(value, device)
-    lent, parts = [part.copy() for part in own.on_device], own.in_host_memory
+    message = encoded(value, device)
+    lent, parts = [part.copy() for part in message.on_device], message.in_host_memory
     layout = Layout(((len(part),) for part in parts), alignment=ALIGNMENT)
     data = np.empty(layout.size_bytes, np.uint8)
     for start, part in zip(layout.starts, parts, strict=True):
         data[start : start + len(part)] = np.frombuffer(part, np.uint8)
-    return decoded(own.description, data, device, lent)
+    return decoded(message.description, data, device, lent)
 
 
 def text_of_arrays(call: str, arrays: Sequence[Array]) -> str:
     """Return the text of a call with arrays, different for other shapes and dtypes."""
-    return _text_of_call(call, *[(each.dtype, each.shape) for each in arrays])
+    return _text_of_call(call, *[(array.dtype, array.shape) for array in arrays])
 
 
 def arrays_in(data: Any, like: Sequence[Array]) -> list[Array]:
     """Return the arrays in the bytes of a message, with the shapes and dtypes of other arrays."""
-    found, at = [], 0
-    for each in like:
-        found.append(np.ndarray(each.shape, each.dtype, data, at))
-        at += each.nbytes
-    return found
+    arrays, at = [], 0
+    for array in like:
+        arrays.append(np.ndarray(array.shape, array.dtype, data, at))
+        at += array.nbytes
+    return arrays
 
 
 def as_numbers(value: Any) -> Array:
@@ -146,9 +146,9 @@ def as_numbers(value: Any) -> Array:
 def leaves(value: Any) -> list[Any]:
     """Return the numbers and arrays of a value, in order."""
     if isinstance(value, tuple):
-        return [leaf for each in value for leaf in leaves(each)]
+        return [leaf for element in value for leaf in leaves(element)]
     if isinstance(value, dict):
-        return [leaf for each in value.values() for leaf in leaves(each)]
+        return [leaf for element in value.values() for leaf in leaves(element)]
     return [value]
 
 
@@ -159,9 +159,9 @@ def with_leaves(value: Any, new: Sequence[Any]) -> Any:
 
 def _rebuilt(value: Any, new: Any) -> Any:
     if isinstance(value, tuple):
-        return sequence_like(value, [_rebuilt(each, new) for each in value])
+        return sequence_like(value, [_rebuilt(element, new) for element in value])
     if isinstance(value, dict):
-        return {key: _rebuilt(each, new) for key, each in value.items()}
+        return {key: _rebuilt(element, new) for key, element in value.items()}
     return next(new)
 
 
@@ -199,10 +199,10 @@ def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[A
     if kind in _PYTHON:
         return _number(value, kind, name, parts)
     if kind is tuple:
-        return ("tuple", tuple(_described(each, device, name, parts) for each in value))
+        return ("tuple", tuple(_described(element, device, name, parts) for element in value))
     if kind is dict and all(type(key) in _KEYS for key in value):
-        each = tuple(_described(value[key], device, name, parts) for key in value)
-        return ("dict", tuple(value), each)
+        elements = tuple(_described(value[key], device, name, parts) for key in value)
+        return ("dict", tuple(value), elements)
     if not is_array(value, device):
         return _pickled(value, name, parts)
     if isinstance(value, np.generic):
@@ -251,13 +251,13 @@ def _bytes_of(array: Array, is_on_device: bool) -> Any:
     if not array.size:
         return b""
     if is_on_device:
-        own: Any = array if array.flags.c_contiguous else array.copy()  # in C's order
-        return own.reshape(-1).view(np.uint8)
+        contiguous: Any = array if array.flags.c_contiguous else array.copy()  # in C's order
+        return contiguous.reshape(-1).view(np.uint8)
     flat: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     return memoryview(flat)
 
 
-def _made(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
+def _build(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
     kind = spec[0]
     if kind == "array":
         _, dtype, shape, is_fortran, is_on_device = spec
@@ -267,9 +267,9 @@ def _made(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
     if kind == "number":
         return leaf(spec[1], ())[()]
     if kind == "tuple":
-        return tuple(_made(each, leaf, device) for each in spec[1])
+        return tuple(_build(element, leaf, device) for element in spec[1])
     if kind == "dict":
-        return {key: _made(each, leaf, device) for key, each in zip(*spec[1:], strict=True)}
+        return {key: _build(element, leaf, device) for key, element in zip(*spec[1:], strict=True)}
     if kind == "object":
         data, *buffers = [leaf(_BYTE, (size_bytes,)) for size_bytes in spec[1]]
         return pickle.loads(data, buffers=buffers)
@@ -310,20 +310,20 @@ def _spec(description: bytes) -> Any:
 @lru_cache(1024)
 def plain_array(description: bytes) -> tuple[DType, tuple[int, ...]] | None:
     """Return the dtype and shape of one array in C's order in host memory; else None."""
-    kind, *rest = _spec(description)
-    return (rest[0], rest[1]) if kind == "array" and not any(rest[2:]) else None
+    kind, *fields = _spec(description)
+    return (fields[0], fields[1]) if kind == "array" and not any(fields[2:]) else None
 
 
 def _with_dtypes(spec: Any) -> Any:
-    kind, *rest = spec
+    kind, *fields = spec
     if kind == "tuple":
-        return (kind, [_with_dtypes(each) for each in rest[0]])
+        return (kind, [_with_dtypes(element) for element in fields[0]])
     if kind == "dict":
-        return (kind, rest[0], [_with_dtypes(each) for each in rest[1]])
+        return (kind, fields[0], [_with_dtypes(element) for element in fields[1]])
     if kind == "object":
         return spec
-    descr = parse_literal(rest[0]) if rest[0].startswith("[") else rest[0]
-    return (kind, descr_to_dtype(descr), *rest[1:])
+    descr = parse_literal(fields[0]) if fields[0].startswith("[") else fields[0]
+    return (kind, descr_to_dtype(descr), *fields[1:])
 
 
 @lru_cache(256)
@@ -349,9 +349,9 @@ class _Number:
         self._value = struct.Struct(f"<{elements}")
 
     def header(self, value: Any, tag: int, communicator: int) -> bytes | None:
-        given = tag, 0, VALUE, communicator, self._length, self.description, value
+        fields = tag, 0, VALUE, communicator, self._length, self.description, value
         try:
-            return self._header.pack(*given)
+            return self._header.pack(*fields)
         except struct.error:  # too large
             return None
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from dask_p2p.config import duration_s
+from dask_p2p.config import parse_duration
 from dask_p2p.errors import InputError, TransferError
 from dask_p2p.geometry import Layout
 from dask_p2p.sections.exchange.device import HOST, Host
@@ -222,7 +222,7 @@ class Period:
 
     def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
         period = checked_period(every)
-        self._every = duration_s(period) if isinstance(period, str) else period
+        self._every = parse_duration(period) if isinstance(period, str) else period
         self._began_s = self._last_s = time.monotonic()
         self._first_step = -1  # number of steps before the first call; -1: there was none
         self._next_comparison = 0  # number of steps at the next comparison of times
@@ -270,7 +270,7 @@ def checked_period(every: Any) -> int | str | None:
         return None
     with suppress(ValueError, TypeError):
         if isinstance(every, str):
-            duration_s(every)
+            parse_duration(every)
             return every
         if not isinstance(every, bool) and (steps := index(every)) > 0:
             return steps

@@ -22,8 +22,8 @@ from dask_p2p.engine.task import (
     WaitTask,
     current_worker,
     drops_frames,
-    go_elsewhere,
     keep_user_frames,
+    reschedule_elsewhere,
 )
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
@@ -70,7 +70,7 @@ def run_rank(
     try:
         return run.alone(context) if ranks.size == 1 else run.in_gang()
     except DeviceLostError as exc:
-        go_elsewhere(context, exc)
+        reschedule_elsewhere(context, exc)
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class GpuLending(LentArrays, Lending):
             self._open()
 
     def _open(self) -> None:
-        self._own, self._near = opened_by_all(
+        self._own_events, self._near = opened_by_all(
             self._gpu, self._connections, "lending of arrays", EVENTS
         )
 
@@ -137,7 +137,7 @@ class GpuLending(LentArrays, Lending):
 
     def is_lent(self, array: Array) -> bool:
         memory = array.data.mem
-        return any(each.data.mem is memory for lent in self._lent.values() for each in lent)
+        return any(block.data.mem is memory for lent in self._lent.values() for block in lent)
 
     def begin(self, ranks: Collection[int]) -> None:
         self._reads.clear()
@@ -168,7 +168,7 @@ class GpuLending(LentArrays, Lending):
 
     def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
         gpu = self._gpu
-        if read and self._own is not None:
+        if read and self._own_events is not None:
             with gpu.reading:  # until all reads are enqueued
                 gpu.check_goes_on()
                 for rank in read:
@@ -180,14 +180,14 @@ class GpuLending(LentArrays, Lending):
             self._record(READ)
         most_bytes = tuning.current.lent_bytes
         owed = [rank for rank in read if self._owed_bytes[rank] >= most_bytes]
-        due = [rank for rank in readers if self._lent_bytes(rank) >= most_bytes]
-        if owed or due:
-            receives = {rank: bytearray() for rank in due}
+        full_ranks = [rank for rank in readers if self._lent_bytes(rank) >= most_bytes]
+        if owed or full_ranks:
+            receives = {rank: bytearray() for rank in full_ranks}
             call = f"{text}, read by GPUs"
             self._connections.exchange(call, dict.fromkeys(owed, b""), {**receives})
         for rank in owed:
             del self._owed_bytes[rank]
-        for rank in due:
+        for rank in full_ranks:
             self._release(rank, len(self._lent[rank]))
 
     def _lent_bytes(self, rank: int) -> int:
@@ -196,9 +196,9 @@ class GpuLending(LentArrays, Lending):
     def _add_reads(self) -> list[_LargeCopy]:
         """Add all small reads to the next launch; return the large ones."""
         # In diagonal order: no two ranks begin with the memory of the same one.
-        own, size = self._connections.rank_and_size
-        self._reads.sort(key=lambda each: (each.rank - own) % size)
-        return [copy for each in self._reads for copy in self._add_read(each)]
+        rank, size = self._connections.rank_and_size
+        self._reads.sort(key=lambda read: (read.rank - rank) % size)
+        return [copy for read in self._reads for copy in self._add_read(read)]
 
     def _add_read(self, read: _Read) -> list[_LargeCopy]:
         rank, descriptor, into, pieces, axes = read
@@ -213,9 +213,9 @@ class GpuLending(LentArrays, Lending):
 
     def _enqueue_large(self, reads: Sequence[_LargeCopy]) -> None:
         """Read large regions of others, while large regions of this rank are copied."""
-        queue, (own, self._large) = self._gpu.queue, (self._large, [])
+        queue, (large, self._large) = self._gpu.queue, (self._large, [])
         with queue.within(self._gpu.stream):
-            for copy in own:
+            for copy in large:
                 queue.permute(*copy, concurrent=True)
             for number, (into, region, axes) in enumerate(reads, 1):
                 read_in_parts(self._gpu, region, into, axes, is_last=number == len(reads))
@@ -250,12 +250,12 @@ class GraphLending(GpuLending):
         super().__init__(gpu, connections)
 
     def _open(self) -> None:
-        gpu, (own, size) = self._gpu, self._connections.rank_and_size
+        gpu, (rank, size) = self._gpu, self._connections.rank_and_size
         window, near = opened(
             gpu,
             self._connections,
             "lending in graphs",
-            {*range(size)} - {own},
+            {*range(size)} - {rank},
             lambda ranks: OwnWindow(gpu, dict.fromkeys(ranks, _SLOT_BYTES)),
             lambda _, descriptor: PeerWindow(gpu, descriptor, _SLOT_BYTES),
         )
@@ -296,7 +296,7 @@ class GraphLending(GpuLending):
     def put_barrier(self) -> None:
         """Enqueue a device barrier of all ranks: they have done all that they enqueued before."""
         if self._barrier is not None:
-            self._barrier.put()
+            self._barrier.enqueue()
 
     def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
         raise TransferError("expected arrays of GPU memory alone in a CUDA graph")

@@ -36,7 +36,7 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends.host_memory import Pinned
-from dask_p2p.backends.kernels.copies import pitched
+from dask_p2p.backends.kernels.copies import find_pitch
 from dask_p2p.geometry import box_shape, c_strides
 from dask_p2p.sections.exchange.regions import (
     ExchangeCall,
@@ -83,7 +83,7 @@ class HaloWindows(HaloMover):
         self._received = {rank: self._packed(layout) for rank, layout in receives.items()}
         self._item_bytes = sum(call.dtype.itemsize for call in calls)
         self._slots: list[dict[int, Packed]] = []  # by slot and rank; made at the first exchange
-        self._own: OwnWindow | None = None
+        self._window: OwnWindow | None = None
         self._windows: dict[int, PeerWindow] = {}  # by rank
         # Messages to send and to receive, by rank: packed halo, and the buffer for the message. The
         # buffer is the packed memory itself, or host memory.
@@ -109,11 +109,11 @@ class HaloWindows(HaloMover):
             self._open()
         slot, self.count = self.count % SLOTS, self.count + 1
         self._pack(slot, arrays)
-        if self._own is not None:
-            self._own.events[slot].record(self._gpu.stream)
+        if self._window is not None:
+            self._window.events[slot].record(self._gpu.stream)
         for packed, memory in self._down.values():
             if isinstance(memory, np.ndarray):
-                self._copy(memory, packed.whole)
+                self._copy(memory, packed.buffer)
         if self._down or self._up:
             self._gpu.wait()  # for these copies, and for the last ones out of message buffers
         sends: dict[int, Buffer] = dict.fromkeys(self._windows, b"")
@@ -125,26 +125,26 @@ class HaloWindows(HaloMover):
         end = begin_in_order(self._connections, order, text, sends, receives, in_background)
         return partial(self._end, arrays, end, slot)
 
-    def put(self, arrays: Sequence[Array]) -> None:
-        """Enqueue a whole exchange on the stream, without messages: only if `can_put`.
+    def enqueue(self, arrays: Sequence[Array]) -> None:
+        """Enqueue a whole exchange on the stream, without messages: only if `can_enqueue`.
 
-        It synchronizes by a device barrier, so all ranks must make the same calls of `put` in the
-        same order.
+        It synchronizes by a device barrier, so all ranks must make the same calls of `enqueue`
+        in the same order.
         """
         slot, self.count = self.count % SLOTS, self.count + 1
         if self._barrier is None:
             return
         self._pack(slot, arrays)
-        self._barrier.put()
+        self._barrier.enqueue()
         for rank, window in self._windows.items():
             self._pull(rank, window.address(slot), arrays, self._gpu.stream)
             if self._placed[rank] is None:
                 self._received[rank].unpack(arrays)
 
-    def can_put(self) -> bool:
-        """Prepare for `put` after the first exchange; return whether it can be used."""
-        if self._barrier is None and self._own is not None:
-            self._barrier = DeviceBarrier(self._gpu, self._own, [*self._windows.values()])
+    def can_enqueue(self) -> bool:
+        """Prepare for `enqueue` after the first exchange; return whether it can be used."""
+        if self._barrier is None and self._window is not None:
+            self._barrier = DeviceBarrier(self._gpu, self._window, [*self._windows.values()])
         return not self._down and not self._up
 
     def _pack(self, slot: int, arrays: Sequence[Array]) -> None:
@@ -153,34 +153,34 @@ class HaloWindows(HaloMover):
             if runs is None:
                 packed.pack(arrays)
             for run in runs or ():
-                to = packed.whole.data.ptr + run.packed_bytes
-                of = arrays[run.number].data.ptr + run.start_bytes
-                self._gpu.copy(to, of, run.size_bytes, self._gpu.stream)
+                to = packed.buffer.data.ptr + run.packed_bytes
+                src = arrays[run.number].data.ptr + run.start_bytes
+                self._gpu.copy(to, src, run.size_bytes, self._gpu.stream)
 
     def _end(self, arrays: Sequence[Array], end: Callable[[], Any], slot: int) -> None:
         end()
         copies, stream = self._gpu.copies, self._gpu.stream
-        if self._own is not None:
+        if self._window is not None:
             # Own event, too: kernels that read the old halo have ended then.
-            copies.wait_event(self._own.events[slot])
+            copies.wait_event(self._window.events[slot])
             with self._gpu.reading:
                 self._gpu.check_goes_on()
                 for rank, window in self._windows.items():
                     window.wait(copies, slot)
                     self._pull(rank, window.address(slot), arrays, copies)
-                    self._connections.count(rank, self._received[rank].whole.nbytes)
+                    self._connections.count(rank, self._received[rank].buffer.nbytes)
             self._pulled.record(copies)
             stream.wait_event(self._pulled)
         for packed, memory in self._up.values():
             if isinstance(memory, np.ndarray):
-                self._copy(packed.whole, memory)
+                self._copy(packed.buffer, memory)
         for rank, packed in self._received.items():
             if rank in self._up or self._placed[rank] is None:
                 packed.unpack(arrays)
 
     def _pull(self, rank: int, address: int, arrays: Sequence[Array], stream: Any) -> None:
         """Copy a peer's packed halos into the local blocks, or into a buffer to unpack."""
-        runs, into = self._placed[rank], self._received[rank].whole
+        runs, into = self._placed[rank], self._received[rank].buffer
         if runs is None:
             self._gpu.copy(into.data.ptr, address, into.nbytes, stream)
             return
@@ -188,11 +188,12 @@ class HaloWindows(HaloMover):
             to = arrays[run.number].data.ptr + run.start_bytes
             self._gpu.copy(to, address + run.packed_bytes, run.size_bytes, stream)
 
-    def _copy(self, to: Any, of: Any) -> None:
+    def _copy(self, to: Any, src: Any) -> None:
         to_ptr, of_ptr = (
-            each.ctypes.data if isinstance(each, np.ndarray) else each.data.ptr for each in (to, of)
+            array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+            for array in (to, src)
         )
-        self._gpu.copy(to_ptr, of_ptr, of.nbytes, self._gpu.stream)
+        self._gpu.copy(to_ptr, of_ptr, src.nbytes, self._gpu.stream)
 
     def _packed(self, layout: PackedLayout) -> Packed:
         return Packed(layout, self._gpu.empty((layout.size_bytes,), np.uint8))
@@ -202,56 +203,62 @@ class HaloWindows(HaloMover):
     def _open(self) -> None:
         """Open peers' windows, and allocate packed memory."""
         self._open_windows()
-        slots = [{} if self._own is None else self._in_window(self._own, n) for n in range(SLOTS)]
+        slots = [
+            {} if self._window is None else self._in_window(self._window, n) for n in range(SLOTS)
+        ]
         for rank, layout in self._sends.items():
             if rank not in self._windows:
                 packed = self._packed(layout)
-                self._down[rank] = packed, self._message_memory(rank, packed.whole)
+                self._down[rank] = packed, self._message_memory(rank, packed.buffer)
         for rank in self._received.keys() - self._windows.keys():
             packed = self._received[rank]
-            self._up[rank] = packed, self._message_memory(rank, packed.whole)
+            self._up[rank] = packed, self._message_memory(rank, packed.buffer)
         down = {rank: packed for rank, (packed, _) in self._down.items()}
         self._slots = [slot | down for slot in slots]
 
-    def _message_memory(self, rank: int, whole: Array) -> Array:
+    def _message_memory(self, rank: int, buffer: Array) -> Array:
         """Return the buffer for messages from or to a rank."""
-        if self._connections.carries(rank, whole.nbytes):
-            return whole
-        return _host_memory(whole.nbytes)
+        if self._connections.carries(rank, buffer.nbytes):
+            return buffer
+        return _host_memory(buffer.nbytes)
 
-    def _in_window(self, own: OwnWindow, slot: int) -> dict[int, Packed]:
-        return {rank: Packed(self._sends[rank], own.memory(rank, slot)) for rank in self._windows}
+    def _in_window(self, window: OwnWindow, slot: int) -> dict[int, Packed]:
+        return {
+            rank: Packed(self._sends[rank], window.memory(rank, slot)) for rank in self._windows
+        }
 
     def _open_windows(self) -> None:
         """Exchange the windows' descriptors; keep windows that both peers can read."""
         gpu, sends = self._gpu, self._sends
-        own, self._windows = opened(
+        window, self._windows = opened(
             gpu,
             self._connections,
             self._text,
             sends.keys() & self._received.keys(),
             lambda near: OwnWindow(gpu, {rank: sends[rank].size_bytes for rank in near}),
-            lambda rank, descriptor: PeerWindow(gpu, descriptor, self._received[rank].whole.nbytes),
+            lambda rank, descriptor: PeerWindow(
+                gpu, descriptor, self._received[rank].buffer.nbytes
+            ),
         )
         if self._windows:
-            self._own = own
+            self._window = window
             self._pulled = gpu.module.cuda.Event(disable_timing=True)
 
 
 def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_ByteRun] | None:
     """Return the runs of contiguous regions of arrays in C order; None if one is scattered."""
-    found = []
+    runs = []
     of_arrays = zip(layout.boxes, layout.dtypes, shapes, layout.starts, strict=True)
     for number, (boxes, dtype, shape, packed_bytes) in enumerate(of_arrays):
         strides = c_strides(shape, dtype.itemsize)
         for box in boxes:
-            pitch = pitched(box_shape(box), strides, dtype.itemsize)
+            pitch = find_pitch(box_shape(box), strides, dtype.itemsize)
             if pitch is None or pitch.rows > 1:
                 return None
             start_bytes = sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-            found.append(_ByteRun(number, start_bytes, packed_bytes, pitch.run_bytes))
+            runs.append(_ByteRun(number, start_bytes, packed_bytes, pitch.run_bytes))
             packed_bytes += pitch.run_bytes
-    return found
+    return runs
 
 
 def _buffer(memory: Array) -> Any:

@@ -90,8 +90,8 @@ class GpuMessages:
             connections,
             call.order,
             f"{call.text}, by UCX",
-            {rank: _bytes_of(each) for rank, each in sends.items()},
-            {rank: _bytes_of(each) for rank, each in receives.items()},
+            {rank: _bytes_of(array) for rank, array in sends.items()},
+            {rank: _bytes_of(array) for rank, array in receives.items()},
         )
         end()
         with gpu.queue.within(gpu.stream):
@@ -103,14 +103,14 @@ class GpuMessages:
         shape = list(pieces[0].shape)
         if shape:
             shape[axis] = sum(piece.shape[axis] for piece in pieces)
-        whole, start = self._gpu.empty(shape, pieces[0].dtype), 0
+        joined, start = self._gpu.empty(shape, pieces[0].dtype), 0
         for piece in pieces:
             box = whole_box(piece.shape)
             if box:
                 box = along(axis, box, (start, start + piece.shape[axis]))
                 start += piece.shape[axis]
-            self._gpu.queue.permute(whole[box_slices(box)], piece, range(piece.ndim))
-        return whole
+            self._gpu.queue.permute(joined[box_slices(box)], piece, range(piece.ndim))
+        return joined
 
     def _through_host(
         self,
@@ -123,20 +123,22 @@ class GpuMessages:
         gpu = self._gpu
         axes = tuple(range(len(call.exchange.axes)))
         straight = replace(call, exchange=replace(call.exchange, axes=axes))
-        down = {rank: _joined([*map(gpu.to_host, each)], axis) for rank, each in regions.items()}
+        down = {
+            rank: _joined([*map(gpu.to_host, pieces)], axis) for rank, pieces in regions.items()
+        }
         up = {
             rank: np.empty(call.exchange.shape_before(target.shape), call.dtype)
             for rank, target in targets.items()
         }
         self._of_host.give(straight, down, up)
-        arrived = {rank: gpu.module.asarray(each) for rank, each in up.items()}
+        arrived = {rank: gpu.module.asarray(host_array) for rank, host_array in up.items()}
         with gpu.queue.within(gpu.stream):
-            for rank, each in arrived.items():
-                gpu.queue.permute(targets[rank], each, call.exchange.axes)
+            for rank, array in arrived.items():
+                gpu.queue.permute(targets[rank], array, call.exchange.axes)
 
 
-def _bytes_of(whole: Array) -> Array:
-    flat: Array = whole.reshape(-1).view(np.uint8)
+def _bytes_of(array: Array) -> Array:
+    flat: Array = array.reshape(-1).view(np.uint8)
     return flat
 
 
@@ -163,7 +165,7 @@ class LentArrays:
 
     def __init__(self, gpu: GpuStreams) -> None:
         self._gpu = gpu
-        self._own: OwnEvents | None = None
+        self._own_events: OwnEvents | None = None
         # Memory of other ranks that read here and are read.
         self._near: dict[int, PeerMemory] = {}
         #: By reader: arrays that it may be reading. They stay until all ranks have ended.
@@ -172,8 +174,8 @@ class LentArrays:
 
     def _record(self, number: int) -> None:
         """Record one of the events after the work of the stream so far."""
-        if self._own is not None:
-            self._gpu.stream.record(self._own.events[number])
+        if self._own_events is not None:
+            self._gpu.stream.record(self._own_events.events[number])
 
     def _lend(self, rank: int, array: Array) -> bytes | None:
         """Return the descriptor of an array for its reader; None if it cannot be read."""
@@ -226,7 +228,7 @@ class MessageLender(LentArrays, Lender):
             del self._lent[rank][len(self._lent[rank]) - lent :]
             return None
         self._record(WRITTEN)
-        texts = [each.decode() for each in descriptors if each is not None]
+        texts = [descriptor.decode() for descriptor in descriptors if descriptor is not None]
         return json.dumps([rank in self._near, self.acknowledgement().decode(), texts]).encode()
 
     def bring(self, rank: int, offer: bytes, into: Array | None) -> Sequence[Array] | None:
@@ -237,19 +239,19 @@ class MessageLender(LentArrays, Lender):
             peer = self._peer(rank, events.encode())
             if peer is None or self._events() is None:
                 return None
-            sources = [self._mapped(peer, each.encode()) for each in descriptors]
+            sources = [self._mapped(peer, descriptor.encode()) for descriptor in descriptors]
             if any(source is None for source in sources):
                 return None
-            found = [self._copied(peer, source, into) for source in sources]
+            copies = [self._copied(peer, source, into) for source in sources]
             self._record(READ)
             if not is_open:
                 self._gpu.wait()
-        return found
+        return copies
 
     def _mapped(self, peer: PeerMemory, descriptor: bytes) -> Any:
         """Return another rank's array, mapped here; None if that is impossible."""
-        found = try_share(self._gpu, partial(map_descriptor, peer, descriptor, _BYTE))
-        return None if found is None else found[1][0][1]
+        mapped = try_share(self._gpu, partial(map_descriptor, peer, descriptor, _BYTE))
+        return None if mapped is None else mapped[1][0][1]
 
     def _copied(self, peer: PeerMemory, source: Array, into: Array | None) -> Array:
         """Enqueue the copy of another rank's array; return it."""
@@ -262,7 +264,7 @@ class MessageLender(LentArrays, Lender):
         return target
 
     def acknowledgement(self) -> bytes:
-        return b"" if self._own is None else self._own.descriptor(-1)
+        return b"" if self._own_events is None else self._own_events.descriptor(-1)
 
     def acknowledged(self, rank: int, count: int, acknowledgement: bytes) -> None:
         if not self._gpu.is_running:
@@ -283,9 +285,9 @@ class MessageLender(LentArrays, Lender):
 
     def _events(self) -> OwnEvents | None:
         """Return this rank's events; None if they cannot be shared."""
-        if self._own is None:
-            self._own = try_share(self._gpu, lambda: OwnEvents(self._gpu, EVENTS))
-        return self._own
+        if self._own_events is None:
+            self._own_events = try_share(self._gpu, lambda: OwnEvents(self._gpu, EVENTS))
+        return self._own_events
 
     def _peer(self, rank: int, descriptor: bytes) -> PeerMemory | None:
         """Return another rank's memory, opened once; None if this rank cannot read it."""

@@ -34,7 +34,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from dask_p2p import tuning
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.backends.cupy import region_batch
 from dask_p2p.backends.host import IdentityCache
 from dask_p2p.geometry import (
@@ -43,7 +43,7 @@ from dask_p2p.geometry import (
     box_shape,
     box_slices,
     c_strides,
-    gapless_from,
+    first_gapless_axis,
     split_box,
     taper_last,
     whole_box,
@@ -87,7 +87,7 @@ class _PendingReads(NamedTuple):
 
     call: ExchangeCall
     axis: int  # of the pieces
-    made: list[Array]  # the pieces
+    blocks: list[Array]  # the pieces
     regions: Mapping[int, _Region]  # by rank of the reader
     targets: dict[int, Array]  # by rank of the sender: regions that must come in messages
     acknowledgements: Callable[[], Mapping[int, Buffer]]  # waits for them; by rank of the reader
@@ -108,7 +108,7 @@ class GpuRegions(RegionMover):
         self._gpu, self._connections = gpu, connections
         self._messages = GpuMessages(gpu, connections, reads_memory)
         self._windows = RegionWindows(gpu, connections)
-        self._own: OwnEvents | None = None
+        self._events: OwnEvents | None = None
         self._near: dict[int, PeerMemory] | None = None  # by rank, from the first exchange on
         self._unsettled: _PendingReads | None = None
 
@@ -122,13 +122,13 @@ class GpuRegions(RegionMover):
         if self._windows.can_bring(call):
             self._windows.bring(call, pieces, target)
             return
-        made: list[Array] = []
+        pieces_read: list[Array] = []
         try:
-            self._unsettled = self._bring_directly(call, pieces, made, target)
+            self._unsettled = self._bring_directly(call, pieces, pieces_read, target)
         except BaseException:
-            self._gpu.exported.append(made)  # others may still be reading
+            self._gpu.exported.append(pieces_read)  # others may still be reading
             raise
-        is_large = sum(each.nbytes for each in made) > _MOST_UNSETTLED_BYTES
+        is_large = sum(piece.nbytes for piece in pieces_read) > _MOST_UNSETTLED_BYTES
         if self._unsettled is not None and (is_large or self._unsettled.targets):
             self.settle()
 
@@ -137,11 +137,11 @@ class GpuRegions(RegionMover):
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is None:
             return
-        call, axis, made, regions, targets, acknowledgements = unsettled
+        call, axis, blocks, regions, targets, acknowledgements = unsettled
         try:
             readers = {rank for rank, has_read in acknowledgements().items() if any(has_read)}
         except BaseException:
-            self._gpu.exported.append(made)
+            self._gpu.exported.append(blocks)
             raise
         for rank in readers:
             self._open(call)[rank].wait(self._gpu.stream, _READ)
@@ -153,7 +153,7 @@ class GpuRegions(RegionMover):
         self._messages.bring(call, axis, unread, targets)
 
     def _bring_directly(
-        self, call: ExchangeCall, pieces: Pieces, made: list[Array], target: Array
+        self, call: ExchangeCall, pieces: Pieces, blocks: list[Array], target: Array
     ) -> _PendingReads | None:
         """Make a local block and read regions of others where possible; return the pending rest."""
         gpu, connections = self._gpu, self._connections
@@ -161,10 +161,10 @@ class GpuRegions(RegionMover):
         targets, written = regions_of(target, call.exchange.receives), []
         with gpu.queue.within(gpu.stream):
             for number in range(len(pieces.bounds) - 1):
-                made.append(pieces.make(number))
+                blocks.append(pieces.make(number))
                 written.append(self._record(_WRITTEN + number))
             regions = {
-                rank: [(n, made[n][box_slices(part)]) for n, part, _ in pieces.of(box)]
+                rank: [(n, blocks[n][box_slices(part)]) for n, part, _ in pieces.intersect(box)]
                 for rank, (box,) in call.exchange.sends.items()
             }
             descriptors = {
@@ -172,22 +172,22 @@ class GpuRegions(RegionMover):
             }
             text = f"{call.text}, {call.order}, descriptors"
             received = connections.begin(text, descriptors, dict.fromkeys(near))
-            self._copy_own(call, pieces, made, written, target)
+            self._copy_own(call, pieces, blocks, written, target)
             if connections.is_alone:
                 return None
-            others = received()
+            remaining = received()
             with gpu.reading:
                 gpu.check_goes_on()
-                read = self._read(call, others, targets)
+                read = self._read(call, remaining, targets)
         unread = {rank: target for rank, target in targets.items() if rank not in read}
         acknowledgements = self._acknowledge(call, read)
-        return _PendingReads(call, pieces.axis, made, regions, unread, acknowledgements)
+        return _PendingReads(call, pieces.axis, blocks, regions, unread, acknowledgements)
 
     def _copy_own(
         self,
         call: ExchangeCall,
         pieces: Pieces,
-        made: Sequence[Array],
+        blocks: Sequence[Array],
         written: Sequence[Any],  # an event after each piece
         target: Array,
     ) -> None:
@@ -195,39 +195,39 @@ class GpuRegions(RegionMover):
         queue, axes = self._gpu.queue, call.exchange.axes
         for src, dst in call.exchange.local:
             into = target[box_slices(dst)]
-            for number, part, inside in pieces.of(src):
+            for number, part, inside in pieces.intersect(src):
                 queue.concurrent.wait_event(written[number])
                 where = box_slices(tuple(inside[axis] for axis in axes))
-                source = made[number][box_slices(part)]
+                source = blocks[number][box_slices(part)]
                 queue.permute(into[where], source, axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
         """Record an event after the work of the stream so far; return it."""
-        if self._own is None:  # no other rank waits
+        if self._events is None:  # no other rank waits
             return self._gpu.stream.record()
-        return self._gpu.stream.record(self._own.events[number])
+        return self._gpu.stream.record(self._events.events[number])
 
     def _read(
         self, call: ExchangeCall, descriptors: Mapping[int, Buffer], targets: Mapping[int, Array]
     ) -> set[int]:
         """Enqueue reads of the regions that others described; return the ranks of these others."""
-        gpu, connections, near, found = self._gpu, self._connections, self._open(call), {}
+        gpu, connections, near, lent = self._gpu, self._connections, self._open(call), {}
         described = [rank for rank, descriptor in descriptors.items() if len(descriptor)]
         for rank in call.in_turn(connections, described):
             make = partial(map_descriptor, near[rank], descriptors[rank], call.dtype)
             region = try_share(gpu, make)
             if region is not None:
-                found[rank] = region
-        for turn, (rank, (its_axis, pieces)) in enumerate(found.items(), 1):
+                lent[rank] = region
+        for copy_number, (rank, (its_axis, pieces)) in enumerate(lent.items(), 1):
             start = 0
             for number, piece in pieces:
                 for stream in gpu.queue.reading:
                     near[rank].wait(stream, _WRITTEN + number)
-                is_last = turn == len(found) and number == pieces[-1][0]
+                is_last = copy_number == len(lent) and number == pieces[-1][0]
                 self._read_piece(call, its_axis, start, piece, targets[rank], is_last)
                 start += piece.shape[its_axis] if piece.ndim else 0
             connections.count(rank, targets[rank].nbytes)
-        return {*found}
+        return {*lent}
 
     def _read_piece(
         self, call: ExchangeCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
@@ -235,9 +235,9 @@ class GpuRegions(RegionMover):
         """Put a piece of another rank's region into place; it begins at `start` along the axis."""
         axes = call.exchange.axes
         if piece.ndim:
-            whole = whole_box(piece.shape)
-            part = along(axis, whole, (start, start + piece.shape[axis]))
-            target = target[box_slices(tuple(part[each] for each in axes))]
+            box = whole_box(piece.shape)
+            part = along(axis, box, (start, start + piece.shape[axis]))
+            target = target[box_slices(tuple(part[axis] for axis in axes))]
         read_in_parts(self._gpu, piece, target, axes, is_last)
 
     def _descriptor(self, axis: int, region: _Region) -> bytes:
@@ -245,13 +245,13 @@ class GpuRegions(RegionMover):
 
         Each rank may divide its local block along another axis, or not at all.
         """
-        found = []
+        fields = []
         for number, piece in region:
             place = try_share(self._gpu, partial(cuda_ipc.export, piece))
             if place is None:
                 return b""
-            found.append((number, piece.shape, piece.strides, place))
-        return pack_descriptor(axis, tuple(found)) if found else b""
+            fields.append((number, piece.shape, piece.strides, place))
+        return pack_descriptor(axis, tuple(fields)) if fields else b""
 
     def _acknowledge(
         self, call: ExchangeCall, read: set[int]
@@ -266,7 +266,7 @@ class GpuRegions(RegionMover):
     def _open(self, call: ExchangeCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
-            self._own, self._near = opened_by_all(
+            self._events, self._near = opened_by_all(
                 self._gpu, self._connections, call.text, _WRITTEN + MOST_PIECES
             )
             self._messages.prepare()
@@ -281,10 +281,10 @@ def read_in_parts(
     `is_last` is true for the last region of an exchange.
     """
     queue, part_bytes = gpu.queue, gpu.part_bytes
-    given = region.shape, region.strides, region.itemsize, axes
-    for part in _parts(*given, part_bytes, is_last):
+    layout = region.shape, region.strides, region.itemsize, axes
+    for part in _parts(*layout, part_bytes, is_last):
         copy = queue.prefetch(region[box_slices(part)], part_bytes)
-        place = box_slices(tuple(part[each] for each in axes))
+        place = box_slices(tuple(part[axis] for axis in axes))
         queue.permute_prefetched(into[place], copy, axes)
 
 
@@ -298,15 +298,15 @@ def _parts(
     is_last: bool,
 ) -> tuple[Box, ...]:
     """Return the parts of a region. The last ones get smaller, as no other copy overlaps them."""
-    whole = whole_box(shape)
-    if not part_bytes or not whole:
-        return (whole,)
-    order = order_of(strides)
-    lies, steps = ([of[axis] for axis in order] for of in (shape, strides))
-    others_from = gapless_from(lies, steps, item_bytes)
+    box = whole_box(shape)
+    if not part_bytes or not box:
+        return (box,)
+    order = memory_order(strides)
+    lies, steps = ([values[axis] for axis in order] for values in (shape, strides))
+    others_from = first_gapless_axis(lies, steps, item_bytes)
     least = tuning.current.gpu_row_bytes // item_bytes
     runs = ContiguousRuns(order.index(axes[-1]), least, others_from)
-    in_memory = tuple(whole[axis] for axis in order)
+    in_memory = tuple(box[axis] for axis in order)
     parts = split_box(in_memory, max(1, part_bytes // item_bytes), runs)
     if is_last:
         parts = taper_last(parts, max(1, tuning.current.last_part_bytes // item_bytes), runs)
@@ -362,7 +362,7 @@ class RegionWindows:
         self._gpu, self._connections = gpu, connections
         self._batch = region_batch()
         self._copies = IdentityCache[_Copies](_MOST_CALLS)
-        self._own: OwnWindow | None = None
+        self._window: OwnWindow | None = None
         self._peers: dict[int, PeerWindow] = {}  # by rank
         self._slot_bytes = 0
         self._are_complete = True  # false: some ranks cannot read each other's windows
@@ -378,14 +378,14 @@ class RegionWindows:
         is_small = 0 < slot_bytes * size <= tuning.current.window_bytes
         if size == 1 or not is_small or not self._are_complete:
             return False
-        if slot_bytes > self._slot_bytes or self._own is None:
+        if slot_bytes > self._slot_bytes or self._window is None:
             self._open(call.text, max(_LEAST_SLOT_BYTES, 1 << (slot_bytes - 1).bit_length()))
         return self._are_complete
 
     def bring(self, call: ExchangeCall, pieces: Pieces, target: Array) -> None:
         """Exchange regions on the rank's stream; the local block may change immediately."""
-        gpu, connections, own = self._gpu, self._connections, self._own
-        assert own is not None, "`can_bring` has opened the windows"
+        gpu, connections, window = self._gpu, self._connections, self._window
+        assert window is not None, "`can_bring` has opened the windows"
         slot, self._count = self._count % SLOTS, self._count + 1
         local_block, axes = self._in_one_piece(call, pieces), call.exchange.axes
         key = call.dtype.str, call.order, self._slot_bytes
@@ -394,7 +394,7 @@ class RegionWindows:
             self._add(region, local_block, its_pieces, range(len(axes)))
         self._add(target, local_block, local, axes)
         self._batch.flush()
-        own.events[slot].record(gpu.stream)
+        window.events[slot].record(gpu.stream)
         into = {rank: bytearray() for rank in self._peers}
         text = f"{call.text}, {call.order}, packed"
         connections.exchange(text, dict.fromkeys(self._peers, b""), {**into})
@@ -408,13 +408,13 @@ class RegionWindows:
             self._batch.flush()
 
     def _in_one_piece(self, call: ExchangeCall, pieces: Pieces) -> Array:
-        made = [pieces.make(number) for number in range(len(pieces.bounds) - 1)]
-        if len(made) == 1:
-            return made[0]
+        blocks = [pieces.make(number) for number in range(len(pieces.bounds) - 1)]
+        if len(blocks) == 1:
+            return blocks[0]
         local_block = self._gpu.empty(call.exchange.before, call.dtype)
-        whole = whole_box(call.exchange.before)
-        for piece, bounds in zip(made, pairwise(pieces.bounds), strict=True):
-            part = along(pieces.axis, whole, bounds)
+        box = whole_box(call.exchange.before)
+        for piece, bounds in zip(blocks, pairwise(pieces.bounds), strict=True):
+            part = along(pieces.axis, box, bounds)
             into = local_block[box_slices(part)]
             self._gpu.backend.permute_into(into, piece, range(piece.ndim))
         return local_block
@@ -427,15 +427,15 @@ class RegionWindows:
 
     def _prepared(self, call: ExchangeCall) -> _Copies:
         """Return the copies of a call, with the regions in the present windows."""
-        own, exchange, dtype = self._own, call.exchange, call.dtype
-        assert own is not None, "`can_bring` has opened the windows"
+        window, exchange, dtype = self._window, call.exchange, call.dtype
+        assert window is not None, "`can_bring` has opened the windows"
         sends: list[list[_Copy]] = [[] for _ in range(SLOTS)]
         receives: list[list[_Copy]] = [[] for _ in range(SLOTS)]
         for rank, (box,) in exchange.sends.items():
             shape = box_shape(box)
             pieces = [Piece(0, box, whole_box(shape))]
             for slot in range(SLOTS):
-                memory = own.memory(rank, slot)[: prod(shape) * dtype.itemsize]
+                memory = window.memory(rank, slot)[: prod(shape) * dtype.itemsize]
                 sends[slot].append(_Copy(rank, memory.view(dtype).reshape(shape), pieces))
         for rank in call.in_turn(self._connections, exchange.receives):
             (box,) = exchange.receives[rank]
@@ -449,15 +449,15 @@ class RegionWindows:
 
     def _open(self, text: str, slot_bytes: int) -> None:
         """Open windows of all ranks, with slots of this size. A collective call."""
-        gpu, (own, size) = self._gpu, self._connections.rank_and_size
-        self._own, self._peers = opened(
+        gpu, (rank, size) = self._gpu, self._connections.rank_and_size
+        self._window, self._peers = opened(
             gpu,
             self._connections,
             text,
-            {*range(size)} - {own},
+            {*range(size)} - {rank},
             lambda ranks: OwnWindow(gpu, dict.fromkeys(ranks, slot_bytes)),
             lambda _, descriptor: PeerWindow(gpu, descriptor, slot_bytes),
         )
         is_complete = bytes([len(self._peers) == size - 1])
-        answers = self._connections.gather(f"{text}, all windows", is_complete)
-        self._slot_bytes, self._are_complete = slot_bytes, all(map(any, answers))
+        replies = self._connections.gather(f"{text}, all windows", is_complete)
+        self._slot_bytes, self._are_complete = slot_bytes, all(map(any, replies))

@@ -85,7 +85,7 @@ class GpuStreams(Host):
             self.stream, self.copies = streams.stream, streams.copies
             # Streams are kept: memory of a function that raised is freed later, and RMM frees
             # memory on the stream that allocated it.
-            kept, self.is_running = self._lost, True
+            lost, self.is_running = self._lost, True
             with self.stream:
                 try:
                     yield
@@ -94,10 +94,10 @@ class GpuStreams(Host):
                     try:
                         self._drain()  # this stream waits for all others
                         streams.queue.synchronize()
-                        kept = self._idle[device]
+                        lost = self._idle[device]
                     finally:
                         with self._lock:
-                            kept.append(streams)
+                            lost.append(streams)
                     while self.closing:
                         self.closing.pop()()
 
@@ -108,25 +108,25 @@ class GpuStreams(Host):
         No memory is allocated on that stream. RMM ends the capture of a stream as soon as any
         thread frees memory that was allocated on it, as the garbage collector may at any time.
         """
-        own, self.stream = self.stream, self._streams.capturing
+        outer, self.stream = self.stream, self._streams.capturing
         try:
             with self.stream:
                 yield self.stream
         finally:
-            self.stream = own
+            self.stream = outer
 
     @contextmanager
     def on_side_stream(self) -> Iterator[None]:
         """Return a context whose work is concurrent with the stream's later work, until `join`."""
-        own, self.stream = self.stream, self._streams.side
-        self._event.record(own)
+        outer, self.stream = self.stream, self._streams.side
+        self._event.record(outer)
         self.stream.wait_event(self._event)
         try:
             with self.stream:
                 yield
         finally:
             self._event.record(self.stream)
-            self.stream = own
+            self.stream = outer
 
     def join(self) -> None:
         """Make the stream wait for the work of the side stream."""
@@ -189,8 +189,8 @@ class GpuStreams(Host):
         if step - self._step >= self._steps_ahead or step < self._step:
             self._step, began_s = step, time.monotonic()
             self.wait()
-            most = self._steps_ahead * _SECONDS_AHEAD / max(time.monotonic() - began_s, 1e-9)
-            self._steps_ahead = int(min(max(most, 1), STEPS_AHEAD))
+            max_steps = self._steps_ahead * _SECONDS_AHEAD / max(time.monotonic() - began_s, 1e-9)
+            self._steps_ahead = int(min(max(max_steps, 1), STEPS_AHEAD))
 
     # --- memory
 
@@ -226,10 +226,10 @@ class GpuStreams(Host):
     def copy_from_host(self, array: Array, host_array: Any) -> None:
         array[...] = self.module.asarray(host_array)
 
-    def copy(self, to: int, of: int, size_bytes: int, stream: Any) -> None:
+    def copy(self, to: int, src: int, size_bytes: int, stream: Any) -> None:
         """Enqueue a copy from one address to another on a stream."""
         if size_bytes:
-            self._memcpy(to, of, size_bytes, MEMCPY_DEFAULT, stream.ptr)
+            self._memcpy(to, src, size_bytes, MEMCPY_DEFAULT, stream.ptr)
 
     @cached_property
     def _memcpy(self) -> Any:
@@ -246,18 +246,18 @@ class GpuStreams(Host):
         # The block outlives the stream, and a pool keeps a stream's memory for that stream: see
         # `DeviceQueue.empty`.
         queue = self.backend.queue()
-        made = queue.empty(array.shape, dtype)
-        own = array if array.dtype == dtype else array.astype(dtype)
+        block = queue.empty(array.shape, dtype)
+        converted = array if array.dtype == dtype else array.astype(dtype)
         self.wait()
-        queue.permute(made, own, range(own.ndim))
+        queue.permute(block, converted, range(converted.ndim))
         queue.synchronize()
-        return made
+        return block
 
     def let_go(self, is_orderly: bool) -> None:
         exported, self.exported = self.exported, []
         if exported and not is_orderly:
-            given = exported, [*self.peers]
-            threading.Thread(target=_drop_later, args=given, daemon=True).start()
+            arguments = exported, [*self.peers]
+            threading.Thread(target=_drop_later, args=arguments, daemon=True).start()
         else:
             _drop(exported)
 

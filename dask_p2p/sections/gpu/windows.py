@@ -117,8 +117,8 @@ class OwnWindow(OwnEvents):
         return self._memory[start : start + self._sizes_bytes[rank]]
 
     def descriptor(self, rank: int) -> bytes:
-        own = {"starts": self._starts[rank], "size_bytes": self._sizes_bytes[rank]}
-        return json.dumps({**self._descriptor, **own}).encode()
+        fields = {"starts": self._starts[rank], "size_bytes": self._sizes_bytes[rank]}
+        return json.dumps({**self._descriptor, **fields}).encode()
 
 
 class PeerMemory:
@@ -134,8 +134,8 @@ class PeerMemory:
     ) -> None:
         fields = json.loads(descriptor)
         peer = Peer(**fields["peer"])
-        own = Peer.describe_self(cuda_ipc.gpu_uuid())
-        obstacle = separation(own, peer) or cuda_ipc.memory_obstacle(own, peer)
+        own_peer = Peer.describe_self(cuda_ipc.gpu_uuid())
+        obstacle = separation(own_peer, peer) or cuda_ipc.memory_obstacle(own_peer, peer)
         if obstacle is not None:
             raise TransferError(str(obstacle), obstacle=obstacle)
         self._runtime, self._events = gpu.module.cuda.runtime, list[int]()
@@ -160,9 +160,9 @@ class PeerMemory:
         mapping = self._mapped.get(ipc_handle.buffer_id)
         if mapping is None:
             # Older memory at these addresses is gone, so its reads here are done.
-            for other in [*self._mapped.values()]:
-                if other.overlaps(self._peer.process, ipc_handle):
-                    cuda_ipc.MAPPINGS.release(self._mapped.pop(other.ipc_handle.buffer_id))
+            for old_mapping in [*self._mapped.values()]:
+                if old_mapping.overlaps(self._peer.process, ipc_handle):
+                    cuda_ipc.MAPPINGS.release(self._mapped.pop(old_mapping.ipc_handle.buffer_id))
             mapping = cuda_ipc.MAPPINGS.acquire(self._peer, ipc_handle, size_bytes)
             self._mapped[ipc_handle.buffer_id] = mapping
         return mapping.address + ipc_handle.offset_bytes
@@ -244,7 +244,7 @@ class PeerWindow(PeerMemory):
         except BaseException:
             self.close()
             raise
-        self._addresses: list[int] = [start + each for each in fields["starts"]]
+        self._addresses: list[int] = [start + offset for offset in fields["starts"]]
 
     def address(self, slot: int) -> int:
         """Return the mapped address of a slot."""
@@ -264,20 +264,20 @@ class DeviceBarrier:
         Windows of the neighbours. Their barriers include this rank.
     """
 
-    def __init__(self, gpu: GpuStreams, own: OwnWindow, peers: Sequence[PeerWindow]) -> None:
-        self._gpu, self._counters = gpu, own.counters
+    def __init__(self, gpu: GpuStreams, window: OwnWindow, peers: Sequence[PeerWindow]) -> None:
+        self._gpu, self._counters = gpu, window.counters
         addresses = np.array([peer.counters for peer in peers], np.uint64)
-        theirs = gpu.module.asarray(addresses)
+        peer_addresses = gpu.module.asarray(addresses)
         self._kernel = gpu.module.RawKernel(_BARRIER_SOURCE, "device_barrier")
         self._kernel.compile()
-        self._given = own.counters, theirs, np.int32(len(peers))
+        self._arguments = window.counters, peer_addresses, np.int32(len(peers))
         with gpu.reading:
             gpu.check_goes_on()
             gpu.ending.append(self._end)
 
-    def put(self) -> None:
+    def enqueue(self) -> None:
         """Enqueue a barrier on the rank's stream, which is the current one."""
-        self._kernel((1,), (_BARRIER_THREADS,), self._given)
+        self._kernel((1,), (_BARRIER_THREADS,), self._arguments)
 
     def _end(self) -> None:
         """End all barriers of this rank's GPU, present and later ones."""
@@ -297,12 +297,12 @@ def opened_by_all(
     gpu: GpuStreams, connections: Connections, call: str, events: int
 ) -> tuple[OwnEvents | None, dict[int, PeerMemory]]:
     """Open the memory of all other ranks of this host: `opened`, with events for all of them."""
-    own, size = connections.rank_and_size
+    rank, size = connections.rank_and_size
     return opened(
         gpu,
         connections,
         call,
-        {*range(size)} - {own},
+        {*range(size)} - {rank},
         lambda _: OwnEvents(gpu, events),
         lambda _, descriptor: PeerMemory(gpu, descriptor),
     )
@@ -322,10 +322,10 @@ def opened(
     sides could open the other's.
     """
     near = [r for r in sorted(ranks) if gpu.has_windows and not connections.is_on_other_host(r)]
-    own = try_share(gpu, partial(share, near)) if near else None
-    descriptor = {rank: b"" if own is None else own.descriptor(rank) for rank in near}
+    shared = try_share(gpu, partial(share, near)) if near else None
+    descriptor = {rank: b"" if shared is None else shared.descriptor(rank) for rank in near}
     received = connections.exchange(f"{call}, windows", descriptor, dict.fromkeys(descriptor))
-    found: dict[int, _P] = {}
+    mapped: dict[int, _P] = {}
     for rank, fields in received.items():
         one = (
             try_share(gpu, partial(make, rank, bytes(fields)))
@@ -333,12 +333,12 @@ def opened(
             else None
         )
         if one is not None:
-            found[rank] = one
+            mapped[rank] = one
             gpu.peers.append(one)
             gpu.closing.append(one.close)
-    seen = {rank: bytes([rank in found]) for rank in descriptor}
-    answers = connections.exchange(f"{call}, windows seen", seen, dict.fromkeys(descriptor))
-    return own, {rank: one for rank, one in found.items() if any(answers[rank])}
+    has_mapped = {rank: bytes([rank in mapped]) for rank in descriptor}
+    replies = connections.exchange(f"{call}, windows seen", has_mapped, dict.fromkeys(descriptor))
+    return shared, {rank: one for rank, one in mapped.items() if any(replies[rank])}
 
 
 #: Number, shape, strides, and CUDA IPC handle.
@@ -364,25 +364,25 @@ def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
 
 
 def map_descriptor(
-    of: PeerMemory, descriptor: Buffer, dtype: DType
+    memory: PeerMemory, descriptor: Buffer, dtype: DType
 ) -> tuple[int, list[tuple[int, Any]]]:
     """Return another rank's region, mapped here: its axis, and its pieces with their numbers."""
     axis, pieces = _parse_descriptor(bytes(descriptor))
     return axis, [
-        (number, _piece(of, ipc_handle, length, strides, dtype))
+        (number, _piece(memory, ipc_handle, length, strides, dtype))
         for number, length, strides, ipc_handle in pieces
     ]
 
 
 def _piece(
-    of: PeerMemory,
+    memory: PeerMemory,
     ipc_handle: cuda_ipc.IpcHandle,
     shape: tuple[int, ...],
     strides: tuple[int, ...],
     dtype: DType,
 ) -> Any:
     _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
-    return cuda_ipc.array_at(of.mapped(ipc_handle, size_bytes), shape, strides, dtype)
+    return cuda_ipc.array_at(memory.mapped(ipc_handle, size_bytes), shape, strides, dtype)
 
 
 # Events of a process that has ended: ends the waits of this process's streams for them.

@@ -158,7 +158,7 @@ class Replays:
 
     def _can_begin(self, calls: Collection[Call], levels: Sequence[HaloArray]) -> bool:
         """Return whether this rank can capture steps; with "auto" also whether they are short."""
-        can = [call.exchange.can_put() for call in calls if call.exchange is not None]
+        can = [call.exchange.can_enqueue() for call in calls if call.exchange is not None]
         is_possible = isinstance(self._ctx.device, Gpu) and can_wait_for_peers()
         if not is_possible or not all(can):
             return False
@@ -296,11 +296,11 @@ class Overlap:
         if exchange is None:
             call.apply(block_box)
         elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
-            exchange.put(call.halo_arrays)
+            exchange.enqueue(call.halo_arrays)
             call.apply(block_box)
         else:
             interior, *boundary_parts = exchange.boxes
-            exchange.put(call.halo_arrays, partial(call.apply, interior))
+            exchange.enqueue(call.halo_arrays, partial(call.apply, interior))
             for box in boundary_parts:
                 call.apply(box)
 

@@ -78,16 +78,16 @@ class FieldOutput(Output):
     extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
-        return ranks.extended(self.extra).chunks
+        return ranks.extend(self.extra).chunks
 
     def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
         return LocalBlock(self.dtype).indices(ranks, rank)
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        return LocalBlock(self.dtype).blocks(ctx, ranks.extended(self.extra), value, name)
+        return LocalBlock(self.dtype).blocks(ctx, ranks.extend(self.extra), value, name)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        return LocalBlock(self.dtype).size_bytes(ranks.extended(self.extra), rank)
+        return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
 
 
 def check_fields(

@@ -17,7 +17,7 @@ import numpy as np
 from dask.utils import has_keyword
 
 from dask_p2p.errors import InputError
-from dask_p2p.inputs import name_of_function
+from dask_p2p.inputs import describe_function
 
 OUT, AT = "out", "at"  # parameters that are neither fields nor constants
 #: Names of their values, by parameter: no user's name is like these.
@@ -123,7 +123,7 @@ def _parameters(function: Callable[..., Any]) -> list[Parameter]:
     except (TypeError, ValueError):
         raise InputError(
             f"expected a function whose parameters have the names of fields and constants, got "
-            f"{name_of_function(function)}, whose parameters Python cannot list. Wrap it: "
+            f"{describe_function(function)}, whose parameters Python cannot list. Wrap it: "
             f"lambda u: func(u)."
         ) from None
 
@@ -131,8 +131,8 @@ def _parameters(function: Callable[..., Any]) -> list[Parameter]:
 def _unknown(function: Callable[..., Any], name: str, names: Collection[str]) -> InputError:
     return InputError(
         f"expected parameters with the names of fields, constants and keywords, {[*names]}, or "
-        f"{OUT!r} or {AT!r}, got parameter {name!r} of {name_of_function(function)}. Rename it, or "
-        f"give it a default value."
+        f"{OUT!r} or {AT!r}, got parameter {name!r} of {describe_function(function)}. Rename it, "
+        f"or give it a default value."
     )
 
 

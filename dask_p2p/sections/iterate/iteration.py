@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p.plans.halo import halo_exchange
+from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
@@ -153,8 +153,8 @@ class _FieldBytes(NamedTuple):
 
 
 def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
-    ranks = ranks.extended(spec.extra)
-    exchange = halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
+    ranks = ranks.extend(spec.extra)
+    exchange = plan_halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels
     level_bytes = prod(exchange.shape) * item_bytes

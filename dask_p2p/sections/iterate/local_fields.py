@@ -135,7 +135,7 @@ class LocalFields:
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
         ctx, rank = self._ctx, self._ctx.rank
         first_ranks = ctx.grid_of().ranks
-        ranks = first_ranks.extended(spec.extra)
+        ranks = first_ranks.extend(spec.extra)
         options = spec.widest, spec.boundary, spec.corners, spec.dtype
         first = ctx.with_halo(None, *options, exchange, Grid(ctx, ranks))
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]

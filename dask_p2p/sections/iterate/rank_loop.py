@@ -195,7 +195,7 @@ class FieldSteps:
     ) -> None:
         self._iteration, self._ctx, self._local, self._scalars = iteration, ctx, local, scalars
         self._fields = local.fields
-        self.block_box = next(iter(self._fields.values())).layout.whole
+        self.block_box = next(iter(self._fields.values())).layout.local_box
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._checks = StepChecks(iteration, ctx, local)
         self.keep_values = self._checks.keep_values

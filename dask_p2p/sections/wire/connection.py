@@ -380,7 +380,7 @@ class Channel:
     ) -> None:
         self._messenger, self._address, self._timeout_s = messenger, address, timeout_s
         first = _FIRST_TAG + secrets.randbits(60)
-        self.offer = _OFFER.pack(first, messenger.closed(address))
+        self.offer = _OFFER.pack(first, messenger.count_closed(address))
         self._own_tags = count(first)
         self._sending = deque[Message]()
         self._receiving = deque[Message]()

@@ -20,7 +20,7 @@ from typing import Any
 
 from dask_p2p import tuning
 from dask_p2p.errors import P2PError, TransferError
-from dask_p2p.plans.ranks import branch
+from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer, Channel, Connection
 from dask_p2p.sections.wire.endpoint import ConnectionSetup, RankAddress, Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage
@@ -141,7 +141,7 @@ class Connections(PointToPoint):
         """
         self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
-        above, below = branch(*self.rank_and_size)
+        above, below = tree_neighbours(*self.rank_and_size)
         near = {*self._connections, *self._unsent, *above, *below}
         self.exchange(_FINALIZE, dict.fromkeys(near, b""), {source: bytearray() for source in near})
         # A rank must answer all its peers before it returns. So each rank, also a leaf, sends a

@@ -99,7 +99,7 @@ def work():
         found = faults() - before
         del y
 
-kept = runpy.run_path(sys.argv[1])["temporaries_kept"] if sys.argv[1:] else nullcontext
+kept = runpy.run_path(sys.argv[1])["keep_temporaries"] if sys.argv[1:] else nullcontext
 before = rss()
 thread = threading.Thread(target=work)
 thread.start()
@@ -133,7 +133,7 @@ def rss():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 def work():
-    with allocator["temporaries_kept"]():
+    with allocator["keep_temporaries"]():
         for _ in range(3):
             y = [np.ones(2**18) for _ in range(20)]
             del y
@@ -146,7 +146,7 @@ before = rss()
 thread = threading.Thread(target=work)
 thread.start()
 ended.wait()
-while allocator["temporaries_kept"].__wrapped__.__globals__["_timer"] is not None:
+while allocator["keep_temporaries"].__wrapped__.__globals__["_timer"] is not None:
     time.sleep(0.05)
 print(rss() - before)
 is_over.set()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import host_memory as pinned
-from dask_p2p.backends.host_memory import Pinned, is_pinned, registered, warn_once
+from dask_p2p.backends.host_memory import Pinned, is_pinned, pin_in_place, warn_once
 from tests.simulation.streams import Recorder
 from tests.transports.loopback import wait_until
 
@@ -43,11 +43,11 @@ def test_memory_is_pinned_until_the_last_view_is_gone(driver):
 
 def test_memory_is_registered_where_it_is(driver):
     values = np.arange(1000.0)
-    end = registered(values[::-2])
+    end = pin_in_place(values[::-2])
     ((start, size_bytes),) = driver.pinned.items()
     assert (start, size_bytes) == (values.ctypes.data + 8, 7992), "all that it reaches over"
     assert not is_pinned(values), "somebody else may end it"
-    assert registered(values) is None, "it has a part that is registered already"
+    assert pin_in_place(values) is None, "it has a part that is registered already"
     end()
     assert driver.pinned == {}
 

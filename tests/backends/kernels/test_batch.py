@@ -16,11 +16,11 @@ import dask_p2p.backends
 from dask_p2p.backends.kernels.copies import (
     MAX_REGIONS,
     THREADS,
-    grid_of,
-    moved,
-    packed_batch,
-    packed_regions,
-    region_layout,
+    launch_grid,
+    pack_batch,
+    pack_regions,
+    plan_region,
+    shift_regions,
     whole_piece,
 )
 from tests.backends.emulator import compiled, needs_compiler
@@ -63,20 +63,20 @@ def copy(library, regions):
     layouts = []
     for dst, src in regions:
         alignment = (dst.ctypes.data | src.ctypes.data) & 15
-        layouts.append(region_layout(dst.shape, dst.itemsize, src.strides, dst.strides, alignment))
+        layouts.append(plan_region(dst.shape, dst.itemsize, src.strides, dst.strides, alignment))
     places = [(dst.ctypes.data, src.ctypes.data) for dst, src in regions]
     rows = [
-        moved(packed_regions([layout.at(0, 0)]), *place)
+        shift_regions(pack_regions([layout.at(0, 0)]), *place)
         for layout, place in zip(layouts, places, strict=True)
     ]
-    batch = packed_batch(np.concatenate(rows))
-    grid = grid_of(max(layout.words for layout in layouts), len(regions))
+    batch = pack_batch(np.concatenate(rows))
+    grid = launch_grid(max(layout.words for layout in layouts), len(regions))
     library.launch(batch.ctypes.data, *grid, THREADS)
 
 
 @needs_compiler
 def test_the_struct_is_that_of_the_kernel(library):
-    assert packed_batch(packed_regions([])).nbytes == library.batch_bytes()
+    assert pack_batch(pack_regions([])).nbytes == library.batch_bytes()
     assert library.batch_bytes() <= 4096
     assert f"MAX_REGIONS = {MAX_REGIONS};" in SOURCE.read_text()
 
@@ -130,8 +130,8 @@ def test_regions_that_do_not_fit():
     shape = (2, 3, 2, 3, 2)
     source = np.zeros([2 * n for n in shape])[tuple(slice(None, None, 2) for _ in shape)]
     target = np.zeros(shape)
-    assert region_layout(shape, 8, source.strides, target.strides, 0) is None
-    assert region_layout((3, 0), 8, (8, 8), (8, 8), 0) is None
+    assert plan_region(shape, 8, source.strides, target.strides, 0) is None
+    assert plan_region((3, 0), 8, (8, 8), (8, 8), 0) is None
 
 
 def test_whole_pieces_are_one_object():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dask_p2p.backends.base import HostLink
-from dask_p2p.backends.cupy import CUPY, measured_host_link
+from dask_p2p.backends.cupy import CUPY, measure_host_link
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import HostStreams
 from tests.simulation.streams import HOST, drop_host_slots
@@ -50,7 +50,7 @@ def test_memory_that_cannot_be_pinned_is_not_measured(gpu):
 
 
 def test_memory_is_given_back(gpu):
-    measured_host_link(None)
+    measure_host_link(None)
     assert gpu.live_bytes == 2 * BYTES, "it is kept for the next use"
     HostStreams.drop_slots()
     drop_host_slots()

@@ -13,7 +13,7 @@ from dask_p2p.backends import pipelines as part_streams
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.host_memory import Pinned
 from dask_p2p.backends.pipelines import PartStreams
-from dask_p2p.plans.base import Input, Step, plan_parts, steps
+from dask_p2p.plans.base import Input, Step, plan_parts, schedule_steps
 from tests.simulation.streams import HOST, Event, RaceError, drop_host_slots, emulated
 from tests.support import pairwise
 
@@ -54,7 +54,7 @@ class Work:
         result.values[...] = 2 * block.values
         return result
 
-    def combined(self, part, combined, result):
+    def combine(self, part, combined, result):
         if combined is None:
             return result
         name = self.gpu.current[-1].name
@@ -99,7 +99,7 @@ def staged(monkeypatch):
 
         return noted_copy
 
-    for name in ("begin_copy", "copy_on_host"):
+    for name in ("start_copy", "copy_on_host"):
         monkeypatch.setattr(part_streams, name, noted(getattr(part_streams, name)))
     return sizes
 
@@ -267,21 +267,21 @@ def test_without_an_event_a_race_is_found(
     """So the tests above would fail if one of them were lost: slots would be overwritten."""
 
     def fewer(*args):
-        for step in steps(*args):
+        for step in schedule_steps(*args):
             after = tuple(end for end in step.after if (end[0], step.action) != left_out)
             yield Step(step.action, step.part, after)
 
-    begin_copy = part_streams.begin_copy
+    start_copy = part_streams.start_copy
 
     def never_waited_for(to, src):
-        begin_copy(to, src)
+        start_copy(to, src)
         return lambda: None
 
-    monkeypatch.setattr(part_streams, "steps", fewer)
+    monkeypatch.setattr(part_streams, "schedule_steps", fewer)
     if left_out == "the end":  # of which the host waits for nothing else
         monkeypatch.setattr(Event, "synchronize", lambda self: None)
     if left_out == "the threads":
-        monkeypatch.setattr(part_streams, "begin_copy", never_waited_for)
+        monkeypatch.setattr(part_streams, "start_copy", never_waited_for)
     out = np.empty((ROWS, COLUMNS)) if is_reduced else array(pinned_out)
     work = Work(gpu, array(pinned_in), is_reduced=is_reduced, in_place=True)
     with pytest.raises(RaceError):

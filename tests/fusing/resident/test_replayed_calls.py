@@ -181,12 +181,12 @@ def test_a_missing_barrier_is_found(gpu, monkeypatch, missing):
         original = GraphLending.end
 
         def end(self, *given):
-            self._barrier.put()
+            self._barrier.enqueue()
             original(self, *given)
 
         monkeypatch.setattr(GraphLending, "end", end)
     else:
-        original = DeviceBarrier.put
+        original = DeviceBarrier.enqueue
         puts = threading.local()
 
         def put(self):
@@ -194,7 +194,7 @@ def test_a_missing_barrier_is_found(gpu, monkeypatch, missing):
             if puts.count % 2 == 0:
                 original(self)
 
-        monkeypatch.setattr(DeviceBarrier, "put", put)
+        monkeypatch.setattr(DeviceBarrier, "enqueue", put)
     with pytest.raises(RaceError):
         Calls(gpu, stencil).run()
 

@@ -15,7 +15,7 @@ from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions
 from dask_p2p.fusing.running.assembling import Assembling, kept_plans
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
-from dask_p2p.plans.halo import halo_plan
+from dask_p2p.plans.halo import plan_halo
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, HostLending
 from tests.fusing.support import check_blocks, graphs, integers, read_arrays, run_programs, smooth
 from tests.support import tune
@@ -171,8 +171,8 @@ ROWS = (2,) * 6, (12,)
 PLANS = {
     "transpose": redistribution(ROWS, (1, 0), ROWS),
     "rechunk": redistribution(ROWS, (0, 1), ((5, 7), (4, 8))),
-    "halo": halo_plan(ROWS, ((1, 2), (1, 1)), ("periodic", "reflect")),
-    "star": halo_plan(ROWS, ((1, 1), (1, 1)), (0, "nearest"), has_corners=False),
+    "halo": plan_halo(ROWS, ((1, 2), (1, 1)), ("periodic", "reflect")),
+    "star": plan_halo(ROWS, ((1, 1), (1, 1)), (0, "nearest"), has_corners=False),
 }
 
 

@@ -18,13 +18,11 @@ def rows(chart):
 
 
 def cells(*records, workers=()):
-    """The cells by their pair of reader and holder."""
     chart = links(records, workers)
     return chart, {(row["reader"], row["holder"]): row for row in rows(chart)}
 
 
 def drawn(*records):
-    """The bars by their parts."""
     chart = bars(runs_of(records))
     return chart, {part: [bar for bar in rows(chart) if bar["part"] == part] for part in PARTS}
 
@@ -34,27 +32,31 @@ def stage(holder, transport, nbytes, seconds):
 
 
 def test_speed_is_compared_with_the_best_link_of_the_same_transport():
-    chart, found = cells(
+    chart, cell_rows = cells(
         record(0, stages=(stage("b", "cma", 4_000_000_000, 1.0), stage("c", "cma", 10**9, 1.0))),
         record(
             1, stages=(stage("a", "comm", 10**8, 1.0), stage("b", "cma", 10**9, 1.5)), worker="c"
         ),
     )
     assert (chart.title, chart.workers) == ("Links", ["a", "b", "c"])
-    assert found["a", "b"]["gbs"] == 4.0
-    assert [found[pair]["share"] for pair in (("a", "b"), ("a", "c"), ("c", "a"))] == [1, 0.25, 1]
-    assert found["c", "b"]["share"] == pytest.approx(1 / 1.5 / 4)
-    assert found["c", "a"]["transport"] == "comm"
-    assert len(found) == 4
+    assert cell_rows["a", "b"]["gbs"] == 4.0
+    assert [cell_rows[pair]["share"] for pair in (("a", "b"), ("a", "c"), ("c", "a"))] == [
+        1,
+        0.25,
+        1,
+    ]
+    assert cell_rows["c", "b"]["share"] == pytest.approx(1 / 1.5 / 4)
+    assert cell_rows["c", "a"]["transport"] == "comm"
+    assert len(cell_rows) == 4
 
 
 def test_a_cell_adds_up():
-    _, found = cells(
+    _, cell_rows = cells(
         record(0, stages=(stage("b", "cma", 3 * 10**9, 1.0),)),
         record(1, stages=(stage("b", "comm", 10**9, 1.0),)),
         record(1, stages=(stage("b", "cma", 10**9, 1.0),), wanted_bytes=2 * 10**9),
     )
-    (cell,) = found.values()
+    (cell,) = cell_rows.values()
     assert (cell["transport"], cell["gbs"], cell["nbytes"], cell["tasks"]) == (
         "cma",
         2.0,
@@ -67,29 +69,29 @@ def test_a_cell_adds_up():
 
 def test_fallbacks_are_shown():
     fallback = Fallback("b", "cma", "not permitted")
-    _, found = cells(
+    _, cell_rows = cells(
         record(0, stages=(stage("b", "comm", 1, 1.0),), fallbacks=(fallback,)),
         record(1, stages=(stage("c", "cma", 1, 1.0),)),
     )
-    assert found["a", "b"]["fallback"] == "cma: not permitted"
-    assert found["a", "c"]["fallback"] == ""
+    assert cell_rows["a", "b"]["fallback"] == "cma: not permitted"
+    assert cell_rows["a", "c"]["fallback"] == ""
 
 
 def test_regions_that_kernels_read_in_place_are_timed_by_them():
-    _, found = cells(record(0, stages=(Stage("b", "ipc", 10**9, 0.1, None, 0.0, 0.5),)))
-    assert found["a", "b"]["gbs"] == 2.0
+    _, cell_rows = cells(record(0, stages=(Stage("b", "ipc", 10**9, 0.1, None, 0.0, 0.5),)))
+    assert cell_rows["a", "b"]["gbs"] == 2.0
 
 
 def test_regions_without_times_have_no_speed():
-    _, found = cells(record(0, stages=(Stage("b", "ipc", 10**9),)))
-    assert isnan(found["a", "b"]["gbs"])
-    assert isnan(found["a", "b"]["share"])
-    assert found["a", "b"]["nbytes"] == 10**9
+    _, cell_rows = cells(record(0, stages=(Stage("b", "ipc", 10**9),)))
+    assert isnan(cell_rows["a", "b"]["gbs"])
+    assert isnan(cell_rows["a", "b"]["share"])
+    assert cell_rows["a", "b"]["nbytes"] == 10**9
 
 
 def test_idle_workers_are_there_too():
-    chart, found = cells(workers=["tcp://h:10", "tcp://h:9"])
-    assert (chart.workers, found) == (["h:9", "h:10"], {})
+    chart, cell_rows = cells(workers=["tcp://h:10", "tcp://h:9"])
+    assert (chart.workers, cell_rows) == (["h:9", "h:10"], {})
     assert chart.title == "Links: nothing has moved yet"
 
 
@@ -97,11 +99,11 @@ def test_of_many_workers_the_busiest_links_are_shown():
     records = [
         record(0, stages=(stage("w0", "cma", i, 1.0),), worker=f"w{i}") for i in range(1, 100)
     ]
-    chart, found = cells(*records)
+    chart, cell_rows = cells(*records)
     assert chart.title == "Links: the busiest 64 of 100 workers"
-    assert len(found) == 63
-    assert ("w99", "w0") in found
-    assert ("w1", "w0") not in found
+    assert len(cell_rows) == 63
+    assert ("w99", "w0") in cell_rows
+    assert ("w1", "w0") not in cell_rows
 
 
 def span(bar):
@@ -113,18 +115,18 @@ def test_a_task_and_its_stages():
         Stage("b", "cma", 100, waited_s=0.2, wire_s=0.5, begun_s=0.1, kernel_s=0.3),
         Stage("c", "comm", 50, waited_s=0.1, wire_s=0.1, begun_s=0.6, kernel_s=0.3),
     )
-    chart, found = drawn(record(0, 10.0, stages, kernel_s=0.05, worker="tcp://h:1"))
-    (task,) = found["task"]
+    chart, bars_by_part = drawn(record(0, 10.0, stages, kernel_s=0.05, worker="tcp://h:1"))
+    (task,) = bars_by_part["task"]
     assert (task["left"], task["right"], task["stop_s"]) == (0.0, 1.0, 11.0)
     assert (task["worker"], task["block"], task["top"]) == ("h:1", "0, 0", 0.95)
     assert (task["holder"], task["transport"], task["nbytes"]) == ("2 holders", "cma, comm", 150)
-    assert [span(bar) for bar in found["waiting"]] == [(0.1, 0.3), (0.6, 0.7)]
-    assert [span(bar) for bar in found["transfer"]] == [(0.1, 0.6), (0.6, 0.7)]
+    assert [span(bar) for bar in bars_by_part["waiting"]] == [(0.1, 0.3), (0.6, 0.7)]
+    assert [span(bar) for bar in bars_by_part["transfer"]] == [(0.1, 0.6), (0.6, 0.7)]
     # The kernels of a stage come before its end; those of the worker's own blocks at first.
-    assert [span(bar) for bar in found["kernel"]] == [(0, 0.05), (0.3, 0.6), (0.7, 1.0)]
-    assert [bar["holder"] for bar in found["kernel"]] == ["itself", "b", "c"]
-    assert [bar["nbytes"] for bar in found["transfer"]] == [100, 50]
-    edges = [task["bottom"], *(found[part][0]["top"] for part in reversed(PARTS[1:]))]
+    assert [span(bar) for bar in bars_by_part["kernel"]] == [(0, 0.05), (0.3, 0.6), (0.7, 1.0)]
+    assert [bar["holder"] for bar in bars_by_part["kernel"]] == ["itself", "b", "c"]
+    assert [bar["nbytes"] for bar in bars_by_part["transfer"]] == [100, 50]
+    edges = [task["bottom"], *(bars_by_part[part][0]["top"] for part in reversed(PARTS[1:]))]
     assert edges == sorted(edges), "one below the other, within the task"
     assert edges[-1] == task["top"]
     assert chart.columns["part"][0] == "task", "behind the others"
@@ -133,8 +135,10 @@ def test_a_task_and_its_stages():
 
 
 def test_a_row_a_worker_and_a_track_for_what_runs_at_once():
-    _, found = drawn(record(0), record(1, 0.5), record(2, 1.0), record(3, worker="b"))
-    tops = sorted((round(bar["top"], 6), bar["worker"], bar["block"]) for bar in found["task"])
+    _, bars_by_part = drawn(record(0), record(1, 0.5), record(2, 1.0), record(3, worker="b"))
+    tops = sorted(
+        (round(bar["top"], 6), bar["worker"], bar["block"]) for bar in bars_by_part["task"]
+    )
     # From below: the row of b, then the two tracks of a.
     assert tops == [
         (0.95, "b", "3, 0"),
@@ -142,13 +146,15 @@ def test_a_row_a_worker_and_a_track_for_what_runs_at_once():
         (1.95, "a", "0, 0"),
         (1.95, "a", "2, 0"),
     ]
-    assert all(bar["top"] - bar["bottom"] < 0.45 for bar in found["task"] if bar["worker"] == "a")
+    assert all(
+        bar["top"] - bar["bottom"] < 0.45 for bar in bars_by_part["task"] if bar["worker"] == "a"
+    )
 
 
 def test_the_newest_runs_are_shown_back_to_a_long_pause():
     def names(*starts_s):
-        _, found = drawn(*(record(0, start_s, name=f"y-{start_s}") for start_s in starts_s))
-        return {bar["name"] for bar in found["task"]}
+        _, bars_by_part = drawn(*(record(0, start_s, name=f"y-{start_s}") for start_s in starts_s))
+        return {bar["name"] for bar in bars_by_part["task"]}
 
     assert names(0.0, 1.5) == {"y-0.0", "y-1.5"}
     assert names(0.0, 10.0, 12.5) == {"y-12.5"}
@@ -158,41 +164,41 @@ def test_the_newest_runs_are_shown_back_to_a_long_pause():
 
 def test_bars_are_bounded(monkeypatch):
     monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_BARS", 20)
-    _, found = drawn(*(record(i, i, (Stage("b", "cma", 1, 0.1, 0.1),)) for i in range(100)))
-    assert [bar["block"] for bar in found["task"]] == [f"{i}, 0" for i in range(95, 100)]
-    assert found["task"][0]["left"] == 0.0
+    _, bars_by_part = drawn(*(record(i, i, (Stage("b", "cma", 1, 0.1, 0.1),)) for i in range(100)))
+    assert [bar["block"] for bar in bars_by_part["task"]] == [f"{i}, 0" for i in range(95, 100)]
+    assert bars_by_part["task"][0]["left"] == 0.0
 
 
 def test_where_there_are_too_many_a_task_has_one_stage(monkeypatch):
     monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_BARS", 20)
     stages = [Stage(f"h{i}", "cma", 10, 0.1, 0.2, 0.1 * i, 0.05) for i in range(4)]
-    _, found = drawn(*(record(0, worker=f"w{i}", stages=(*stages,)) for i in range(4)))
-    assert {bar["worker"] for bar in found["task"]} == {f"w{i}" for i in range(4)}
-    for bar in found["transfer"]:
+    _, bars_by_part = drawn(*(record(0, worker=f"w{i}", stages=(*stages,)) for i in range(4)))
+    assert {bar["worker"] for bar in bars_by_part["task"]} == {f"w{i}" for i in range(4)}
+    for bar in bars_by_part["transfer"]:
         assert (bar["holder"], bar["transport"], bar["nbytes"]) == ("4 holders", "cma", 40)
         assert span(bar) == (0.0, 0.5)
-    assert [bar["seconds"] for bar in found["waiting"]] == [pytest.approx(0.4)] * 4
-    assert [span(bar) for bar in found["kernel"]] == [(0.4, 0.6)] * 4
+    assert [bar["seconds"] for bar in bars_by_part["waiting"]] == [pytest.approx(0.4)] * 4
+    assert [span(bar) for bar in bars_by_part["kernel"]] == [(0.4, 0.6)] * 4
 
 
 def test_of_many_workers_the_busiest_rows_are_shown():
-    chart, found = drawn(
+    chart, bars_by_part = drawn(
         *(record(i, stages=(Stage("w0", "cma", i),), worker=f"w{i}") for i in range(100))
     )
     assert chart.title.endswith(": the busiest 64 of 100 workers")
     assert chart.workers == [f"w{i}" for i in range(36, 100)]
-    assert {bar["worker"] for bar in found["task"]} == set(chart.workers)
+    assert {bar["worker"] for bar in bars_by_part["task"]} == set(chart.workers)
 
 
 def test_failed_attempts_are_shown():
-    _, found = drawn(record(0, error="b is deaf"), record(0, 1.0))
-    assert [bar["error"] for bar in found["task"]] == ["b is deaf", ""]
+    _, bars_by_part = drawn(record(0, error="b is deaf"), record(0, 1.0))
+    assert [bar["error"] for bar in bars_by_part["task"]] == ["b is deaf", ""]
 
 
 def test_no_runs():
-    chart, found = drawn()
+    chart, bars_by_part = drawn()
     assert (chart.title, chart.workers) == ("Stages: no runs yet", [])
-    assert set(found) == set(PARTS)
+    assert set(bars_by_part) == set(PARTS)
 
 
 def short(*workers):

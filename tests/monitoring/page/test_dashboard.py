@@ -57,7 +57,7 @@ def test_by_preload(prefix):
 
 
 @pytest.fixture
-def asked(client, monkeypatch):
+def request_times(client, monkeypatch):
     """When the rounds began in which workers were asked, by the clock of the feed."""
     feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
     ask, moments = feed.ask, []
@@ -84,25 +84,27 @@ def opened(client, path="/p2p"):
 
 
 @pytest.mark.slow
-def test_workers_are_asked_while_a_page_is_open(client, asked):
+def test_workers_are_asked_while_a_page_is_open(client, request_times):
     get(client, "/p2p")  # without a session
     time.sleep(1)
-    assert asked == []
+    assert request_times == []
     with opened(client), opened(client, PLOTS[0]):
-        wait_until(lambda: len(asked) >= 4)
-    pauses_s = [after - before for before, after in itertools.pairwise(asked)]
+        wait_until(lambda: len(request_times) >= 4)
+    pauses_s = [after - before for before, after in itertools.pairwise(request_times)]
     assert min(pauses_s) >= INTERVAL_S, "two pages ask no more than one"
-    wait_until(lambda: time.monotonic() - asked[-1] > 3 * INTERVAL_S)  # the pages have been closed
+    wait_until(
+        lambda: time.monotonic() - request_times[-1] > 3 * INTERVAL_S
+    )  # the pages have been closed
 
 
-def test_no_worker_is_asked_after_the_plugin_was_removed(client, asked):
+def test_no_worker_is_asked_after_the_plugin_was_removed(client, request_times):
     with opened(client):
-        wait_until(lambda: asked)
+        wait_until(lambda: request_times)
         client.run_on_scheduler(take_off)
         try:
-            count = len(asked)
+            count = len(request_times)
             time.sleep(1)
-            assert len(asked) == count
+            assert len(request_times) == count
         finally:
             dask_p2p.register(client)
         # The page goes on with the plugin that is there now.
@@ -178,8 +180,8 @@ def test_a_theme_is_one_of_two(client):
     dark, light = get(client, "/p2p?theme=dark"), get(client, "/p2p")
     assert "color-scheme: dark" in dark
     assert "color-scheme: light" in light
-    for wrong in ("", "x", "%ff", "<script>", "dark&theme=dark"):
-        assert "color-scheme: light" in get(client, f"/p2p?theme={wrong}")
+    for theme in ("", "x", "%ff", "<script>", "dark&theme=dark"):
+        assert "color-scheme: light" in get(client, f"/p2p?theme={theme}")
 
 
 @pytest.mark.long
@@ -193,9 +195,11 @@ def test_a_thousand_runs_leave_the_scheduler_flat(client):
         for i in range(runs):
             client.compute(dask_p2p.transpose(x + i)).result()
         gc.collect()
-        mine = tracemalloc.Filter(inclusive=True, filename_pattern="*/dask_p2p/*")
-        statistics = tracemalloc.take_snapshot().filter_traces([mine]).statistics("filename")
-        return sum(found.size for found in statistics)
+        package_filter = tracemalloc.Filter(inclusive=True, filename_pattern="*/dask_p2p/*")
+        statistics = (
+            tracemalloc.take_snapshot().filter_traces([package_filter]).statistics("filename")
+        )
+        return sum(statistic.size for statistic in statistics)
 
     async def keep_less():
         (worker,) = client.cluster.workers.values()

@@ -41,22 +41,22 @@ class Workers:
             self.store.add(worker, number, [record(number, number, worker=worker)])
         return self.under_way
 
-    async def look(self, times):
+    async def poll(self, times):
         """Look as a page does, more often than workers are to be asked."""
         for _ in range(times):
-            self.feed.look()
+            self.feed.refresh()
             await asyncio.sleep(INTERVAL_S / 5)
 
 
 def run(main):
     """Run it, and see that it leaves nothing behind."""
 
-    async def whole():
+    async def main_and_check():
         await main()
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_clocked(whole())
+    run_clocked(main_and_check())
 
 
 def test_workers_are_asked_only_while_a_page_is_open():
@@ -65,7 +65,7 @@ def test_workers_are_asked_only_while_a_page_is_open():
         workers.feed.picture()
         await asyncio.sleep(5 * INTERVAL_S)
         assert workers.asked == {"a": 0}
-        await workers.look(1)
+        await workers.poll(1)
         await asyncio.sleep(5 * INTERVAL_S)
         assert workers.asked == {"a": 1}
 
@@ -76,13 +76,13 @@ def test_pages_share_the_answers_of_workers():
     async def main():
         workers = Workers("a")
         while workers.asked["a"] < 5:
-            await workers.look(1)
-        first = workers.feed.look()
-        assert first is workers.feed.look(), "nothing was new"
+            await workers.poll(1)
+        first = workers.feed.refresh()
+        assert first is workers.feed.refresh(), "nothing was new"
         assert first.runs["blocks"] == ["3 of 2 x 1"]
-        asked = workers.asked["a"]
-        await workers.look(3)
-        assert workers.asked["a"] == asked, "another page has asked just now"
+        request_count = workers.asked["a"]
+        await workers.poll(3)
+        assert workers.asked["a"] == request_count, "another page has asked just now"
         workers.feed.close()
 
     run(main)
@@ -92,7 +92,7 @@ def test_large_clusters_are_asked_less_often(monkeypatch):
     async def main():
         monkeypatch.setattr("dask_p2p.monitoring.feed.INTERVAL_S_PER_WORKER", 1.0)
         workers = Workers(*map(str, range(100)))
-        await workers.look(20)
+        await workers.poll(20)
         assert set(workers.asked.values()) == {1}
         workers.feed.close()
 
@@ -103,7 +103,7 @@ def test_one_that_stands_still_does_not_keep_the_others():
     async def main():
         workers = Workers("a", "still", "broken")
         while workers.asked["a"] < 5:
-            await workers.look(1)
+            await workers.poll(1)
         assert workers.asked["still"] == 1, "it owes an answer"
         assert workers.asked["broken"] >= 4
         assert workers.feed.picture().runs["blocks"] == ["3 of 2 x 1"]
@@ -120,7 +120,7 @@ def test_tasks_under_way_are_shown_until_they_have_ended():
         workers.asked["a"] = 3  # no records of its own
 
         async def running(times=20):
-            await workers.look(times)
+            await workers.poll(times)
             return workers.feed.picture().running
 
         workers.under_way = [record(0, wanted_bytes=10)]
@@ -145,10 +145,10 @@ def test_tasks_under_way_are_dropped_while_no_page_is_open():
         workers = Workers("a")
         workers.asked["a"] = 3
         workers.under_way = [record(0, wanted_bytes=10)]
-        await workers.look(2)
+        await workers.poll(2)
         assert workers.feed.picture().running == {NAME}
         await asyncio.sleep(module._FORGET_S + 1)
-        assert workers.feed.look().running == frozenset()
+        assert workers.feed.refresh().running == frozenset()
         workers.feed.close()
 
     run(main)
@@ -188,7 +188,7 @@ def rank_record(rank, step=0, wanted_bytes=0, steps=5000):
 
 
 @pytest.mark.parametrize(
-    ("records", "left", "progress"),
+    ("records", "unfinished", "progress"),
     [
         ([rank_record(0, 495), rank_record(1, 495)], 3, 0.099),
         ([rank_record(0, 3459), rank_record(1, 3459)], 3, 3459 / 5000),
@@ -199,8 +199,8 @@ def rank_record(rank, step=0, wanted_bytes=0, steps=5000):
         ([rank_record(0, 5000, None), rank_record(1, 5000, None)], 1, 1.0),
     ],
 )
-def test_progress_of_a_section_is_that_of_its_steps(records, left, progress):
-    (row,) = table(records, total=3, left=left)
+def test_progress_of_a_section_is_that_of_its_steps(records, unfinished, progress):
+    (row,) = table(records, total=3, left=unfinished)
     assert (row["state"], row["progress"]) == ("running", pytest.approx(progress))
 
 

@@ -60,7 +60,6 @@ def driver(tmp_path_factory):
 
 @pytest.fixture
 def page(client):
-    """The address of the page."""
     return client.dashboard_link.rpartition("/")[0] + "/p2p"
 
 
@@ -88,15 +87,14 @@ def test_its_numbers_are_those_of_the_run(client, driver, page):
         "4 of 4 x 1",
     )
     assert row["moved"] == format_bytes(400 * 300 * 8 // 2)
-    found = bars(driver, y.name)
-    assert sum(bar["nbytes"] for bar in found if bar["part"] == "transfer") == run.moved_bytes
-    stops = [bar["stop_s"] for bar in found if bar["part"] == "task"]
+    shown_bars = bars(driver, y.name)
+    assert sum(bar["nbytes"] for bar in shown_bars if bar["part"] == "transfer") == run.moved_bytes
+    stops = [bar["stop_s"] for bar in shown_bars if bar["part"] == "task"]
     assert sorted(stops) == sorted(record.stop_s for record in run.made)
     assert complaints(driver) == []
 
 
 def bars(driver, name):
-    """The bars of one run."""
     columns = data(driver, "p2p-stages")
     every = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
     return [bar for bar in every if bar["name"] == name]
@@ -196,7 +194,7 @@ def test_steps_of_a_section_are_shown_while_it_runs(client, driver, page):
         return u
 
     x = array(client)
-    made = dask_p2p.iterate(wait_at_gate, {"u": x}, 0, 10)["u"].persist()
+    result = dask_p2p.iterate(wait_at_gate, {"u": x}, 0, 10)["u"].persist()
     try:
         until(driver, TAB, 1)
         until(driver, "return Bokeh.documents[0].get_model_by_name('p2p-steps').data.step.length")
@@ -204,7 +202,7 @@ def test_steps_of_a_section_are_shown_while_it_runs(client, driver, page):
         assert data(driver, "p2p-waiting")["rank"] == ["0", "1"]
     finally:
         gate.set()
-    wait(made)
+    wait(result)
     shown(driver, persisted(client, dask_p2p.transpose(x + 1)).name)
     until(driver, TAB, 0)
     assert complaints(driver) == []
@@ -227,9 +225,9 @@ def test_no_column_is_cut_off_and_none_is_empty(client, driver, page):
         visit(driver, page)
         x = array(client)
         transposed = persisted(client, dask_p2p.transpose(x))
-        made = dask_p2p.iterate(lambda u: u, x, 0, 1234, ranks=2)
-        (section,) = {key[0] for key in made.dask.to_dict() if "-ranks-" in str(key[0])}
-        persisted(client, made)
+        result = dask_p2p.iterate(lambda u: u, x, 0, 1234, ranks=2)
+        (section,) = {key[0] for key in result.dask.to_dict() if "-ranks-" in str(key[0])}
+        persisted(client, result)
         for name in (transposed.name, section):
             shown(driver, name)
 
@@ -254,8 +252,8 @@ def luminance(colour):
     return np.dot(linear, [0.2126, 0.7152, 0.0722])
 
 
-def contrast(one, other):
-    low, high = sorted((luminance(one), luminance(other)))
+def contrast(one, other_colour):
+    low, high = sorted((luminance(one), luminance(other_colour)))
     return (high + 0.05) / (low + 0.05)
 
 
@@ -273,19 +271,19 @@ def test_dark_where_the_user_likes_it_dark_and_light_on_a_click(driver, page):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", like)
     try:
         driver.get(page)
-        seen = {}
-        for theme, other in (("dark", "light"), ("light", "dark")):
+        colours = {}
+        for theme, other_theme in (("dark", "light"), ("light", "dark")):
             until(driver, "return location.search == arguments[0]", f"?theme={theme}")
             wait_for_bokeh(driver)
             paper, ink, axis, link, bar = driver.execute_script(COLOURS)
-            seen[theme] = luminance(paper)
+            colours[theme] = luminance(paper)
             assert min(contrast(paper, ink), contrast(paper, axis), contrast(link, bar)) > 7
             to_other = driver.find_element("css selector", "#p2p-theme a")
-            assert to_other.text == other
+            assert to_other.text == other_theme
             if theme == "dark":
                 to_other.click()
-        assert seen["light"] > 0.9
-        assert seen["dark"] < 0.05
+        assert colours["light"] > 0.9
+        assert colours["dark"] < 0.05
         assert complaints(driver) == []
     finally:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
@@ -304,12 +302,14 @@ def test_texts_of_workers_are_not_html(client, driver, page):
     evil = "<img src='' onerror='window.evil = 1'>"
     feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
     stages = (Stage("tcp://b:1", "cma", 100, 0.1, 0.5),)
-    given = {"name": "p2p-<b>name</b>", "start_s": time.time(), "worker": "tcp://a:1"}
-    failed = record(0, stages=stages, error=evil, **given)
-    made = record(1, fallbacks=(Fallback("tcp://b:1", "ipc", evil),), dtype=evil, **given)
+    fields = {"name": "p2p-<b>name</b>", "start_s": time.time(), "worker": "tcp://a:1"}
+    failed = record(0, stages=stages, error=evil, **fields)
+    finished_record = record(
+        1, fallbacks=(Fallback("tcp://b:1", "ipc", evil),), dtype=evil, **fields
+    )
 
     async def add():
-        feed.records.add("name", 0, [failed, made])
+        feed.records.add("name", 0, [failed, finished_record])
 
     client.sync(add)
     assert shown(driver, failed.name, "failed")["dtype"] == evil
@@ -317,8 +317,8 @@ def test_texts_of_workers_are_not_html(client, driver, page):
     assert driver.execute_script("return window.evil") is None
     for plot in ("links", "stages"):
         visit(driver, page.replace("/p2p", f"/individual-p2p-{plot}"))
-        found = pointed_at(driver, "b:1" if plot == "links" else "<b>name</b>")
-        assert evil in found
+        texts = pointed_at(driver, "b:1" if plot == "links" else "<b>name</b>")
+        assert evil in texts
         assert driver.execute_script("return window.evil") is None
     assert complaints(driver) == []
 

@@ -102,7 +102,7 @@ def test_the_newest_section_is_shown_also_after_other_runs():
     assert section_of(runs_of([record(0)])) is None
     assert picture([record(0)]).section == ""
     assert picture([record(0), *section]).section == NAME
-    found = picture([*section, record(0, 20.0)])
-    assert found.section == ""
-    assert found.steps.columns["step"] == [10]
+    drawn = picture([*section, record(0, 20.0)])
+    assert drawn.section == ""
+    assert drawn.steps.columns["step"] == [10]
     assert picture([rank_record(0, 0, 11.0, steps=0)]).section == ""

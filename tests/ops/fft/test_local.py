@@ -8,12 +8,12 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from dask_p2p.backends import order_of
+from dask_p2p.backends import memory_order
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.fft import local as local_fft
 from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
-from dask_p2p.ops.fft.stages import local_transforms
+from dask_p2p.ops.fft.stages import plan_local_transforms
 
 FFT, PADDED = ("fftn", (0, 1), (600, 80)), ("ifftn", (1,), (200,))
 RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
@@ -23,10 +23,10 @@ RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
 def test_blocks_are_transformed_as_they_lie(order):
     x = np.random.default_rng(0).random((4, 5, 6)) + 0j
     lies = x.transpose(order).copy().transpose(np.argsort(order))
-    assert order_of(lies.strides) == order
+    assert memory_order(lies.strides) == order
     result = LocalTransform((("fftn", (0, 2), (4, 6)),), "backward")(lies)
     np.testing.assert_allclose(result, np.fft.fftn(x, axes=(0, 2)), atol=1e-12)
-    assert order_of(result.strides) == order
+    assert memory_order(result.strides) == order
 
 
 def test_own_blocks_are_overwritten_and_others_are_not():
@@ -121,7 +121,7 @@ def test_a_transform_of_several_stages_is_scaled_as_a_whole(kind, norm, on_devic
     special = None if kind in ("fft", "ifft") else 2
     lengths = {0: 3, 1: 4, 2: 8 if kind in TO_REAL else 5}
     stages = [(1, 2), (), (0,)] if kind in TO_COMPLEX else [(0,), (1, 2), ()]
-    transforms = local_transforms(kind, special, lengths, norm, stages, on_device)
+    transforms = plan_local_transforms(kind, special, lengths, norm, stages, on_device)
     assert [local is None for local in transforms] == [not axes for axes in stages]
     result = x
     for local in transforms:

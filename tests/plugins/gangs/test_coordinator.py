@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -46,7 +45,7 @@ class Gangs(RuleBasedStateMachine):
         self.tasks |= {(gang, rank): Task() for rank in range(SIZES[gang])}
         self.commits[gang] = set()
 
-    def of(self, gang):
+    def tasks_of(self, gang):
         return [self.tasks[gang, rank] for rank in range(SIZES[gang])]
 
     def order(self, gang, rank):
@@ -64,19 +63,21 @@ class Gangs(RuleBasedStateMachine):
         """Dask releases the siblings: all their dependents have failed as well."""
         self.release(gang, rank, "erred")
         self.tasks[gang, rank].state = "erred"
-        for other in range(SIZES[gang]):
-            if self.tasks[gang, other].state == "processing":
-                self.release(gang, other, "a sibling failed")
+        for peer_rank in range(SIZES[gang]):
+            if self.tasks[gang, peer_rank].state == "processing":
+                self.release(gang, peer_rank, "a sibling failed")
 
-    def run_again(self, gang, others):
+    def run_again(self, gang, lost_ranks):
         self.commits[gang].clear()
-        for rank in others:
+        for rank in lost_ranks:
             if self.tasks[gang, rank].state == "memory":
                 self.release(gang, rank, "does not count")
 
     def start(self, gang, rank, worker):
         task = self.tasks[gang, rank]
-        if task.state != "waiting" or any(other.state == "erred" for other in self.of(gang)):
+        if task.state != "waiting" or any(
+            sibling.state == "erred" for sibling in self.tasks_of(gang)
+        ):
             return
         task.state, task.worker, task.token = "processing", worker, str(next(self.tokens))
         self.run_again(gang, self.join(gang, rank))
@@ -106,41 +107,41 @@ class Gangs(RuleBasedStateMachine):
 
     # --- events
 
-    def pick(self, which, *states):
+    def pick(self, position, *states):
         """Return one of the ranks whose tasks are in these states, in a list; empty if none is."""
-        those = [each for each, task in self.tasks.items() if task.state in states]
-        return [those[which % len(those)]] if those else []
+        candidates = [key for key, task in self.tasks.items() if task.state in states]
+        return [candidates[position % len(candidates)]] if candidates else []
 
-    @rule(which=whiches, worker=workers)
-    def a_task_starts(self, which, worker):
-        for gang, rank in self.pick(which, "waiting"):
+    @rule(position=whiches, worker=workers)
+    def a_task_starts(self, position, worker):
+        for gang, rank in self.pick(position, "waiting"):
             self.start(gang, rank, worker)
 
-    @rule(which=whiches)
-    def a_request_is_repeated(self, which):
-        for gang, rank in self.pick(which, "processing"):
+    @rule(position=whiches)
+    def a_request_is_repeated(self, position):
+        for gang, rank in self.pick(position, "processing"):
             before = self.order(gang, rank)
             assert self.join(gang, rank) == []
             assert self.order(gang, rank) == before
 
-    @rule(which=whiches)
-    def a_rank_follows(self, which):
-        for gang, rank in self.pick(which, "processing"):
+    @rule(position=whiches)
+    def a_rank_follows(self, position):
+        for gang, rank in self.pick(position, "processing"):
             self.follow(gang, rank)
 
-    @rule(which=whiches, how=st.sampled_from(["", "loses a peer", "raises"]))
-    def a_function_ends(self, which, how):
+    @rule(position=whiches, how=st.sampled_from(["", "loses a peer", "raises"]))
+    def a_function_ends(self, position, how):
         """It may end after its attempt: this changes nothing."""
-        for gang, rank in self.pick(which, "processing"):
+        for gang, rank in self.pick(position, "processing"):
             before = self.order(gang, rank)
             if before.state != "waiting":
                 error = b"error" if how == "raises" else None
                 self.coordinator.leave(gang, rank, self.tasks[gang, rank].token, how, error)
                 assert before.state == "running" or self.order(gang, rank) == before
 
-    @rule(which=whiches, error=st.none() | st.just(b"error"))
-    def an_old_attempt_leaves(self, which, error):
-        for gang, rank in self.pick(which, "waiting", "processing", "memory", "erred"):
+    @rule(position=whiches, error=st.none() | st.just(b"error"))
+    def an_old_attempt_leaves(self, position, error):
+        for gang, rank in self.pick(position, "waiting", "processing", "memory", "erred"):
             before = self.order(gang, rank)
             self.coordinator.leave(gang, rank, "old", "it was stopped long ago", error)
             assert self.coordinator.order(gang, rank, "old") == Order("stopped")
@@ -152,14 +153,14 @@ class Gangs(RuleBasedStateMachine):
             if task.worker == worker and task.state in ("processing", "memory"):
                 self.release(gang, rank, "lost")
 
-    @rule(which=whiches)
-    def a_task_is_taken_back(self, which):
-        for gang, rank in self.pick(which, "processing", "memory"):
+    @rule(position=whiches)
+    def a_task_is_taken_back(self, position):
+        for gang, rank in self.pick(position, "processing", "memory"):
             self.release(gang, rank, "moved")
 
-    @rule(which=whiches)
-    def an_input_fails(self, which):
-        for gang, rank in self.pick(which, "waiting"):
+    @rule(position=whiches)
+    def an_input_fails(self, position):
+        for gang, rank in self.pick(position, "waiting"):
             self.err(gang, rank)
 
     @rule(gang=gangs)
@@ -182,7 +183,7 @@ class Gangs(RuleBasedStateMachine):
                 waiting = [order for order in orders if order.state == "waiting"]
                 assert len(waiting) < SIZES[gang], "a resident gang waits for another one"
             elif taking_part:
-                for worker in {task.worker for task in self.of(gang)}:
+                for worker in {task.worker for task in self.tasks_of(gang)}:
                     assert busy.setdefault(worker, gang) == gang, "two gangs on a worker"
 
     @invariant()
@@ -190,18 +191,20 @@ class Gangs(RuleBasedStateMachine):
         for gang, attempts in self.commits.items():
             assert len(attempts) <= 1
             if attempts:
-                assert all(t.attempt in attempts for t in self.of(gang) if t.state == "memory")
+                assert all(
+                    t.attempt in attempts for t in self.tasks_of(gang) if t.state == "memory"
+                )
 
     @invariant()
     def nothing_is_kept(self):
-        known = {gang for gang in SIZES if self.coordinator.size(gang) is not None}
-        gangs, queue = self.kept()
-        assert set(gangs) == known
-        assert set(queue) <= known
-        for gang in known:
+        known_gangs = {gang for gang in SIZES if self.coordinator.size(gang) is not None}
+        gangs, queue = self.coordinator_state()
+        assert set(gangs) == known_gangs
+        assert set(queue) <= known_gangs
+        for gang in known_gangs:
             assert set(gangs[gang].ranks) <= set(range(SIZES[gang]))
 
-    def kept(self):
+    def coordinator_state(self):
         """Gangs by name, and the names of those that wait for workers."""
         return self.coordinator._gangs, self.coordinator._queue
 
@@ -214,7 +217,7 @@ class Gangs(RuleBasedStateMachine):
                     moved |= self.follow(gang, rank)
                     task = self.tasks[gang, rank]
                     # Dask runs a task again while an output is missing, unless one has failed.
-                    failed = any(t.state == "erred" for t in self.of(gang))
+                    failed = any(t.state == "erred" for t in self.tasks_of(gang))
                     if task.state == "waiting" and not failed:
                         self.start(gang, rank, WORKERS[rank])
                         moved = True
@@ -224,11 +227,11 @@ class Gangs(RuleBasedStateMachine):
             if not moved:
                 break
         for gang in SIZES:
-            states = [task.state for task in self.of(gang)]
+            states = [task.state for task in self.tasks_of(gang)]
             assert "processing" not in states, "a rank waits for ever"
             assert "erred" in states or set(states) == {"memory"}
             self.coordinator.forget(gang)
-        assert self.kept() == ({}, [])
+        assert self.coordinator_state() == ({}, [])
 
 
 TestGangs = Gangs.TestCase
@@ -314,13 +317,6 @@ def test_attempts_are_bounded():
     assert order.reason == "2 attempts ended early, the last one because a connection broke"
 
 
-def test_ranks_agree_on_the_size():
-    coordinator = Coordinator(MOST)
-    joined(coordinator, "x", "a", size=2)
-    with pytest.raises(ValueError, match="expected a rank of 2, got 2 of 3"):
-        coordinator.join("x", 3, 2, "x2", "b")
-
-
 def test_a_rank_that_comes_again_ends_the_attempt():
     """Although the scheduler reports before that it took the task back."""
     coordinator = Coordinator(MOST)
@@ -352,8 +348,8 @@ def resumed(coordinator, states, attempt):
 def test_an_attempt_begins_at_the_newest_step_whose_states_are_all_there():
     coordinator = Coordinator(MOST)
     assert resumed(coordinator, [{}, {}, {}], 1) == (None, ())
-    whole = [{0: [5, 10], 2: [5]}, {1: [5, 10], 0: [5, 10]}, {2: [5], 1: [5, 10]}]
-    assert resumed(coordinator, whole, 2) == (5, (0, 1, 2))
+    steps_by_rank = [{0: [5, 10], 2: [5]}, {1: [5, 10], 0: [5, 10]}, {2: [5], 1: [5, 10]}]
+    assert resumed(coordinator, steps_by_rank, 2) == (5, (0, 1, 2))
     moved = [{}, {1: [10], 0: [5, 10]}, {2: [5, 10], 1: [5]}]
     assert resumed(coordinator, moved, 3) == (10, (1, 1, 2))
     assert resumed(coordinator, [{0: [10]}, {}, {1: [10]}], 4) == (None, ())

@@ -170,8 +170,8 @@ def test_ranks_stay_where_nothing_is_gained(case):
 def cluster():
     units = ({"GPU": 1}, {"GPU": 1}, {})
     workers = {
-        number: {"cls": Nanny, "options": {"nthreads": 2, "resources": each}}
-        for number, each in enumerate(units)
+        number: {"cls": Nanny, "options": {"nthreads": 2, "resources": resources}}
+        for number, resources in enumerate(units)
     }
     scheduler = {"cls": DaskScheduler, "options": {"dashboard_address": ":0"}}
     with SpecCluster(scheduler=scheduler, workers=workers) as cluster:
@@ -180,7 +180,7 @@ def cluster():
 
 
 def addresses(client):
-    return {each["name"]: address for address, each in workers_of(client).items()}
+    return {worker["name"]: address for address, worker in workers_of(client).items()}
 
 
 def summed(ctx, x, of):
@@ -229,11 +229,11 @@ def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
 
 @pytest.mark.slow
 def test_ranks_that_have_no_worker_are_refused_by_name(client):
-    nowhere, (gpu, _, other) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
+    nowhere, (gpu, _, free_worker) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
     refused = (
         ({"workers": [nowhere]}, "2 of them are restricted .*tcp://127.0.0.1:1"),
         ({"workers": [nowhere], "allow_other_workers": False}, "2 of them are restricted"),
-        ({"workers": [other], "resources": GPU}, r"have 0 units in all"),
+        ({"workers": [free_worker], "resources": GPU}, r"have 0 units in all"),
         ({"workers": [gpu], "resources": GPU}, r"have 1 unit in all, enough for 1 rank"),
     )
     for number, (kwargs, match) in enumerate(refused):
@@ -242,7 +242,7 @@ def test_ranks_that_have_no_worker_are_refused_by_name(client):
             y.compute(**kwargs)
     for kwargs in (
         {"workers": [nowhere], "allow_other_workers": True},
-        {"workers": [other]},
+        {"workers": [free_worker]},
         {"workers": [gpu, nowhere]},
     ):
         y = spmd(summed, array(), ranks=2, of="workers")
@@ -269,11 +269,11 @@ def test_a_rank_that_waits_lends_its_units(client):
         spmd(summed, (array(1) * number).map_blocks(slow), ranks=2, of="gangs")
         for number in range(6)
     ]
-    others = client.map(time.sleep, [0.05] * 20, resources=GPU, pure=False)
-    made = [client.compute(each, resources=GPU) for each in gangs]
-    for number, future in enumerate(made):
+    short_tasks = client.map(time.sleep, [0.05] * 20, resources=GPU, pure=False)
+    futures = [client.compute(gang, resources=GPU) for gang in gangs]
+    for number, future in enumerate(futures):
         assert np.array_equal(result_of(client, future), np.full(12, number + 3.0))
-    del future, made, others, gangs, y
+    del future, futures, short_tasks, gangs, y
     nothing_is_left(client)
     wait(client.submit(time.sleep, 0.1, resources=GPU, pure=False))
     # Tasks that were released while they ran have their units until they end.
@@ -296,6 +296,6 @@ def test_a_worker_full_of_long_tasks_does_not_keep_a_gang(client):
     z = iterate(lambda u: u[1:-1], array(), {0: 1}, 3, ranks=3)
     for future, value in ((client.compute(y), 4.0), (client.compute(z), 1.0)):
         assert np.array_equal(result_of(client, future), np.full(12, value))
-    assert not any(each.done() for each in blocking)
+    assert not any(future.done() for future in blocking)
     client.cancel(blocking)
     restart(client, [busy])

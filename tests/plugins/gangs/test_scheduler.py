@@ -55,20 +55,20 @@ class Scheduler:
 def running(main):
     async def run():
         scheduler = Scheduler()
-        scheduler.plugins[PLUGIN_NAME] = own = object()
+        scheduler.plugins[PLUGIN_NAME] = placeholder = object()
 
         def is_on():
-            return scheduler.plugins.get(PLUGIN_NAME) is own
+            return scheduler.plugins.get(PLUGIN_NAME) is placeholder
 
         def put_back():
-            scheduler.plugins.setdefault(PLUGIN_NAME, own)
+            scheduler.plugins.setdefault(PLUGIN_NAME, placeholder)
 
         return await main(scheduler, Gangs(scheduler, is_on, put_back))
 
     return run_clocked(run())
 
 
-def whole(gangs):
+def join_all(gangs):
     return asyncio.gather(
         gangs.join(**JOINING),
         gangs.join(**JOINING | {"rank": 1, "token": "t1", "worker": "b", "endpoint": "of b"}),
@@ -77,7 +77,7 @@ def whole(gangs):
 
 def test_ranks_start_together_and_commit_together():
     async def main(scheduler, gangs):
-        orders = await whole(gangs)
+        orders = await join_all(gangs)
         assert {order["state"] for order in orders} == {"running"}
         assert orders[0]["peers"] == (("a", "t0", "of a"), ("b", "t1", "of b"))
         waiting = asyncio.ensure_future(gangs.order(**GOOD, known_state="running"))
@@ -122,22 +122,24 @@ def whole_with(gangs, steps, token):
         for rank, worker in enumerate("ab")
     ]
     saved = [(rank, steps) for rank in range(2)]
-    return asyncio.gather(*(gangs.join(**each | {"saved": saved}) for each in joining))
+    return asyncio.gather(
+        *(gangs.join(**rank_arguments | {"saved": saved}) for rank_arguments in joining)
+    )
 
 
 def test_a_poll_is_answered_in_time_without_news():
 
     async def main(scheduler, gangs):
         began_s = asyncio.get_running_loop().time()
-        answer = await gangs.join(**JOINING)
-        return answer["state"], asyncio.get_running_loop().time() - began_s
+        reply = await gangs.join(**JOINING)
+        return reply["state"], asyncio.get_running_loop().time() - began_s
 
     assert running(main) == ("waiting", module._POLL_S)
 
 
 def test_outputs_are_released_when_one_is_lost():
     async def main(scheduler, gangs):
-        await whole(gangs)
+        await join_all(gangs)
         await asyncio.gather(gangs.leave(**GOOD), gangs.leave(gang="x", rank=1, token="t1"))
         scheduler.tasks["x", 1].state = scheduler.tasks["x", "commit"].state = "memory"
         again = asyncio.ensure_future(gangs.join(**JOINING | {"token": "again"}))
@@ -150,7 +152,7 @@ def test_outputs_are_released_when_one_is_lost():
 
 def test_an_output_that_comes_after_another_was_lost_is_released():
     async def main(scheduler, gangs):
-        await whole(gangs)
+        await join_all(gangs)
         await asyncio.gather(gangs.leave(**GOOD), gangs.leave(gang="x", rank=1, token="t1"))
         again = asyncio.ensure_future(gangs.join(**JOINING | {"token": "again"}))
         await asyncio.sleep(0.01)
@@ -169,7 +171,7 @@ def test_workers_forget_states_with_the_gang(end):
     async def main(scheduler, gangs):
         saving = [{**GOOD, "worker": "a"}, {**GOOD, "worker": "b"}, {**GOOD, "worker": "gone"}]
         if end != "cancelled before":
-            await whole(gangs)
+            await join_all(gangs)
         if end == "error before":
             scheduler.tasks["x", 0].state = "erred"
         for request in saving:
@@ -193,25 +195,27 @@ def test_workers_forget_states_with_the_gang(end):
     running(main)
 
 
-@pytest.mark.parametrize("taken", ["off", "by another"])
-def test_ranks_come_again_after_the_plugin_was_taken_off(taken):
+@pytest.mark.parametrize("is_removed", ["off", "by another"])
+def test_ranks_come_again_after_the_plugin_was_taken_off(is_removed):
     """It received no events of their tasks before it was added again."""
 
     async def main(scheduler, gangs):
-        await whole(gangs)
+        await join_all(gangs)
         await gangs.saves(**GOOD, worker="a")
         waiting = asyncio.ensure_future(gangs.order(**GOOD, known_state="running"))
         await asyncio.sleep(0)
-        own = scheduler.plugins[PLUGIN_NAME]
-        scheduler.plugins[PLUGIN_NAME] = other = object()
-        if taken == "off":
+        plugin = scheduler.plugins[PLUGIN_NAME]
+        scheduler.plugins[PLUGIN_NAME] = new_plugin = object()
+        if is_removed == "off":
             scheduler.plugins.clear()
         assert (await waiting)["state"] == "stopped"
         await gangs.leave(**GOOD)
         await gangs.leave(gang="x", rank=1, token="t1")
         assert not coordinator_of(gangs).is_committed("x")
         assert scheduler.forgotten == [("a", "x")]
-        assert scheduler.plugins == {PLUGIN_NAME: other if taken == "by another" else own}
+        assert scheduler.plugins == {
+            PLUGIN_NAME: new_plugin if is_removed == "by another" else plugin
+        }
 
     running(main)
 
@@ -234,7 +238,7 @@ def test_a_gang_is_forgotten_with_its_last_task(monkeypatch):
     monkeypatch.setattr(Waiting, "forget", lambda waiting, gang: forgotten.append(gang))
 
     async def main(scheduler, gangs):
-        await whole(gangs)
+        await join_all(gangs)
         for rank in range(2):
             assert coordinator_of(gangs).size("x") == 2
             gangs.transition(("x", rank), "released", "forgotten")

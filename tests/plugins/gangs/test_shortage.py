@@ -74,8 +74,8 @@ def test_what_is_lacking_is_named(resources, tasks, text):
 def test_many_ranks_are_looked_at_quickly():
     """Each restriction is checked once, for any number of ranks."""
     scheduler = Scheduler(*[GPU] * 8)
-    scheduler.coerce_hostname = lambda host: asked.append(host) or host
-    asked = []
+    scheduler.coerce_hostname = lambda host: requests.append(host) or host
+    requests = []
     assert "enough for 8 ranks" in describe_shortage(scheduler, "x", ranks(5000, GPU))
     assert describe_shortage(scheduler, "x", ranks(5000, hosts={"host-a"})) == ""
-    assert asked == ["host-a"]
+    assert requests == ["host-a"]

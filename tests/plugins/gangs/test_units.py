@@ -41,17 +41,17 @@ def test_units_are_lent_once_and_taken_back():
 def test_units_that_others_have_are_waited_for():
     """And reserved immediately, so that no other task gets them first."""
     worker = Worker({"GPU": 1})
-    units, seen = Units(worker, "x"), []
+    units, waits = Units(worker, "x"), []
     units.lend()
     worker.state.available_resources["GPU"] -= 2  # by two tasks
 
     def wait():
-        seen.append(worker.free)
-        worker.state.available_resources["GPU"] += len(seen) > 1
+        waits.append(worker.free)
+        worker.state.available_resources["GPU"] += len(waits) > 1
         return True
 
     units.take(wait)
-    assert seen == [-1, -1]
+    assert waits == [-1, -1]
     assert worker.free == 0
 
 

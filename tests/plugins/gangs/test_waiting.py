@@ -43,7 +43,7 @@ class Scheduler:
     """The tasks of a gang, and the warnings that clients got."""
 
     def __init__(self, tasks):
-        self.tasks = {("x", rank): each for rank, each in enumerate(tasks)}
+        self.tasks = {("x", rank): rank_task for rank, rank_task in enumerate(tasks)}
         self.warnings = []
 
     def log_event(self, topic, event):
@@ -179,7 +179,7 @@ def test_clients_see_it_as_a_warning():
     """One of two gangs on a worker waits for the other."""
 
     def is_seen():
-        return any("dask_p2p: p2p-spmd-ranks-" in str(each.message) for each in seen)
+        return any("dask_p2p: p2p-spmd-ranks-" in str(warning.message) for warning in caught)
 
     async def main():
         x = da.ones((2, 2), chunks=(1, 2))
@@ -192,7 +192,7 @@ def test_clients_see_it_as_a_warning():
 
     with (
         dask.config.set({"p2p.sections.warn-after": "100 ms"}),
-        warnings.catch_warnings(record=True) as seen,
+        warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always", P2PWarning)
         asyncio.run(main())

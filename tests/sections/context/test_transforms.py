@@ -141,7 +141,7 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
     with pytest.MonkeyPatch.context() as patch:
         gpu = emulated_gpu(patch)
         library = fake_cufft()
-        patch.setattr(local_fft, "_fft_module", lambda names: library)
+        patch.setattr(local_fft, "_import_fft_module", lambda names: library)
         tune(patch, transform_piece_bytes=piece_bytes)
         run_gang(ranks, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
         gc.collect()

@@ -63,7 +63,7 @@ def test_a_run_of_ranks(client, x):
 async def _look(dask_scheduler):
     """Return the newest row of the page's table, as a browser would get it."""
     feed = dask_scheduler.plugins[PLUGIN_NAME].feed
-    feed.look()
+    feed.refresh()
     runs = feed.picture().runs
     row = {name: runs[name][0] for name in ("name", "state", *TABLE)} if runs["name"] else {}
     figures = dask_scheduler.plugins[PLUGIN_NAME].figures()

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.plans.ranks import branch
+from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire import streams as module
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.streams import MOST_STRANGERS, Strangers
@@ -31,7 +31,7 @@ def test_the_end_makes_only_the_connections_of_a_tree(size):
     with Gang(size) as gang:
         found = gang.run(finished)
     for rank, ranks in enumerate(found):
-        above, below = branch(rank, size)
+        above, below = tree_neighbours(rank, size)
         assert ranks == [*above, *below]
 
 

@@ -28,9 +28,9 @@ def test_values_of_any_dtype(client, dtype):
     a = spread(client, da.from_array(x, chunks=(70, 150)))
     with dask.config.set({"p2p.transports.part-bytes": "5 kB"}):
         y = persisted(client, dask_p2p.transpose(a))
-    got = y.compute()
-    assert got.dtype == x.dtype
-    assert got.tobytes() == x.T.tobytes()
+    result = y.compute()
+    assert result.dtype == x.dtype
+    assert result.tobytes() == x.T.tobytes()
     assert used(client, y) == {"cma"}
 
 
@@ -134,9 +134,9 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
             process_memory.read = read
 
         client.run(stop_it, pid, how, workers=[reader])
-        whole = dask_p2p.transpose(a, chunks=-1)
+        whole_block = dask_p2p.transpose(a, chunks=-1)
         z = client.compute(
-            whole, workers=[reader], allow_other_workers=how == signal.SIGKILL, retries=0
+            whole_block, workers=[reader], allow_other_workers=how == signal.SIGKILL, retries=0
         )
         try:
             np.testing.assert_array_equal(result_of(client, z), np.arange(2400.0).reshape(shape).T)
@@ -152,12 +152,12 @@ def test_no_holder_is_asked_to_publish_what_another_task_will_read(client):
 
     def count(dask_worker):
         transport = dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"]
-        held = sum(key[0] == x.name for key in dask_worker.data)
-        return held, usage(transport)["published"] if held else 0
+        held_count = sum(key[0] == x.name for key in dask_worker.data)
+        return held_count, usage(transport)["published"] if held_count else 0
 
     y = spread(client, dask_p2p.rechunk(x, (16, 48)))  # a task on each worker
-    for held, published in client.run(count).values():
-        assert published >= held
+    for held_count, published in client.run(count).values():
+        assert published >= held_count
     assert used(client, y) == {"cma"}
     np.testing.assert_array_equal(y.compute(), a)
 
@@ -167,12 +167,12 @@ def test_regions_are_copied_to_where_they_belong(client, monkeypatch):
     a = np.arange(80 * 200.0).reshape(80, 200)
     x = spread(client, da.from_array(a, chunks=(20, 100)))
 
-    def taken(dask_worker):
+    def buffer_bytes(dask_worker):
         return dask_worker.plugins[PLUGIN_NAME].context.router.transports["cma"].kept_bytes
 
-    before = client.run(taken)
+    before = client.run(buffer_bytes)
     y = persisted(client, dask_p2p.rechunk(x, (40, 200)))
     assert used(client, y) == {"cma"}
-    assert client.run(taken) == before
+    assert client.run(buffer_bytes) == before
     np.testing.assert_array_equal(y.compute(), a)
     np.testing.assert_array_equal(dask_p2p.rechunk(x, (40, 9)).compute(), a)  # short rows

@@ -33,34 +33,34 @@ def hold(connection, folder):
     transport = IpcTransport(host, OPTIONS)
     host.handlers.update(transport.handlers())
     while (order := connection.recv()) is not None:
-        what, args = order
+        order_name, args = order
         try:
-            if what == "put":
+            if order_name == "put":
                 key, array = args
                 loop.run(_release(transport, key))
                 host.blocks[key] = cupy.asarray(array, order="K")
                 result = None
-            elif what == "put rows":  # all of one allocation
+            elif order_name == "put rows":  # all of one allocation
                 for key, row in enumerate(cupy.asarray(args)):
                     loop.run(_release(transport, key))
                     host.blocks[key] = row
                 result = None
-            elif what == "give memory back":
+            elif order_name == "give memory back":
                 cupy.get_default_memory_pool().free_all_blocks()
                 result = None
-            elif what == "drop":
+            elif order_name == "drop":
                 del host.blocks[args]
                 loop.run(_release(transport, args))
                 result = None
-            elif what == "call":
+            elif order_name == "call":
                 op, kwargs = args
                 result = loop.run(host.handlers[op](**kwargs))
-            elif what == "serving":
+            elif order_name == "serving":
                 transport.publish(host.blocks)
                 result = None
-            elif what == "kept":
+            elif order_name == "kept":
                 result = (loop.run(_expire(transport)), len(transport.directory))[1]
-            elif what == "close":
+            elif order_name == "close":
                 result = loop.run(transport.close())
             connection.send((True, result))
         except Exception as exc:
@@ -80,15 +80,15 @@ class RemoteHost:
 
     def __init__(self, folder):
         context = multiprocessing.get_context("spawn")
-        self._connection, other = context.Pipe()
-        self._process = context.Process(target=hold, args=(other, folder))
+        self._connection, child_end = context.Pipe()
+        self._process = context.Process(target=hold, args=(child_end, folder))
         self._process.start()
         self._lock = threading.Lock()
         self.calls = []
 
-    def ask(self, what, args=None):
+    def ask(self, order_name, args=None):
         with self._lock:
-            self._connection.send((what, args))
+            self._connection.send((order_name, args))
             assert self._connection.poll(BOUND_S), "the holder does not answer"
             good, result = self._connection.recv()
         assert good, result
@@ -101,41 +101,41 @@ class RemoteHost:
 
 class Host(LoopbackHost):
     async def call(self, address, op, **kwargs):
-        other = self._network[address]
-        other.calls.append(op)
-        return await asyncio.to_thread(other.ask, "call", (op, kwargs))
+        peer = self._network[address]
+        peer.calls.append(op)
+        return await asyncio.to_thread(peer.ask, "call", (op, kwargs))
 
 
 @pytest.fixture(scope="module")
 def pair(loop, tmp_path_factory):
     network = {}
-    here = Host("reader", loop.loop, network, tmp_path_factory.mktemp("reader"))
+    reader_host = Host("reader", loop.loop, network, tmp_path_factory.mktemp("reader"))
     network["holder"] = RemoteHost(str(tmp_path_factory.mktemp("holder")))
-    yield here, network["holder"]
+    yield reader_host, network["holder"]
     network["holder"].close()
-    here.close()
+    reader_host.close()
 
 
 @pytest.fixture
 def setup(pair, loop, tmp_path_factory):
-    here, there = pair
-    reader = IpcTransport(here, OPTIONS)
-    there.calls.clear()
+    reader_host, holder_host = pair
+    reader = IpcTransport(reader_host, OPTIONS)
+    holder_host.calls.clear()
     closed = []
 
     def close_holder():
-        there.ask("close")
+        holder_host.ask("close")
         closed.append(True)
 
     yield SimpleNamespace(
         reader=reader,
         holder="holder",
         kind="cupy",
-        put=lambda key, array: there.ask("put", (key, array)),
-        drop=lambda key: there.ask("drop", key),
+        put=lambda key, array: holder_host.ask("put", (key, array)),
+        drop=lambda key: holder_host.ask("drop", key),
         close_holder=close_holder,
         to_numpy=lambda array: array.get(),
-        there=there,
+        there=holder_host,
     )
     loop.run(reader.close())
 
@@ -160,8 +160,8 @@ class TestIpc(Conformance):
         key, array = block
         setup.there.ask("serving")
         setup.there.calls.clear()
-        got = self.read(setup, key, array, ((0, 6), (0, 10)))
-        np.testing.assert_array_equal(got, array)
+        region = self.read(setup, key, array, ((0, 6), (0, 10)))
+        np.testing.assert_array_equal(region, array)
         assert "p2p_ipc_publish" not in setup.there.calls
 
     def test_what_is_not_published_is_asked_for_once(self, setup, block):
@@ -176,8 +176,8 @@ class TestIpc(Conformance):
         array = np.arange(80.0).reshape(5, 4, 4)
         setup.there.ask("put rows", array)
         for i in range(5):
-            got = self.read(setup, i, array[i], ((0, 4), (0, 4)))
-            np.testing.assert_array_equal(got, array[i])
+            region = self.read(setup, i, array[i], ((0, 4), (0, 4)))
+            np.testing.assert_array_equal(region, array[i])
         assert len(setup.reader.mappings) == 1
 
     def test_memory_that_comes_and_goes(self, setup):
@@ -185,16 +185,16 @@ class TestIpc(Conformance):
         for i in range(100):
             array = np.full((64, 64), float(i))
             setup.put("block", array)
-            got = self.read(setup, "block", array, ((0, 64), (0, 64)))
-            np.testing.assert_array_equal(got, array)
+            region = self.read(setup, "block", array, ((0, 64), (0, 64)))
+            np.testing.assert_array_equal(region, array)
             setup.drop("block")
             setup.there.ask("give memory back")
 
     def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
         key, array = block
-        for other in list(range(5)):
-            setup.put(other, array)
-            setup.drop(other)
+        for index in list(range(5)):
+            setup.put(index, array)
+            setup.drop(index)
         remote = self.open(setup, key, array)
         before = setup.there.ask("kept")
         setup.drop(key)

@@ -149,38 +149,29 @@ class TestIpcEmulated(Conformance):
         assert setup.serving.directory.expire(60) == 0
 
     @pytest.mark.parametrize(
-        ("change", "error", "words"),
+        ("change", "words"),
         [
-            ({"key": "('x-1', 1, 0)"}, TransferError, r"is that of \('x-1', 1, 0\)"),
-            ({"shape": (10, 6)}, BlockMismatchError, r"it is .*\(10, 6\)"),
-            ({"dtype": "int64 <i8"}, BlockMismatchError, "it is int64"),
-            ({"shape": None}, TransferError, "cannot be read"),
-            ({"more": 1}, TransferError, "cannot be read"),
-            (None, TransferError, "cannot be read"),
+            ({"shape": (10, 6)}, r"it is .*\(10, 6\)"),
+            ({"dtype": "int64 <i8"}, "it is int64"),
         ],
         ids=str,
     )
-    def test_a_descriptor_that_is_not_of_the_block(
-        self, setup, block, monkeypatch, change, error, words
-    ):
+    def test_a_descriptor_that_is_not_of_the_block(self, setup, block, monkeypatch, change, words):
         key, array = block
-        real = Descriptor.text
 
         def text(published):
-            if change is None:
-                return real(published)[:-1]
             return json.dumps({**asdict(published), **change}).encode()
 
         monkeypatch.setattr(Descriptor, "text", text)
-        with pytest.raises(error, match=words):
+        with pytest.raises(BlockMismatchError, match=words):
             self.read(setup, key, array, ((0, 1), (0, 1)))
         assert setup.device.runtime.open == {}, "nothing was mapped"
         assert nothing_is_kept(setup, key)
 
-    @pytest.mark.parametrize("what", ["it is not mapped", "it is not made an array"])
-    def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, what):
+    @pytest.mark.parametrize("failing_call", ["it is not mapped", "it is not made an array"])
+    def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, failing_call):
         key, array = block
-        if what == "it is not mapped":
+        if failing_call == "it is not mapped":
             setup.device.runtime.refused.add(bytes(4))
         else:
             setup.device.fails = True
@@ -281,8 +272,8 @@ def test_a_block_that_is_spilled_to_host_memory_comes_another_way(setup, monkeyp
     monkeypatch.setattr(same_host, "backend_for", lambda block: NUMPY)
 
     def read():
-        of = "holder", "block", array.shape, array.dtype, "cupy"
-        with closing(open_block(setup.reader, *of, [((0, 6),)], options())) as remote:
+        request_fields = "holder", "block", array.shape, array.dtype, "cupy"
+        with closing(open_block(setup.reader, *request_fields, [((0, 6),)], options())) as remote:
             return remote.whole(setup.to_numpy, 20)
 
     with pytest.raises(

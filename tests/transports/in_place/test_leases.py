@@ -23,7 +23,6 @@ from dask_p2p.errors import TransferError
 from dask_p2p.transports import leases as module
 from dask_p2p.transports.leases import DESCRIPTOR_BYTES, FILE, Leases, PublishedBlocks
 from tests.support import BOUND_S
-from tests.transports.loopback import wait_until
 
 
 class Block:
@@ -47,11 +46,11 @@ def take(folder, key):
         leases = Leases(folder)
     except FileNotFoundError:
         return None
-    taken = leases.take(key)
-    if taken is None:
+    lease = leases.take(key)
+    if lease is None:
         leases.close()
         return None
-    return Lease(leases, *taken)
+    return Lease(leases, *lease)
 
 
 @pytest.fixture
@@ -326,14 +325,14 @@ def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory, t
     leases = Leases(directory.folder)
     entry, _ = leases.take("key")
     leases.close()
-    other = os.open(os.path.join(directory.folder, FILE), os.O_RDONLY)
+    file_number = os.open(os.path.join(directory.folder, FILE), os.O_RDONLY)
     try:
         leases.end(entry)
         for use in (leases.holder_lives, lambda: leases.take("key"), lambda: leases.lock(entry)):
             with pytest.raises(OSError, match="Bad file descriptor"):
                 use()
     finally:
-        os.close(other)
+        os.close(file_number)
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, 17, 2**16, 2**20, 2**20 + 1])
@@ -387,17 +386,17 @@ def _end(child):
 def test_a_forked_child_does_not_write_the_parents_file(directory, tmp_path):
     """Nor the file that has the number by which the table was known."""
     publish(directory, "key", Block(), b"text")
-    other, block = tmp_path / "other", directory.published["key"].block
+    other_folder, block = tmp_path / "other", directory.published["key"].block
 
-    def look():
-        opened = [os.open(other, os.O_RDWR | os.O_CREAT) for _ in range(50)]
+    def check_files():
+        opened = [os.open(other_folder, os.O_RDWR | os.O_CREAT) for _ in range(50)]
         directory.withdraw("key")
         with suppress(OSError):
             publish(directory, "key", Block(), b"of the child")
-        return opened and other.stat().st_size == 0
+        return opened and other_folder.stat().st_size == 0
 
     before = content(directory)
-    _end(_in_child(look))
+    _end(_in_child(check_files))
     assert content(directory) == before
     assert directory.touch("key", block)
 
@@ -409,20 +408,20 @@ def test_a_forked_child_keeps_no_lease(directory):
     publish(directory, "key", block, b"text")
     publish(directory, "other", Block(), b"more")
     del block
-    lease, other = take(directory.folder, "key"), take(directory.folder, "other")
+    lease, second_lease = take(directory.folder, "key"), take(directory.folder, "other")
 
-    def look():
+    def check_files():
         lease.close()  # it is the parent's
         return not open_files(directory)
 
-    child = _in_child(look)
+    child = _in_child(check_files)
     try:
         directory.withdraw("key")
         assert directory.expire(60) == 2, "the parent has both leases, whatever the child does"
         lease.close()
         assert directory.expire(60) == 1, "the parent's lease has ended, and the child has none"
         assert alive() is None
-        other.close()
+        second_lease.close()
         directory.withdraw("other")
         assert len(directory) == 0
     finally:
@@ -432,11 +431,11 @@ def test_a_forked_child_keeps_no_lease(directory):
 def _started(function, *args):
     """A process that runs a function, and what it sends first; it gets a connection to send by."""
     context = multiprocessing.get_context("forkserver")
-    here, there = context.Pipe()
-    process = context.Process(target=function, args=(*args, there))
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=function, args=(*args, child_end))
     process.start()
-    assert here.poll(BOUND_S)
-    return process, here.recv()
+    assert parent_end.poll(BOUND_S)
+    return process, parent_end.recv()
 
 
 def _publish_and_fork(parent, connection):
@@ -486,21 +485,6 @@ def test_a_directory_that_cannot_be_made_refuses_blocks(tmp_path, monkeypatch, o
     assert directory.expire(0) == directory.close() == len(directory) == 0
 
 
-def test_a_directory_lingers_until_the_last_reader_is_done(directory):
-    block = Block()
-    alive = weakref.ref(block)
-    publish(directory, "key", block, b"text")
-    del block
-    lease = take(directory.folder, "key")
-    assert directory.close() == 1
-    directory.linger()
-    time.sleep(0.01)
-    assert lease.holder_lives()
-    assert alive() is not None
-    lease.close()
-    wait_until(lambda: alive() is None and not os.path.exists(directory.folder))
-
-
 def test_a_descriptor_that_cannot_be_withdrawn_is_tried_again(directory, monkeypatch):
     """As long as it is there readers may take it."""
     publish(directory, "key", Block(), b"text")
@@ -529,7 +513,7 @@ def test_a_full_disk_leaves_no_half_a_descriptor(directory, monkeypatch, number)
             publish(directory, "key", Block(), b"new")
     assert take(directory.folder, "key") is None
     assert len(directory) == 0
-    assert module.digest_of("key")[:2] not in content(directory)
+    assert module.hash_key("key")[:2] not in content(directory)
 
 
 class _Freed:
@@ -543,24 +527,24 @@ class _Freed:
 
 
 def _read_for(seconds, folder, freed, connection):
-    end_s, count, wrong = time.monotonic() + seconds, 0, 0
+    end_s, count, wrong_count = time.monotonic() + seconds, 0, 0
     while time.monotonic() < end_s or count <= 100:  # on a busy machine it takes longer
         lease = take(folder, count % 3)
         count += 1
         if lease is not None:
             serial = int(lease.text[:9])
-            wrong += lease.text != b"%09d" % serial * (1 + serial % 50)
-            wrong += any(freed[serial] for _ in range(3))
+            wrong_count += lease.text != b"%09d" % serial * (1 + serial % 50)
+            wrong_count += any(freed[serial] for _ in range(3))
             lease.close()
-    connection.send((count, wrong))
+    connection.send((count, wrong_count))
 
 
 def test_what_others_have_leased_is_never_freed(directory):
     """Slots are written, withdrawn and used again while two processes look for them."""
     context = multiprocessing.get_context("forkserver")
     freed = context.RawArray("b", 10**6)
-    here, there = context.Pipe()
-    args = (0.5, directory.folder, freed, there)
+    parent_end, child_end = context.Pipe()
+    args = (0.5, directory.folder, freed, child_end)
     readers = [context.Process(target=_read_for, args=args) for _ in range(2)]
     for reader in readers:
         reader.start()
@@ -572,8 +556,8 @@ def test_what_others_have_leased_is_never_freed(directory):
             directory.withdraw(serial // 4 % 3)
         directory.expire(60)
         serial += 1
-    results = [here.recv() for _ in readers]
-    assert all(count > 100 and not wrong for count, wrong in results), (serial, results)
+    results = [parent_end.recv() for _ in readers]
+    assert all(count > 100 and not wrong_count for count, wrong_count in results), (serial, results)
     assert directory.expire(0) == 0
     assert sum(freed) == serial
 
@@ -649,8 +633,8 @@ class Protocol(RuleBasedStateMachine):
     @invariant()
     def what_is_not_needed_is_gone_after_a_sweep(self):
         self.directory.expire(60)
-        needed = {serial for serial, _ in self.leases} | set(self.published.values())
-        assert {s for s, ref in self.alive.items() if ref() is not None} == needed
+        needed_serials = {serial for serial, _ in self.leases} | set(self.published.values())
+        assert {s for s, ref in self.alive.items() if ref() is not None} == needed_serials
 
     def teardown(self):
         for _, lease in self.leases:

@@ -76,9 +76,3 @@ def test_more_blocks_than_a_worker_may_open_files(client):
     assert transposed(client, (300, 8), (1, 8)) == {"cma"}
     assert not warned(client)
     client.run(resource.setrlimit, resource.RLIMIT_NOFILE, max(limits.values()))
-
-
-def test_blocks_whose_descriptors_are_too_long_are_sent_by_messages(client):
-    assert transposed(client, (40, 12), (10, 12), "x" * 3000) == {"comm"}
-    assert transposed(client, (40, 12), (10, 12)) == {"cma"}, "others as before"
-    assert not warned(client)

@@ -20,6 +20,6 @@ class PackedConformance(Conformance):
         array = np.zeros((3, 4), dtype)
         array.view("u1")[...] = 1
         setup.put("block", array)
-        got = self.read(setup, "block", array, ((0, 3), (1, 4)))
-        assert got.dtype == array.dtype
-        assert got.tobytes() == array[:, 1:].tobytes()
+        region = self.read(setup, "block", array, ((0, 3), (1, 4)))
+        assert region.dtype == array.dtype
+        assert region.tobytes() == array[:, 1:].tobytes()

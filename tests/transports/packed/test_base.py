@@ -62,10 +62,10 @@ class ToMemory(PackedTransport):
     name = "memory"
     footprint = recv_buffer = obstacle = None
 
-    def own_bytes(self, asked):
-        return [48 for _ in asked.parts]
+    def own_bytes(self, request):
+        return [48 for _ in request.parts]
 
-    async def make_send_buffer(self, asked, where):
+    async def make_send_buffer(self, request, where):
         where.append(Memory(where))
         return where[-1]
 
@@ -73,31 +73,31 @@ class ToMemory(PackedTransport):
 @pytest.fixture
 def holder(loop, tmp_path, monkeypatch):
     host = LoopbackHost("holder", loop.loop, {}, tmp_path)
-    made = ToMemory(host, options())
-    made.happened = []
-    monkeypatch.setattr(NUMPY, "queue", lambda leave_bandwidth: LateQueue(made.happened))
+    transport = ToMemory(host, options())
+    transport.happened = []
+    monkeypatch.setattr(NUMPY, "queue", lambda leave_bandwidth: LateQueue(transport.happened))
     # A worker has each block only until it is asked for.
     host.block = host.blocks.pop
-    yield made
+    yield transport
     host.close()
 
 
 def serve(holder, loop, parts=PARTS, wait_s=60.0):
     """Return the answers, and the regions that were packed."""
     blocks = [(number, (4, 3)) for number in range(3)]
-    asked = ReadRequest(blocks, parts, "float64 <f8", 8, time.monotonic() + wait_s)
+    request = ReadRequest(blocks, parts, "float64 <f8", 8, time.monotonic() + wait_s)
     target = Memory(holder.happened)
 
     async def packed():
-        target.begin(*await holder.reserve(asked))
+        target.begin(*await holder.reserve(request))
         return await holder.worker.offload(holder.pack_all, target)
 
     return loop.run(packed()), target.packed
 
 
 def test_where_nothing_can_be_packed_nothing_is_sent(holder, loop):
-    answers, packed = serve(holder, loop)
-    assert (answers, packed) == ([{"status": "missing"}] * 6, [])
+    replies, packed = serve(holder, loop)
+    assert (replies, packed) == ([{"status": "missing"}] * 6, [])
     assert holder.happened == ["closed"]
 
 
@@ -120,9 +120,9 @@ def test_as_many_regions_are_packed_as_there_is_room_for(
     holder, loop, limit_bytes, taken_bytes, fit
 ):
     holder.packed.limit_bytes = limit_bytes
-    taken = holder.packed.reserve(taken_bytes)
+    reservations = holder.packed.reserve(taken_bytes)
     holder.worker.blocks.update({number: np.ones((4, 3)) for number in range(3)})
-    answers, packed = serve(holder, loop)
-    assert len(answers) == len(packed) == fit
-    taken[0]()
+    replies, packed = serve(holder, loop)
+    assert len(replies) == len(packed) == fit
+    reservations[0]()
     assert holder.packed.reserved_bytes == 0

@@ -32,38 +32,29 @@ class TestComm(PackedConformance):
 
     def test_what_is_handed_over_in_one_process_takes_no_room(self, setup, loop, block):
         key, _ = block
-        asked = {"blocks": [(key, (6, 10))], "parts": [(0, ((0, 6), (0, 1)))], **F8}
-        kept = loop.run(setup.host.handlers["p2p_comm_read"](**asked))
-        assert kept["parts"][0]["data"].data.nbytes == setup.serving.packed.reserved_bytes == 48
-        del kept
+        request = {"blocks": [(key, (6, 10))], "parts": [(0, ((0, 6), (0, 1)))], **F8}
+        reply = loop.run(setup.host.handlers["p2p_comm_read"](**request))
+        assert reply["parts"][0]["data"].data.nbytes == setup.serving.packed.reserved_bytes == 48
+        del reply
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)  # the loop may have it still
         setup.host.address = "inproc://holder"
-        reply = loop.run(setup.host.handlers["p2p_comm_read"](**asked))
+        reply = loop.run(setup.host.handlers["p2p_comm_read"](**request))
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert reply["parts"][0]["data"].data.nbytes == 48
 
     @pytest.mark.parametrize(
         ("reply", "words"),
         [
-            ({"status": "ok"}, "sent no reply for any part"),
-            ({"status": "ok", "parts": 7}, "sent no reply for any part"),
-            ({"status": "ok", "parts": []}, "sent no reply for any part"),
             ({"status": "silent", "message": "gone"}, "gone"),
-            ({"status": "ok", "parts": [5]}, "could not send .* 5"),
-            ({"status": "ok", "parts": [{"status": "ok"}]}, "NoneType"),
-            (
-                {"status": "ok", "parts": [{"status": "ok", "data": np.zeros((2, 2))}]},
-                r"sent \(2, 2\) instead of \(1, 1\)",
-            ),
             ({"status": "weird"}, "weird"),
             ("nonsense", "nonsense"),
         ],
     )
-    def test_answers_that_make_no_sense(self, setup, block, reply, words):
-        async def answer(**kwargs):
+    def test_a_reply_with_another_status_is_an_error(self, setup, block, reply, words):
+        async def send_reply(**kwargs):
             return reply
 
-        setup.host.handlers["p2p_comm_read"] = answer
+        setup.host.handlers["p2p_comm_read"] = send_reply
         key, array = block
         with pytest.raises(TransferError, match=words):
             self.read(setup, key, array, ((0, 1), (0, 1)))
@@ -76,10 +67,10 @@ class TestComm(PackedConformance):
     def test_errors_that_nobody_waits_for_are_not_logged(self, setup, loop, block, monkeypatch):
         """A killed holder ends all requests at once; the reader gives up with the first."""
         key, array = block
-        asked, logged = [], []
+        requests, logged = [], []
 
         async def call(address, op, **kwargs):
-            asked.append(asyncio.current_task())
+            requests.append(asyncio.current_task())
             try:
                 await asyncio.sleep(60)
             except asyncio.CancelledError:
@@ -90,11 +81,11 @@ class TestComm(PackedConformance):
         try:
             remote = self.open(setup, key, array, ((0, 6), (0, 10)))
             remote.request()
-            wait_until(lambda: asked)
+            wait_until(lambda: requests)
             remote.close()
-            wait_until(lambda: all(task.done() for task in asked))
+            wait_until(lambda: all(task.done() for task in requests))
             del remote
-            asked.clear()
+            requests.clear()
             for _ in range(3):
                 loop.run(asyncio.sleep(0.01))
                 gc.collect()

@@ -19,8 +19,8 @@ from tests.faults.support import (
     addresses,
     as_new,
     cluster_of,
+    count_resources,
     expected,
-    held,
     one_block_each,
     set_trap,
     source,
@@ -39,7 +39,7 @@ def _by_pinned():
 
 def own_segments(dask_worker):
     """Inodes of the segments that this worker has made."""
-    names = [found.name for found in gc.get_objects() if isinstance(found, Segment)]
+    names = [segment.name for segment in gc.get_objects() if isinstance(segment, Segment)]
     return {name.inode for name in names if name.pid == os.getpid()}
 
 
@@ -58,7 +58,7 @@ def test_values(client):
         del y
     # Seven of a part each, and one by which workers have met.
     owned = client.run(own_segments)
-    assert all(len(of) <= 8 for of in owned.values()), owned
+    assert all(len(names) <= 8 for names in owned.values()), owned
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,12 @@ def test_a_worker_that_is_killed_leaves_nothing(mortal, moment):
     """While it packs for another one, and while it reads."""
     x = source((1200, 900), (400, 900))
     with as_new(mortal, 3) as client, dask.config.set(ORDER):
-        workers = victim, *others = addresses(client)
+        workers = victim, *survivors = addresses(client)
         a = one_block_each(client, x, workers)
         wait(a)
         persisted(client, dask_p2p.transpose(a, chunks=(100, -1)))
         of_victim = client.run(own_segments, workers=[victim])[victim]
-        assert of_victim & client.run(mapped_segments)[others[0]]
+        assert of_victim & client.run(mapped_segments)[survivors[0]]
         if moment == "serving":
             client.run(die_while_packing, workers=[victim])
         else:
@@ -88,7 +88,7 @@ def test_a_worker_that_is_killed_leaves_nothing(mortal, moment):
         np.testing.assert_array_equal(result, expected((1200, 900)).T)
         assert victim not in addresses(client)
         wait_until(lambda: not of_victim & set().union(*client.run(mapped_segments).values()))
-        assert all(of["pinned.requested"] == 0 for of in held(client).values())
+        assert all(counts["pinned.requested"] == 0 for counts in count_resources(client).values())
 
 
 def die_while_packing(dask_worker):

@@ -17,11 +17,10 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import TransferError
-from dask_p2p.transports import streamed as stream
+from dask_p2p.transports import ucx as stream
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.buffers import ByteBudget
-from dask_p2p.transports.streamed import UcxSendBuffer
-from dask_p2p.transports.ucx import UcxTransport
+from dask_p2p.transports.ucx import UcxSendBuffer, UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -40,7 +39,7 @@ def resting(loop):
 
 
 @pytest.mark.parametrize(
-    ("there", "more", "is_taken"),
+    ("is_there", "memory_kind", "is_taken"),
     [
         (None, "numpy", True),
         ("numpy", "cupy", True),
@@ -48,16 +47,18 @@ def resting(loop):
         ("cupy", "numpy", False),
     ],
 )
-def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(monkeypatch, there, more, is_taken):
+def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(
+    monkeypatch, is_there, memory_kind, is_taken
+):
     monkeypatch.setattr(stream, "backend_for", backend_named)
     pools = {
         name: SimpleNamespace(take=lambda *args, name=name: name) for name in ("numpy", "cupy")
     }
     message = UcxSendBuffer(SimpleNamespace(buffers=pools), None, None, b"")
     message.size_bytes = 8
-    if there is not None:
-        assert message.memory(backend_named(there)) == there
-    assert message.takes(more) == is_taken
+    if is_there is not None:
+        assert message.memory(backend_named(is_there)) == is_there
+    assert message.can_join(memory_kind) == is_taken
 
 
 class TestUcx(PackedConformance):
@@ -71,20 +72,20 @@ class TestUcx(PackedConformance):
                 wait_until(lambda messenger=messenger: messenger.stop_when_idle(3600))
 
     def test_closing_takes_back_what_was_asked(self, setup, block):
-        asked, ended = threading.Event(), threading.Event()
+        requested, ended = threading.Event(), threading.Event()
 
-        async def answer(**kwargs):
-            asked.set()
+        async def send_reply(**kwargs):
+            requested.set()
             try:
                 await asyncio.sleep(60)
             finally:
                 ended.set()
 
-        setup.host.handlers["p2p_ucx_read"] = answer
+        setup.host.handlers["p2p_ucx_read"] = send_reply
         key, array = block
         remote = self.open(setup, key, array, ((0, 1), (0, 1)))
         remote.request()
-        assert asked.wait(BOUND_S)
+        assert requested.wait(BOUND_S)
         remote.close()
         assert ended.wait(BOUND_S)
         wait_until(lambda: not any(usage(setup.reader).values()))
@@ -219,15 +220,15 @@ class TestUcx(PackedConformance):
         self, setup, blocks, monkeypatch
     ):
         packed, pack = set(), UcxSendBuffer.pack
-        monkeypatch.setattr(UcxSendBuffer, "takes", lambda message, block: message not in packed)
+        monkeypatch.setattr(UcxSendBuffer, "can_join", lambda message, block: message not in packed)
         monkeypatch.setattr(
             UcxSendBuffer,
             "pack",
             lambda message, *args: packed.add(message) or pack(message, *args),
         )
-        came = self.read_blocks(setup, blocks)
+        regions = self.read_blocks(setup, blocks)
         for key, array in blocks.items():
-            np.testing.assert_array_equal(came[key][0], array[1:3, :4])
+            np.testing.assert_array_equal(regions[key][0], array[1:3, :4])
         assert setup.host.calls.count("p2p_ucx_read") == len(blocks)
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
@@ -247,15 +248,15 @@ class TestUcx(PackedConformance):
         """
         array = np.arange(4 * 2**14).reshape(4, 2**14)
         setup.put("block", array)
-        done, numbers = [], itertools.count()
+        events, numbers = [], itertools.count()
 
         def pack(queue, dst, src):
             number, copy = next(numbers), src.copy()
-            done.append(f"queue {number}")
+            events.append(f"queue {number}")
 
             def wait():
                 np.copyto(dst, copy)
-                done.append(f"make {number}")
+                events.append(f"make {number}")
 
             return wait
 
@@ -266,7 +267,7 @@ class TestUcx(PackedConformance):
             np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
         remote.close()
         first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
-        assert done == first
+        assert events == first
 
     def test_a_message_goes_whose_next_one_cannot_be_packed(self, setup, monkeypatch):
         """Its reader is told that it comes."""
@@ -299,11 +300,11 @@ class TestUcx(PackedConformance):
             memory = ref(target.memory(NUMPY))
             target.wait_until_packed = lambda: waited.append(memory() is not None)
 
-        def begin(target, asked, reserved):
+        def begin(target, request, reserved):
             if waiting:
                 raise TransferError("no more")
             waiting.append(target)
-            make_room(target, asked, reserved)
+            make_room(target, request, reserved)
 
         waiting = []
         monkeypatch.setattr(UcxSendBuffer, "pack", packed)
@@ -328,9 +329,9 @@ class TestUcx(PackedConformance):
                 ended.append(sys.exc_info()[0])
 
         async def late(*args):
-            answers = await pack_request(*args)
+            replies = await pack_request(*args)
             await may_answer.wait()
-            return answers
+            return replies
 
         worker.call, setup.serving.pack_request = call, late
         for count in (3, 2):
@@ -373,24 +374,24 @@ class TestUcx(PackedConformance):
         key, array = "block", np.arange(2.0**17).reshape(256, 512)  # what is small gets through
         setup.put(key, array)
         setup.reader.worker.blocks[key] = array
-        back = SimpleNamespace(
+        endpoint = SimpleNamespace(
             reader=setup.serving, holder="reader", kind="numpy", to_numpy=np.asarray
         )
-        whole = ((0, 256), (0, 512))
-        for ways in ((back, setup), (setup, back)):
+        whole_box = ((0, 256), (0, 512))
+        for ways in ((endpoint, setup), (setup, endpoint)):
             for way in ways:
-                self.read(way, key, array, whole)
+                self.read(way, key, array, whole_box)
             setup.reader.messenger().forget(setup.serving.messenger().address)
-            got = self.read(setup, key, array, whole, request_timeout_s=30.0)
-            np.testing.assert_array_equal(got, array)
+            region = self.read(setup, key, array, whole_box, request_timeout_s=30.0)
+            np.testing.assert_array_equal(region, array)
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
         key, array = block
-        asked = setup.reader.worker.calls
+        calls = setup.reader.worker.calls
         for times in (1, 2):
             self.read(setup, key, array, ((0, 1), (0, 10)))
             assert len(setup.serving.messenger().endpoints) == 1
-            for transport, other in ((setup.reader, "holder"), (setup.serving, "reader")):
-                transport.worker.loop.call_soon_threadsafe(transport.on_worker_left, other)
+            for transport, peer in ((setup.reader, "holder"), (setup.serving, "reader")):
+                transport.worker.loop.call_soon_threadsafe(transport.on_worker_left, peer)
             wait_until(lambda: setup.serving.messenger().endpoints == {})
-            assert asked.count("p2p_ucx_peer") == times, "its address is another one, perhaps"
+            assert calls.count("p2p_ucx_peer") == times, "its address is another one, perhaps"

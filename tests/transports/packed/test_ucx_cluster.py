@@ -56,8 +56,8 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
             ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
             return ucx.obstacle("anybody", "numpy", np.dtype("f8"))
 
-        for said in client.run(obstacle).values():
-            assert said is None if allowed else said.code == "unencrypted"
+        for worker_obstacle in client.run(obstacle).values():
+            assert worker_obstacle is None if allowed else worker_obstacle.code == "unencrypted"
 
 
 @pytest.mark.slow

@@ -284,7 +284,7 @@ class Frames:
 
     def _compute(self, field: ComputedField, arguments: Arguments) -> Array:
         """Call the function of a computed field; return its local block without halo."""
-        box = self._first.layout.whole
+        box = self._first.layout.local_box
         (block,) = self._compute_by(field, arguments, (field.function, {}), box)
         return block
 
@@ -317,7 +317,7 @@ class Frames:
             f"compute[{field.name!r}]",
             "a local block",
             "Record means and sums of the whole array, record={...}, and read them by at.last.",
-            self._first.layout.whole,
+            self._first.layout.local_box,
             [count > 1 and not is_staggered for count in self._ctx.grid],
             [field.function, local.keywords],
             self._ctx.device.module,

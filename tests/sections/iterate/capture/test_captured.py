@@ -181,14 +181,14 @@ def no_wait_for_peers(monkeypatch):
 
 
 def barrier_before_data_is_packed(monkeypatch):
-    barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_put
-    put_all, put_barrier = HaloWindows.put, DeviceBarrier.put
+    barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_enqueue
+    put_all, put_barrier = HaloWindows.enqueue, DeviceBarrier.enqueue
 
     def noted(barrier, *args):
         make(barrier, *args)
         barriers[threading.get_ident()] = barrier
 
-    def can_put(halo):
+    def can_enqueue(halo):
         barriers.pop(threading.get_ident(), None)
         can = make_ready(halo)
         if (barrier := barriers.get(threading.get_ident())) is not None:
@@ -201,9 +201,9 @@ def barrier_before_data_is_packed(monkeypatch):
         put_all(halo, data)
 
     monkeypatch.setattr(DeviceBarrier, "__init__", noted)
-    monkeypatch.setattr(HaloWindows, "can_put", can_put)
-    monkeypatch.setattr(HaloWindows, "put", early)
-    monkeypatch.setattr(DeviceBarrier, "put", lambda barrier: None)
+    monkeypatch.setattr(HaloWindows, "can_enqueue", can_enqueue)
+    monkeypatch.setattr(HaloWindows, "enqueue", early)
+    monkeypatch.setattr(DeviceBarrier, "enqueue", lambda barrier: None)
 
 
 @pytest.mark.parametrize("broken", [one_slot, no_wait_for_peers, barrier_before_data_is_packed])
@@ -215,7 +215,7 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken):
 
 
 def boundaries_do_not_wait(monkeypatch):
-    put_exchange = HaloExchange.put
+    put_exchange = HaloExchange.enqueue
 
     def early(exchange, halo_arrays, meanwhile=None):
         _, *boundary_parts = exchange.boxes
@@ -224,7 +224,7 @@ def boundaries_do_not_wait(monkeypatch):
             exchange, halo_arrays, lambda: [*map(meanwhile.func, (interior, *boundary_parts))]
         )
 
-    monkeypatch.setattr(HaloExchange, "put", early)
+    monkeypatch.setattr(HaloExchange, "enqueue", early)
 
 
 def exchanges_do_not_wait(monkeypatch):
@@ -279,4 +279,4 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
         assert int(window.counters.values[1]) > 0
         with pytest.raises(AttemptEndedError):
             device.wait()
-        barrier.put()
+        barrier.enqueue()
