@@ -200,7 +200,9 @@ def kernel(gpu, function):
         assert stream != "null"
         values = [getattr(each, "values", each) for each in given]
         if out is None:
-            return arrays[0].made(lambda own, *others: function(own, *others, **kwargs), *given[1:])
+            return arrays[0].apply(
+                lambda own, *others: function(own, *others, **kwargs), *given[1:]
+            )
         numbers = []
         apply = partial(function, *values, out=out.values, **kwargs)
         gpu.run(stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=[out])

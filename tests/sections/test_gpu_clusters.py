@@ -87,7 +87,7 @@ def fails_once(ctx, x):
             here["failed"] = 1
             connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         on_star(p.data, p.inner.copy())
-        p.inner[...] = p.inner.made(lambda values: values + 1)
+        p.inner[...] = p.inner.apply(lambda values: values + 1)
     return p.inner
 
 
@@ -128,7 +128,7 @@ def turns(ctx, x):
         if step == 3 and ctx.rank and here.pop("to fail", 0):
             connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=s.x)
-        s.x[...] = s.x.made(lambda values: 2 * values)
+        s.x[...] = s.x.apply(lambda values: 2 * values)
     return s.x, len(downs)
 
 

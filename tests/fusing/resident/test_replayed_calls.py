@@ -55,7 +55,7 @@ def averaged(values):
 
 
 def smooth(block):
-    return block.made(averaged)
+    return block.apply(averaged)
 
 
 def halved(values):
@@ -63,7 +63,7 @@ def halved(values):
 
 
 def half(block):
-    return block.made(halved)
+    return block.apply(halved)
 
 
 def stencil(x):
@@ -225,7 +225,7 @@ class Marks:
 def counting(block):
     Marks.calls += 1
     number = Marks.calls
-    return block.made(lambda values: averaged(values) + number)
+    return block.apply(lambda values: averaged(values) + number)
 
 
 def reading(block):

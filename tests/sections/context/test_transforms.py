@@ -97,7 +97,7 @@ def fake_cufft():
             along = args[1] if name.endswith("n") else [args[1]]
             assert sorted(along) == [*range(block.ndim)][-len(along) :]
             assert name in ("fftn", "ifftn") or along[-1] == block.ndim - 1
-            made = block.made(lambda values: getattr(scipy.fft, name)(values, *args, norm=norm))
+            made = block.apply(lambda values: getattr(scipy.fft, name)(values, *args, norm=norm))
             if overwrite_x:
                 block.values.fill(np.nan)
             return made

@@ -90,7 +90,7 @@ def there_and_back(gpu, ctx, own, times=2, **kwargs):
         a = filled(gpu, own + number)
         b = ctx.redistribute(a, (0,), axes=(1, 0), **kwargs)
         overwritten(gpu, a, -1)
-        b = b.made(lambda values: 2 * values)
+        b = b.apply(lambda values: 2 * values)
         c = ctx.redistribute(b, from_partition=(0,), axes=(1, 0), out=a, **kwargs)
         overwritten(gpu, b, b.values + 1)
         assert np.array_equal(c.get(), 2 * (own + number))

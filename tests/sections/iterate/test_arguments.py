@@ -113,11 +113,11 @@ def test_a_record_on_a_gpu(gpu):
     """Arrays of GPUs refuse no writes."""
 
     def negative(u):
-        u[...] = u.made(lambda values: -values)
+        u[...] = u.apply(lambda values: -values)
         return 0.0
 
     def same(u):
-        return {"u": u.made(lambda values: values[1:-1] + 0)}
+        return {"u": u.apply(lambda values: values[1:-1] + 0)}
 
     fields = {"u": on_gpu(gpu, array())}
     lazy_result = iterate(same, fields, {0: 1}, 3, record={"n": negative}, ranks=2)

@@ -66,7 +66,7 @@ def test_a_function_that_allocates(gpu, replayed):
     arrays = []
 
     def run(u):
-        return u.made(lambda values: values * 2.0).made(lambda v: (v[:-2] + v[2:]) / 2), 0.0
+        return u.apply(lambda values: values * 2.0).apply(lambda v: (v[:-2] + v[2:]) / 2), 0.0
 
     def until(number):
         for _ in range(4):
