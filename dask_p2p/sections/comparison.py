@@ -224,7 +224,6 @@ class Comparison:
         return value
 
     def _warn(self) -> None:
-        """Warn in the client and in this worker."""
         warn(
             f"{self._name} returns other values for halves of {self._block} than for the whole, so "
             f"its result depends on the number of ranks. {self._remedy}",
@@ -261,7 +260,6 @@ class Comparison:
         return self._cut(compute(self._copies(), self._box, PositionWatch(None, shift)))
 
     def _cut(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the part of arrays for the whole block."""
         lows = zip(self._part, self._box, strict=True)
         slices = tuple(slice(a - low, b - low) for (a, b), (low, _) in lows)
         return [array[slices] for array in arrays]

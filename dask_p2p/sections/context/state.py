@@ -266,7 +266,6 @@ def carried_names(state: State, frame: FrameType, before: Mapping[str, int]) -> 
 
 
 def _local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a running function by name."""
     names = dict(frame.f_locals)
     if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
         frame.f_locals.clear()  # the copy would keep arrays that the function drops

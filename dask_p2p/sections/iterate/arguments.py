@@ -156,7 +156,6 @@ def checked_arguments(
 
 
 def _phases_of(func: Any) -> list[Any]:
-    """Return the functions of a step, or pairs of a function and its fields."""
     return list(func) if isinstance(func, list) else [func]
 
 
@@ -169,7 +168,6 @@ def _unnamed(
     record: Any,
     stores: tuple[Any, Any],  # save and checkpoint
 ) -> Arguments:
-    """Return the arguments for a field without a name."""
     if stores != ((), None):
         raise no_names()
     if record:
@@ -198,7 +196,6 @@ def _named(
     record: Any,
     stores: tuple[Any, Any],  # save and checkpoint
 ) -> Arguments:
-    """Return the arguments for a mapping of fields."""
     if until is not None and not record:
         raise InputError(
             "until: expected records for it to read, as the fields have names, got none. Give "

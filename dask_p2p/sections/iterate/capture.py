@@ -237,7 +237,6 @@ class Parts:
         return self._plain[id(phase)]
 
     def _results(self, call: Call) -> list[Array]:
-        """Return copies of the results of a call."""
         return [self._fields[name].next_level.inner.copy() for name in call.changed]
 
     def _sums(self, call: Call) -> list[int]:

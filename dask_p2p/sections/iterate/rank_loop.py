@@ -167,7 +167,6 @@ class RankWork:
                     files.write(step, self._flush)
 
     def _save(self, step: int) -> None:
-        """Save a checkpoint in memory."""
         if not self.loop.is_over and not self.steps.keep_values():
             self._flush()  # a run that resumes here must find all frames
             self._numbers.save()
@@ -179,7 +178,6 @@ class RankWork:
 
     @property
     def _state(self) -> tuple[Array, ...]:
-        """The arrays of a checkpoint in memory."""
         return (*self._local.state, *self._numbers.arrays)
 
 
@@ -346,7 +344,6 @@ class FieldSteps:
     # --- the first step
 
     def _make_first(self) -> None:
-        """Make the first step, and check the functions."""
         for phase in self._iteration.phases:
             self._update_halos(phase.binding.names)
             values = self._arguments(phase.binding, self.block_box)

@@ -291,7 +291,6 @@ class Call:
         self.is_overlapped = False  # whether the interior is computed while halos are in flight
 
     def _arrays_for(self, box: Box) -> CallArrays:
-        """Return the arrays for a box of the local block."""
         values = self._arguments(self.phase.binding, box)
         parts = {name: self._fields[name].parts(box)[0] for name in self.changed}
         outs = {

@@ -197,7 +197,6 @@ class CheckpointFiles:
         ).digest()
 
     def _create(self, folder: Folder) -> None:
-        """Create the group of a checkpoint, with its arrays. On rank 0."""
         dtypes = {name: ((), value.array.dtype) for name, value in self._saved.items()}
         group = create_group(folder, dtypes, ATTRIBUTES)
         create_arrays(group, self._shapes(self._saved), self._values.chunks)
@@ -411,7 +410,6 @@ class CheckpointFiles:
             raise
 
     def _warn(self, text: str) -> None:
-        """Warn once, in the client and in the worker of rank 0."""
         from distributed import warn
 
         if self.ctx.rank == 0:
@@ -420,7 +418,6 @@ class CheckpointFiles:
     # --- names
 
     def _step_folder(self, step: int) -> Folder:
-        """Return the folder of one checkpoint."""
         return self._folder.child(f"step-{step:012}")
 
     def _marker(self, step: int, end: str) -> Folder:
@@ -428,12 +425,10 @@ class CheckpointFiles:
         return self._folder.child(f"step-{step:012}{end}")
 
     def _steps(self, end: str, names: list[str]) -> list[int]:
-        """Return the steps of all names with one end."""
         matches = filter(None, map(_STEP_NAME.fullmatch, names))
         return [int(match[1]) for match in matches if match[2] == end]
 
     def _has_mark(self, step: int) -> bool:
-        """Return whether this package has written the folder of a checkpoint."""
         if any(self._marker(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
             return True
         mark = ATTRIBUTES["format"].rpartition(" ")[0].encode()

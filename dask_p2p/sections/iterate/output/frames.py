@@ -144,7 +144,6 @@ class Frames:
         return self._arguments(names) if self._arguments and self.spec.computed else None
 
     def _selected(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the saved part of an array."""
         slices = self.spec.slices(len(shape))
         return tuple(len(range(n)[rows]) for n, rows in zip(shape, slices, strict=True))
 
@@ -256,7 +255,6 @@ class Frames:
         self._unrecorded = step
 
     def _copy(self, step: int) -> None:
-        """Copy this rank's part of a frame, which `write_part` writes."""
         self._number = step // self.spec.every - 1
         current, arguments, device = self._values(), self._computed_arguments(), self._ctx.device
         for name in self._names:
@@ -344,7 +342,6 @@ class Frames:
             self._group.attrs.update({"frames": step // self.spec.every, "steps": step})
 
     def _sync(self) -> None:
-        """Wait until all that this rank has written is on the disk."""
         with explain_errors(self._folder):
             self._folder.sync()
 
