@@ -52,7 +52,7 @@ class RunIteration(Iteration):
 
 
 class RankWork:
-    """The fields of one rank, and what it does with them after some steps."""
+    """The fields of one rank, and the callbacks of its loop."""
 
     loop: Loop
 
@@ -100,7 +100,7 @@ class RankWork:
         return first
 
     def callbacks(self) -> list[Callback]:
-        """Return what is done after some steps, in its order."""
+        """Return the callbacks in their order: frames before checkpoints."""
         iteration, until = self._iteration, self._iteration.until
         callbacks: list[Callback] = []
         if iteration.series:
@@ -138,7 +138,7 @@ class RankWork:
         store.write(step, self._flush)
 
     def _record(self, step: int) -> None:
-        """Record numbers; end the loop if `until` says so."""
+        """Record numbers; end the loop if `until` returns True."""
         iteration, steps = self._iteration, self.steps
         current = steps.current(self._series.names)
         self._series.record(step, lambda binding: current(binding, steps.block_box))
@@ -148,7 +148,7 @@ class RankWork:
             self.loop.is_over = True
 
     def _ask_until(self, step: int) -> None:
-        """End the loop if `until` says so, from the numbers of the function."""
+        """End the loop if `until` returns True for the numbers of the function."""
         numbers, until = self.steps.numbers, self._iteration.until
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
@@ -289,7 +289,7 @@ class FieldSteps:
         return returned
 
     def _settle(self, call: Call) -> None:
-        """Let a call overlap if its function may; later steps make no checks of it."""
+        """Let a call overlap if its function may; later steps do not check the call."""
         overlap = self._overlap
         is_possible = not self._iteration.is_staggered and overlap.is_wanted(call)
         call.is_overlapped = is_possible and overlap.is_checked(call)

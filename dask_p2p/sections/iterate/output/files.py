@@ -1,4 +1,4 @@
-"""What stores write: the values of `iterate` and of a state, and the settings of a run."""
+"""Values for stores: those of `iterate` and of a state, and the settings of a run."""
 
 from __future__ import annotations
 
