@@ -20,7 +20,7 @@ from dask_p2p.backends.base import check_plain, unread_value
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box
-from dask_p2p.sections.comparison import Comparison, FunctionCopies, PositionWatch, watched
+from dask_p2p.sections.comparison import Comparison, FunctionCopies, PositionWatch, watch_positions
 from dask_p2p.types import Array, DType
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class StepChecks:
                 name: self._device.empty(part.data[part.inner].shape, part.data.dtype)
                 for name, part in parts.items()
             }
-            arguments = watched({**values(call.phase.binding, box), **keywords}, watch)
+            arguments = watch_positions({**values(call.phase.binding, box), **keywords}, watch)
             replace(call.phase, function=function).fill(self._device, arguments, outs, parts)
             return [*outs.values()]
 
@@ -163,7 +163,7 @@ class _FirstCall:
         before = self._sums()
         returned = self._fill_out() if self._phase.fills_out else self._fill_blocks()
         if self._sums() != before:
-            raise written_fields()
+            raise write_error()
         if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
         return self._names, returned._replace(blocks={})  # perhaps views of fields
@@ -198,7 +198,7 @@ class _FirstCall:
             self._phase.call(self._values, outs)
             for mark in marks:
                 mark.check()
-        return self._phase.filled(returned, outs)
+        return self._phase.read_filled(returned, outs)
 
     # --- numbers of the fields' kind
 
@@ -246,7 +246,7 @@ class _FirstCall:
     def _check_corners(self) -> None:
         """Refuse a function whose results change with corners that are not exchanged."""
         expected = self._results()
-        values = {field.layout.dtype: fillings(field.layout.dtype) for field in self._fields}
+        values = {field.layout.dtype: corner_values(field.layout.dtype) for field in self._fields}
         tests = [
             {dtype: fill[number % len(fill)] for dtype, fill in values.items() if fill}
             for number in range(max(map(len, values.values())))
@@ -344,7 +344,7 @@ class _Marks:
             )
 
 
-def fillings(dtype: DType) -> list[Any]:
+def corner_values(dtype: DType) -> list[Any]:
     """Return test values for corners: a function that reads corners notices one of them."""
     if dtype.kind in "fc":
         return [dtype.type(1), dtype.type(np.inf), dtype.type(-np.inf)]
@@ -439,7 +439,7 @@ def is_kept(value: Any, dtype: DType) -> bool:
     return False
 
 
-def written_fields() -> InputError:
+def write_error() -> InputError:
     """Return the error for a function that has written into its fields."""
     return InputError(
         "expected a function that only reads its fields and constants, got one that writes "

@@ -72,7 +72,7 @@ class FunctionCopies:
         buffers: list[pickle.PickleBuffer] = []
         with suppress(Exception), io.BytesIO() as file:
             _Pickler(file, buffer_callback=buffers.append).dump(values)
-            self._buffers = [_lent(buffer.raw()) for buffer in buffers]
+            self._buffers = [_lend(buffer.raw()) for buffer in buffers]
             self._pickled = file.getvalue()
 
     def __bool__(self) -> bool:
@@ -96,7 +96,7 @@ class FunctionCopies:
         return copies
 
 
-def _lent(memory: memoryview) -> Any:
+def _lend(memory: memoryview) -> Any:
     return bytes(memory) if memory.nbytes <= _MOST_COPIED_BYTES else memory.toreadonly()
 
 
@@ -224,7 +224,6 @@ class Comparison:
         return value
 
     def _warn(self) -> None:
-        """Warn in the client and in this worker."""
         warn(
             f"{self._name} returns other values for halves of {self._block} than for the whole, so "
             f"its result depends on the number of ranks. {self._remedy}",
@@ -248,9 +247,9 @@ class Comparison:
             return True
         # Random numbers by the position differ elsewhere; those of a mean differ alike.
         away = self._of_parts(compute, reads, self._lengths), self._of_whole(compute, self._lengths)
-        changes = (_minus(*pair) for pair in zip(*away, strict=True))
+        changes = (_subtract(*pair) for pair in zip(*away, strict=True))
         arrays = zip(cut, part, changes, strict=True)
-        return self._is_same(cut, [c + change - _minus(p, c) for c, p, change in arrays])
+        return self._is_same(cut, [c + change - _subtract(p, c) for c, p, change in arrays])
 
     def _of_parts(
         self, compute: Compute, reads: list[str] | None = None, shift: Sequence[int] = ()
@@ -261,7 +260,6 @@ class Comparison:
         return self._cut(compute(self._copies(), self._box, PositionWatch(None, shift)))
 
     def _cut(self, arrays: Sequence[Array]) -> list[Array]:
-        """Return the part of arrays for the whole block."""
         lows = zip(self._part, self._box, strict=True)
         slices = tuple(slice(a - low, b - low) for (a, b), (low, _) in lows)
         return [array[slices] for array in arrays]
@@ -287,11 +285,11 @@ def _part_of(box: Box, lengths: Sequence[int]) -> Box:
     return tuple((start, start + length) for start, length in zip(starts, shape, strict=True))
 
 
-def _minus(a: Array, b: Array) -> Array:
+def _subtract(a: Array, b: Array) -> Array:
     return a.astype(np.result_type(a.dtype, np.float64)) - b
 
 
-def watched(values: Mapping[str, Any], watch: PositionWatch | None) -> dict[str, Any]:
+def watch_positions(values: Mapping[str, Any], watch: PositionWatch | None) -> dict[str, Any]:
     """Return the arguments of a copy, whose reads of its position a watch notes."""
     if watch is None:
         return {**values}

@@ -35,7 +35,7 @@ def in_ranks(function, steps=4, ranks=2, x=X, **options):
 
 
 def warnings_of(recwarn):
-    return [each for each in recwarn if issubclass(each.category, P2PWarning)]
+    return [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]
 
 
 # --- means, norms, and neighbours that are too far away
@@ -123,9 +123,9 @@ def test_results_that_depend_on_the_number_of_ranks_are_named(function):
     name = getattr(getattr(function, "func", function), "__name__", "Solver")
     with pytest.warns(
         P2PWarning, match=f"iterate: {name} returns .* on the number of ranks"
-    ) as seen:
+    ) as warnings_seen:
         in_ranks(function)
-    assert len({str(each.message) for each in seen}) == 1
+    assert len({str(warning.message) for warning in warnings_seen}) == 1
 
 
 @dataclass
@@ -305,10 +305,10 @@ def counting(u):
     [smooth, rounds_otherwise, spectral, of_its_size, by_place, Solver(np.ones(5)).counted],
 )
 def test_right_functions_are_compared_without_a_word(recwarn, function):
-    found = in_ranks(function)
+    result = in_ranks(function)
     assert not warnings_of(recwarn)
     if function is not of_its_size:
-        np.testing.assert_allclose(found, in_ranks(function, ranks=1), rtol=1e-14)
+        np.testing.assert_allclose(result, in_ranks(function, ranks=1), rtol=1e-14)
 
 
 class Classwide:

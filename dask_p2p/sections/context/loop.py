@@ -1,7 +1,7 @@
 """The loop of a rank: it counts steps, and runs callbacks after some of them.
 
 Records, frames, checkpoints and ends by a condition or a time are callbacks, each with a schedule.
-A step after which none is due costs one comparison.
+A step without any of these costs one comparison.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Schedule(Protocol):
         """Return whether the callback is due after a step: the same on all ranks."""
 
     def next_step(self, step: int) -> float:
-        """Return the first step after another one at which `is_due` is to be called."""
+        """Return the next step that needs a call of `is_due`."""
 
     def next_known_step(self, step: int) -> float:
         """Return the next step that is known to be due; a time is not known."""
@@ -136,7 +136,7 @@ class Loop:
             self._next_step = self._next_step_after(step)
 
     def is_free(self, step: int, count: int) -> bool:
-        """Return whether some next steps can be made at once, with no callback among them."""
+        """Return whether no callback is due among the next steps."""
         last = step + count
         if self._steps is not None and last >= self._steps:
             return False
@@ -193,7 +193,7 @@ class SavedLoop:
         self.loop: Loop
 
     def callbacks(self, first: int, period: Schedule) -> list[Callback]:
-        """Return what is done after some steps, in its order: frames before checkpoints."""
+        """Return the callbacks in their order: frames before checkpoints."""
         callbacks = [Callback(self._check, FirstSteps(first + _CHECKED_STEPS))]
         callbacks += (
             Callback(partial(self._write, store), store.schedule)

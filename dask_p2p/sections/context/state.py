@@ -68,7 +68,7 @@ class State:
     def __init__(self, device: Host, values: Mapping[str, Any]) -> None:
         self._device = device
         for name, value in values.items():
-            setattr(self, name, _copied(value, device))
+            setattr(self, name, _copy_value(value, device))
         self._names = [*self.leaves()]
 
     def __repr__(self) -> str:
@@ -79,8 +79,10 @@ class State:
 
         Raises `InputError` for other values, and `UnsupportedArrayError` for a masked array.
         """
-        values = (pair for name, value in vars(self).items() for pair in _values(name, value))
-        return {name: _leaf(name, value, self._device) for name, value in values}
+        values = (
+            pair for name, value in vars(self).items() for pair in _iterate_values(name, value)
+        )
+        return {name: _make_leaf(name, value, self._device) for name, value in values}
 
     def check(self) -> dict[str, Leaf]:
         """Return `leaves`; raise `InputError` for other values than those of the beginning."""
@@ -97,11 +99,11 @@ class State:
     def arrays(self) -> list[Array]:
         """Return the header and the arrays of a checkpoint."""
         leaves = self.check().values()
-        text = repr(_header(leaves)).encode()
+        text = repr(_describe(leaves)).encode()
         size_bytes = round_up(_LENGTH_BYTES + len(text), _ALIGNMENT_BYTES)
         length = (size_bytes - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
         header = (length + text).ljust(size_bytes)
-        return [_on_device(np.frombuffer(header, np.uint8), self._device)] + [
+        return [_copy_to_device(np.frombuffer(header, np.uint8), self._device)] + [
             leaf.array for leaf in leaves
         ]
 
@@ -123,7 +125,7 @@ class State:
     def _take(self, values: Sequence[tuple[_Saved, Array]]) -> None:
         new = iter(values)
         for name, value in vars(self).items():
-            setattr(self, name, _loaded(value, new, self._device))
+            setattr(self, name, _load_value(value, new, self._device))
 
     def _read(self, saved: memoryview) -> list[tuple[_Saved, Array]]:
         """Return the kind, dtype and shape of each value in a checkpoint, and its elements."""
@@ -139,39 +141,39 @@ def _length_of(saved: memoryview) -> int:
     return int.from_bytes(saved[:_LENGTH_BYTES], "little")
 
 
-def _header(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:
+def _describe(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:
     """Return the kind, the description of the dtype, and the shape of each value."""
     return [(leaf.kind, dtype_to_descr(leaf.array.dtype), leaf.array.shape) for leaf in leaves]
 
 
-def _copied(value: Any, device: Host) -> Any:
+def _copy_value(value: Any, device: Host) -> Any:
     """Return a value with copies of its arrays, which have no other name in the function."""
     if isinstance(value, dict):
-        return {key: _copied(element, device) for key, element in value.items()}
+        return {key: _copy_value(element, device) for key, element in value.items()}
     if isinstance(value, (list, tuple)):
-        return sequence_like(value, [_copied(element, device) for element in value])
+        return sequence_like(value, [_copy_value(element, device) for element in value])
     return value.copy() if isinstance(value, device.module.ndarray) else value
 
 
-def _values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield each array, number and generator of a value, with its text."""
     if isinstance(value, dict):
         for key, element in value.items():
-            yield from _values(f"{name}[{key!r}]", element)
+            yield from _iterate_values(f"{name}[{key!r}]", element)
     elif isinstance(value, (list, tuple)):
         for number, element in enumerate(value):
-            yield from _values(f"{name}[{number}]", element)
+            yield from _iterate_values(f"{name}[{number}]", element)
     elif isinstance(value, HaloArray):
         yield f"{name}.inner", value.inner
     else:
         yield name, value
 
 
-def _leaf(name: str, value: Any, device: Host) -> Leaf:
+def _make_leaf(name: str, value: Any, device: Host) -> Leaf:
     check_plain(name, value)
     if isinstance(value, np.random.Generator):
         text = json.dumps(value.bit_generator.state, default=lambda array: array.tolist())
-        return Leaf("generator", _on_device(np.frombuffer(text.encode(), np.uint8), device))
+        return Leaf("generator", _copy_to_device(np.frombuffer(text.encode(), np.uint8), device))
     is_number = isinstance(value, (*_PYTHON, np.generic))
     array = np.asarray(value) if is_number else value
     is_array = is_number or isinstance(value, device.module.ndarray)
@@ -184,37 +186,37 @@ def _leaf(name: str, value: Any, device: Host) -> Leaf:
         )
     if is_number:
         kind = "number" if isinstance(value, np.generic) else "python"
-        return Leaf(kind, _on_device(array, device))
+        return Leaf(kind, _copy_to_device(array, device))
     return Leaf("array", array)
 
 
-def _on_device(array: Array, device: Host) -> Array:
+def _copy_to_device(array: Array, device: Host) -> Array:
     device_array = device.empty(array.shape, array.dtype)
     device.copy_from_host(device_array, array)
     return device_array
 
 
-def _with_arrays(state: Any) -> Any:
+def _restore_arrays(state: Any) -> Any:
     """Return the state of a bit generator with arrays in the places of lists."""
     if isinstance(state, dict):
-        return {key: _with_arrays(element) for key, element in state.items()}
+        return {key: _restore_arrays(element) for key, element in state.items()}
     return np.array(state, np.uint64) if isinstance(state, list) else state
 
 
-def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> Any:
+def _load_value(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> Any:
     """Return a value with the arrays and numbers of a checkpoint in their places."""
     if isinstance(value, (dict, list)):
         for key in value if isinstance(value, dict) else range(len(value)):
-            value[key] = _loaded(value[key], new, device)
+            value[key] = _load_value(value[key], new, device)
         return value
     if isinstance(value, tuple):
-        return sequence_like(value, [_loaded(element, new, device) for element in value])
+        return sequence_like(value, [_load_value(element, new, device) for element in value])
     spec, array = next(new)
     if isinstance(value, HaloArray):
         device.copy_from_host(value.inner, array)
         return value
     if spec.kind == "generator":
-        value.bit_generator.state = _with_arrays(json.loads(array.tobytes()))
+        value.bit_generator.state = _restore_arrays(json.loads(array.tobytes()))
         return value
     if spec.kind != "array":
         return array[()] if spec.kind == "number" else array.item()
@@ -224,7 +226,7 @@ def _loaded(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> An
     if is_same and getattr(value.flags, "writeable", True):
         device.copy_from_host(value, array)
         return value
-    return _on_device(array, device)
+    return _copy_to_device(array, device)
 
 
 # Variables that a loop of steps carries from step to step, next to its state.
@@ -264,7 +266,6 @@ def carried_names(state: State, frame: FrameType, before: Mapping[str, int]) -> 
 
 
 def _local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the local variables of a running function by name."""
     names = dict(frame.f_locals)
     if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
         frame.f_locals.clear()  # the copy would keep arrays that the function drops

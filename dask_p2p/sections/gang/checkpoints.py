@@ -252,7 +252,7 @@ class Period:
         return bool(is_due)
 
     def next_step(self, step: int) -> float:
-        """Return the first step after another one at which `is_due` is to be called."""
+        """Return the next step that needs a call of `is_due`."""
         known = self.next_known_step(step)
         return max(step + 1, self._next_comparison) if isinstance(self._every, float) else known
 

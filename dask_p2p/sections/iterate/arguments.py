@@ -20,18 +20,18 @@ from dask_p2p.sections.iterate.fields import (
     Field,
     FieldSpec,
     ScalarSpec,
+    check_fields,
     check_name,
     divide_constants,
-    field_spec,
+    make_field_spec,
     name_constants,
-    named_fields,
 )
 from dask_p2p.sections.iterate.functions import (
     OUT,
     UNNAMED,
     Binding,
-    bound_by_name,
-    bound_by_position,
+    bind_by_name,
+    bind_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
 from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
@@ -68,7 +68,7 @@ class Arguments:
         first = len(self.arrays) - len(lazy)
         return [first + number for number, constant in enumerate(lazy) if constant.is_whole]
 
-    def sorted(self, arrays: Sequence[DaskArray], returns_steps: bool) -> Any:
+    def arrange(self, arrays: Sequence[DaskArray], returns_steps: bool) -> Any:
         """Return the results in the form of the fields."""
         next_arrays = iter(arrays)
         results: dict[str, Any] = {}
@@ -156,7 +156,6 @@ def checked_arguments(
 
 
 def _phases_of(func: Any) -> list[Any]:
-    """Return the functions of a step, or pairs of a function and its fields."""
     return list(func) if isinstance(func, list) else [func]
 
 
@@ -169,7 +168,6 @@ def _unnamed(
     record: Any,
     stores: tuple[Any, Any],  # save and checkpoint
 ) -> Arguments:
-    """Return the arguments for a field without a name."""
     if stores != ((), None):
         raise no_names()
     if record:
@@ -177,15 +175,15 @@ def _unnamed(
             "record: expected fields by name, whose result is a dict with the series, got fields "
             "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
         )
-    spec, levels = field_spec(UNNAMED, field)
+    spec, levels = make_field_spec(UNNAMED, field)
     named = name_constants(constants, levels[0])
     specs, arrays, _, _ = divide_constants(named, levels[0])
     numbers = range(len(levels)) if spec.is_list else [None]
 
     def bound(function: Callable[..., Any]) -> Binding:
-        return bound_by_position(function, numbers, [*named], kwargs)
+        return bind_by_position(function, numbers, [*named], kwargs)
 
-    phases = _phases(func, [UNNAMED], bound, until)
+    phases = _make_phases(func, [UNNAMED], bound, until)
     return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
 
 
@@ -198,7 +196,6 @@ def _named(
     record: Any,
     stores: tuple[Any, Any],  # save and checkpoint
 ) -> Arguments:
-    """Return the arguments for a mapping of fields."""
     if until is not None and not record:
         raise InputError(
             "until: expected records for it to read, as the fields have names, got none. Give "
@@ -211,7 +208,7 @@ def _named(
         )
     for name in (constants := dict(constants)):
         check_name(name, "a constant")
-    specs, levels, scalars = named_fields(field)
+    specs, levels, scalars = check_fields(field)
     plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
     arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
@@ -224,8 +221,8 @@ def _named(
         )
     for name in kwargs:
         check_name(name, "a keyword")
-    phases = _phases(
-        func, arrays_of, lambda function: bound_by_name(function, all_names), None, numbers
+    phases = _make_phases(
+        func, arrays_of, lambda function: bind_by_name(function, all_names), None, numbers
     )
     of_ranks = (
         constant
@@ -290,7 +287,7 @@ def no_names() -> InputError:
     )
 
 
-def _phases(
+def _make_phases(
     func: Any,
     names: Sequence[str],  # of the fields that are arrays
     bound: Callable[[Any], Binding],

@@ -106,7 +106,7 @@ class Replays:
         is_long = self._iteration.steps - step >= tuning.current.capture_steps
         return is_long and isinstance(self._ctx.device, Gpu) and self._is_replayable
 
-    def captured(
+    def capture(
         self,
         calls: Collection[Call],
         levels: Sequence[HaloArray],  # of all fields
@@ -237,7 +237,6 @@ class Parts:
         return self._plain[id(phase)]
 
     def _results(self, call: Call) -> list[Array]:
-        """Return copies of the results of a call."""
         return [self._fields[name].next_level.inner.copy() for name in call.changed]
 
     def _sums(self, call: Call) -> list[int]:

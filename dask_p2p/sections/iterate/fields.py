@@ -90,7 +90,7 @@ class FieldOutput(Output):
         return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
 
 
-def named_fields(
+def check_fields(
     of_all: Field,
 ) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
     """Return the specs of a mapping of fields, their arrays, and the specs of numbers.
@@ -114,7 +114,7 @@ def named_fields(
     for name, value in fields.items():
         field = value if isinstance(value, Field) else Field(value)
         if is_scalar(field.value):
-            scalars.append(scalar_spec(name, field.value, field.dtype))
+            scalars.append(make_scalar_spec(name, field.value, field.dtype))
             continue
         options = replace(
             field,
@@ -123,11 +123,11 @@ def named_fields(
             dtype=of_all.dtype if field.dtype is None else field.dtype,
             corners=of_all.corners if field.corners is None else field.corners,
         )
-        spec, levels = field_spec(name, options)
+        spec, levels = make_field_spec(name, options)
         if options.boundary is None and any(map(any, spec.widest)):
             without.append(name)
         if arrays:
-            spec, levels = _staggered(spec, levels, arrays[0])
+            spec, levels = _stagger(spec, levels, arrays[0])
         specs.append(spec)
         arrays += levels
     if without:
@@ -143,7 +143,7 @@ def named_fields(
     return specs, arrays, tuple(scalars)
 
 
-def _staggered(
+def _stagger(
     spec: FieldSpec, levels: list[DaskArray], first: DaskArray
 ) -> tuple[FieldSpec, list[DaskArray]]:
     """Return the spec and the levels of a field that may be one longer than the first field."""
@@ -171,7 +171,7 @@ def _staggered(
     ]
 
 
-def field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:
+def make_field_spec(name: str, field: Field) -> tuple[FieldSpec, list[DaskArray]]:
     """Return the spec of a field, and its time levels, converted to one dtype."""
     is_list = isinstance(field.value, (list, tuple))
     levels = checked_levels(field.value, field.dtype)
@@ -235,7 +235,7 @@ def is_scalar(value: Any) -> bool:
     return is_plain or (isinstance(value, np.ndarray) and not value.ndim)
 
 
-def scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
+def make_scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
     """Return the spec of a number; its dtype is that of `value` by default."""
     check_plain(name, value)
     number = np.asarray(value)
@@ -342,12 +342,14 @@ def divide_constants(
         if isinstance(options.value, Whole) or not len(getattr(options.value, "shape", ())):
             specs.append(_whole_constant(name, options.value, field, arrays))
             continue
-        array = _divided(name, options.value, field)
+        array = _divide_constant(name, options.value, field)
         if options is constant:
             options = replace(options, value=_whole_array(name, array, field))
             boundary = "none" if options.boundary is None else options.boundary
             options = replace(options, depth=options.depth or 0, boundary=boundary)
-            spec, levels = field_spec(name, replace(options, corners=options.corners is not False))
+            spec, levels = make_field_spec(
+                name, replace(options, corners=options.corners is not False)
+            )
             with_halo.append(replace(spec, is_constant=True))
             halo_arrays += levels
         else:
@@ -375,7 +377,7 @@ def check_kind_of(constant: Any, field: DaskArray) -> None:
     check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
 
 
-def _divided(name: str, constant: Any, field: DaskArray) -> DaskArray:
+def _divide_constant(name: str, constant: Any, field: DaskArray) -> DaskArray:
     """Return a constant as a Dask array with the chunks of the field's last axes."""
     array = constant
     if not is_dask_array(constant):

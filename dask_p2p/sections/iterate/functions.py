@@ -55,7 +55,7 @@ class Binding:
         """True if the function has a parameter `at`."""
         return VALUES[AT] in self.names
 
-    def bound(self, function: Callable[..., Any], values: Mapping[str, Any]) -> partial[Any]:
+    def bind(self, function: Callable[..., Any], values: Mapping[str, Any]) -> partial[Any]:
         """Return a function without parameters, which has the values of some names."""
         positional = (
             values[name] if level is None else values[name][level]
@@ -65,7 +65,7 @@ class Binding:
         return partial(function, *positional, **keywords)
 
 
-def bound_by_position(
+def bind_by_position(
     function: Callable[..., Any],
     levels: Sequence[int | None],  # the field's time levels; None: the only one
     constants: Sequence[str],
@@ -88,7 +88,7 @@ def bound_by_position(
     return Binding((*fields, *map(BoundValue, constants)), bound_keywords)
 
 
-def bound_by_name(function: Callable[..., Any], names: Collection[str]) -> Binding:
+def bind_by_name(function: Callable[..., Any], names: Collection[str]) -> Binding:
     """Return the binding of a function whose parameters are names of values.
 
     Raises `InputError` if a parameter without a default value is no such name.

@@ -349,4 +349,4 @@ def iterate(
         options,
         wholes=arguments.wholes,
     )
-    return arguments.sorted(arrays, iteration.returns_steps)
+    return arguments.arrange(arrays, iteration.returns_steps)

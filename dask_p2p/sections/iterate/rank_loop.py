@@ -52,7 +52,7 @@ class RunIteration(Iteration):
 
 
 class RankWork:
-    """The fields of one rank, and what it does with them after some steps."""
+    """The fields of one rank, and the callbacks of its loop."""
 
     loop: Loop
 
@@ -100,7 +100,7 @@ class RankWork:
         return first
 
     def callbacks(self) -> list[Callback]:
-        """Return what is done after some steps, in its order."""
+        """Return the callbacks in their order: frames before checkpoints."""
         iteration, until = self._iteration, self._iteration.until
         callbacks: list[Callback] = []
         if iteration.series:
@@ -138,7 +138,7 @@ class RankWork:
         store.write(step, self._flush)
 
     def _record(self, step: int) -> None:
-        """Record numbers; end the loop if `until` says so."""
+        """Record numbers; end the loop if `until` returns True."""
         iteration, steps = self._iteration, self.steps
         current = steps.current(self._series.names)
         self._series.record(step, lambda binding: current(binding, steps.block_box))
@@ -148,7 +148,7 @@ class RankWork:
             self.loop.is_over = True
 
     def _ask_until(self, step: int) -> None:
-        """End the loop if `until` says so, from the numbers of the function."""
+        """End the loop if `until` returns True for the numbers of the function."""
         numbers, until = self.steps.numbers, self._iteration.until
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
@@ -167,7 +167,6 @@ class RankWork:
                     files.write(step, self._flush)
 
     def _save(self, step: int) -> None:
-        """Save a checkpoint in memory."""
         if not self.loop.is_over and not self.steps.keep_values():
             self._flush()  # a run that resumes here must find all frames
             self._numbers.save()
@@ -179,7 +178,6 @@ class RankWork:
 
     @property
     def _state(self) -> tuple[Array, ...]:
-        """The arrays of a checkpoint in memory."""
         return (*self._local.state, *self._numbers.arrays)
 
 
@@ -291,7 +289,7 @@ class FieldSteps:
         return returned
 
     def _settle(self, call: Call) -> None:
-        """Let a call overlap if its function may; later steps make no checks of it."""
+        """Let a call overlap if its function may; later steps do not check the call."""
         overlap = self._overlap
         is_possible = not self._iteration.is_staggered and overlap.is_wanted(call)
         call.is_overlapped = is_possible and overlap.is_checked(call)
@@ -346,7 +344,6 @@ class FieldSteps:
     # --- the first step
 
     def _make_first(self) -> None:
-        """Make the first step, and check the functions."""
         for phase in self._iteration.phases:
             self._update_halos(phase.binding.names)
             values = self._arguments(phase.binding, self.block_box)
@@ -397,4 +394,4 @@ class FieldSteps:
             self._stale = stale
 
         stale, restore_order = {*self._stale}, self._local.restoring()
-        return self._replays.captured(self._calls.values(), self._local.levels, steps, restore)
+        return self._replays.capture(self._calls.values(), self._local.levels, steps, restore)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.outputs import shape_of
-from dask_p2p.sections.checks import arrays_in, can_refuse, check_kept, written_fields
+from dask_p2p.sections.checks import arrays_in, can_refuse, check_kept, write_error
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart, Pending
 from dask_p2p.sections.iterate.functions import OUT, UNNAMED, VALUES, Binding
@@ -57,20 +57,20 @@ class Phase:
         """True if fields have names: the function returns them in a mapping."""
         return self.fields != (UNNAMED,)
 
-    def bound(self, values: Mapping[str, Any], outs: Outs) -> Callable[[], Any]:
+    def bind(self, values: Mapping[str, Any], outs: Outs) -> Callable[[], Any]:
         """Return the function with its arguments; the memory to fill is one of them."""
         if not self.fills_out:
-            return self.binding.bound(self.function, values)
+            return self.binding.bind(self.function, values)
         out = SimpleNamespace(**outs) if self.is_named else outs[UNNAMED]
-        return self.binding.bound(self.function, {**values, VALUES[OUT]: out})
+        return self.binding.bind(self.function, {**values, VALUES[OUT]: out})
 
     def call(self, values: Mapping[str, Any], outs: Outs) -> Any:
         """Call the function; return the value that it returns.
 
         Raises `InputError` if the function writes into its fields or constants.
         """
-        with explained_writes():
-            return self.bound(values, outs)()
+        with explain_writes():
+            return self.bind(values, outs)()
 
     def fill(
         self,
@@ -81,13 +81,13 @@ class Phase:
     ) -> Returned:
         """Call the function, and put new blocks into `outs`; return all that it returns."""
         if self.fills_out:
-            return self.filled(self.call(values, outs), outs)
-        returned = self.returned(self.call(values, {}))
+            return self.read_filled(self.call(values, outs), outs)
+        returned = self.read_returned(self.call(values, {}))
         for name, new in returned.blocks.items():
             replace_block(device, outs[name], new, parts[name])
         return returned
 
-    def returned(self, value: Any) -> Returned:
+    def read_returned(self, value: Any) -> Returned:
         """Return the new blocks and numbers of a function without a parameter `out`.
 
         Raises `BlockMismatchError` for other values than blocks of its fields and numbers.
@@ -108,7 +108,7 @@ class Phase:
         blocks = {name: value[name] for name in value if name in self.fields}
         return Returned(blocks, (), {name: value[name] for name in value if name in self.scalars})
 
-    def filled(self, value: Any, outs: Outs) -> Returned:
+    def read_filled(self, value: Any, outs: Outs) -> Returned:
         """Return the numbers that a function which has filled `outs` returned.
 
         The first value may be the memory itself, or None.
@@ -213,7 +213,7 @@ def explain_write(exc: Exception) -> InputError | None:
 
 
 @contextmanager
-def explained_writes() -> Iterator[None]:
+def explain_writes() -> Iterator[None]:
     """Explain errors of writes into read-only fields and constants, with the remedy."""
     try:
         yield
@@ -247,10 +247,10 @@ class Reader:
             arguments = (*bound.args, *bound.keywords.values())
             arrays += arrays_in(arguments, self._device.module.ndarray)
         before = [self._device.checksum(array) for array in arrays]
-        with explained_writes():
+        with explain_writes():
             value = bound()
         if before != [self._device.checksum(array) for array in arrays]:
-            raise written_fields()
+            raise write_error()
         self._is_checked = True
         return value
 
@@ -291,14 +291,13 @@ class Call:
         self.is_overlapped = False  # whether the interior is computed while halos are in flight
 
     def _arrays_for(self, box: Box) -> CallArrays:
-        """Return the arrays for a box of the local block."""
         values = self._arguments(self.phase.binding, box)
         parts = {name: self._fields[name].parts(box)[0] for name in self.changed}
         outs = {
             name: self._fields[name].next_level.inner[part.where] for name, part in parts.items()
         }
         reads_scalars = not self.phase.binding.names.isdisjoint(self._scalars)
-        return CallArrays(values, self.phase.bound(values, outs), outs, parts, reads_scalars)
+        return CallArrays(values, self.phase.bind(values, outs), outs, parts, reads_scalars)
 
     def apply(self, box: Box) -> Returned:
         """Fill a box of the next local blocks; return the other values of the function."""
@@ -307,7 +306,7 @@ class Call:
             arrays = self._arrays[box] = self._arrays_for(box)
         function = arrays.function
         if arrays.reads_scalars:
-            function = phase.bound({**arrays.values, **self._scalars}, arrays.outs)
+            function = phase.bind({**arrays.values, **self._scalars}, arrays.outs)
         try:
             value = function()
         except (TypeError, ValueError) as exc:
@@ -315,8 +314,8 @@ class Call:
                 raise
             raise error from exc
         if phase.fills_out:
-            return NOTHING if value is None else phase.filled(value, arrays.outs)
-        returned = phase.returned(value)
+            return NOTHING if value is None else phase.read_filled(value, arrays.outs)
+        returned = phase.read_returned(value)
         if returned.blocks.keys() != arrays.outs.keys():
             raise BlockMismatchError(
                 f"expected new blocks of the same fields in each step, {self.changed}, got "

@@ -32,11 +32,11 @@ def saved(state):
 def test_values_come_back(alone, value):
     s = alone.state(of=value)
     memory = saved(s)
-    restored = alone.state(of=np.ones(2))
-    restored.load(memory)
-    assert type(restored.of) is type(value)
-    assert np.array_equal(restored.of, value)
-    assert np.asarray(restored.of).dtype == np.asarray(value).dtype
+    second_state = alone.state(of=np.ones(2))
+    second_state.load(memory)
+    assert type(second_state.of) is type(value)
+    assert np.array_equal(second_state.of, value)
+    assert np.asarray(second_state.of).dtype == np.asarray(value).dtype
 
 
 def test_arrays_of_the_same_shape_are_filled_in_place(alone):
@@ -69,7 +69,7 @@ MANY = 1 << 70
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("value", "received"),
     [
         ("text", "str as u"),
         (None, "NoneType as u"),
@@ -79,8 +79,8 @@ MANY = 1 << 70
         (np.random.RandomState(3), "RandomState as u"),
     ],
 )
-def test_other_values_are_refused(alone, value, text):
-    with pytest.raises(InputError, match=f"numbers of 64 bits, .* got {text}"):
+def test_other_values_are_refused(alone, value, received):
+    with pytest.raises(InputError, match=f"numbers of 64 bits, .* got {received}"):
         alone.state(u=value)
     s = alone.state(u=0)
     steps = alone.steps(3, s)

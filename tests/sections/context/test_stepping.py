@@ -75,11 +75,11 @@ def dicts(ctx, x):
 
 
 def random_numbers(ctx, x):
-    s, reference = ctx.state(x=x, draw=np.random.default_rng(3)), np.random.default_rng(3)
-    reference.normal(size=STEPS)
+    s, generator = ctx.state(x=x, draw=np.random.default_rng(3)), np.random.default_rng(3)
+    generator.normal(size=STEPS)
     for _ in ctx.steps(STEPS, s, every=1):
         s.x = s.x + s.draw.normal()
-    assert s.draw.normal() == reference.normal()
+    assert s.draw.normal() == generator.normal()
     return x + STEPS
 
 

@@ -41,10 +41,10 @@ def by_iterate(ranks: int, steps: int, options: dict[str, Any]) -> Any:
 
 def by_steps(ranks: int, steps: int, options: dict[str, Any]) -> Any:
     """Return the fields by a loop of `spmd`, and the sum of the masses after all steps."""
-    given = fields(CHUNKS[ranks])
+    arrays = fields(CHUNKS[ranks])
     outputs = {"u": LocalBlock(), "v": LocalBlock(), "mass": Same(0.0)}
-    more = {"outputs": outputs, "ranks": ranks, "steps": steps, "options": options}
-    return spmd(loop, given["u"], given["v"], **more)
+    keywords = {"outputs": outputs, "ranks": ranks, "steps": steps, "options": options}
+    return spmd(loop, arrays["u"], arrays["v"], **keywords)
 
 
 def loop(
@@ -67,8 +67,8 @@ PROGRAMS = {"iterate": by_iterate, "steps": by_steps}
 async def scheduler(folder: Path) -> None:
     """Run a scheduler."""
     options = {"scheduler_file": str(folder / "scheduler.json"), "dashboard": False, "port": 0}
-    async with Scheduler(**options) as made:
-        await made.finished()
+    async with Scheduler(**options) as scheduler_process:
+        await scheduler_process.finished()
 
 
 async def worker(folder: Path) -> None:
@@ -76,8 +76,8 @@ async def worker(folder: Path) -> None:
     while not (folder / "scheduler.json").exists():
         await asyncio.sleep(0.01)
     options = {"nthreads": 2, "local_directory": str(folder), "dashboard": False}
-    async with Worker(scheduler_file=str(folder / "scheduler.json"), **options) as made:
-        await made.finished()
+    async with Worker(scheduler_file=str(folder / "scheduler.json"), **options) as dask_worker:
+        await dask_worker.finished()
 
 
 def client(folder: Path, program: str, ranks: int, steps: int) -> None:
@@ -88,10 +88,10 @@ def client(folder: Path, program: str, ranks: int, steps: int) -> None:
         "save": Save(folder.parent / "frames", EVERY_FRAME),
         "checkpoint": Checkpoint(folder.parent / "states", every=EVERY_CHECKPOINT),
     }
-    with Client(scheduler_file=str(folder / "scheduler.json")) as made:
-        made.wait_for_workers(ranks)
-        (found,) = dask.compute(PROGRAMS[program](ranks, steps, stores))
-        np.savez(folder / "result.part.npz", **found)
+    with Client(scheduler_file=str(folder / "scheduler.json")) as dask_client:
+        dask_client.wait_for_workers(ranks)
+        (result,) = dask.compute(PROGRAMS[program](ranks, steps, stores))
+        np.savez(folder / "result.part.npz", **result)
         os.replace(folder / "result.part.npz", folder / "result.npz")
 
 
@@ -104,9 +104,9 @@ def forked(work, *args) -> int:
         os.setpgid(0, 0)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.dup2(2, 1)
-        made = work(*args)
-        if asyncio.iscoroutine(made):
-            asyncio.run(made)
+        result = work(*args)
+        if asyncio.iscoroutine(result):
+            asyncio.run(result)
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -34,45 +34,45 @@ def with_points(**options):
 
 
 CALLS = {
-    "dtype": lambda wrong: started(dtype=wrong),
-    "dtype without names": lambda wrong: unnamed(dtype=wrong),
-    "dtype of spmd": lambda wrong: spmd(lambda ctx, x: x, X, dtype=wrong),
-    "dtype of a local block": lambda wrong: spmd(lambda ctx, x: x, X, outputs=LocalBlock(wrong)),
-    "dtype of a field": lambda wrong: iterate(halved, {"u": Field(X, dtype=wrong)}, 1, 3),
-    "dtype of a number": lambda wrong: iterate(
-        halved, {"u": X, "t": Field(0.0, dtype=wrong)}, 1, 3
+    "dtype": lambda value: started(dtype=value),
+    "dtype without names": lambda value: unnamed(dtype=value),
+    "dtype of spmd": lambda value: spmd(lambda ctx, x: x, X, dtype=value),
+    "dtype of a local block": lambda value: spmd(lambda ctx, x: x, X, outputs=LocalBlock(value)),
+    "dtype of a field": lambda value: iterate(halved, {"u": Field(X, dtype=value)}, 1, 3),
+    "dtype of a number": lambda value: iterate(
+        halved, {"u": X, "t": Field(0.0, dtype=value)}, 1, 3
     ),
-    "dtype of a record": lambda wrong: started(record={"m": Record(np.sum, dtype=wrong)}),
-    "corners": lambda wrong: started(corners=wrong),
-    "corners of a field": lambda wrong: iterate(halved, {"u": Field(X, corners=wrong)}, 1, 3),
-    "overlap": lambda wrong: started(overlap=wrong),
-    "exchange": lambda wrong: started(exchange=wrong),
-    "capture": lambda wrong: started(capture=wrong),
-    "as_library": lambda wrong: started(as_library=wrong),
-    "ranks": lambda wrong: started(ranks=wrong),
-    "constants": lambda wrong: started(constants=[wrong] if isinstance(wrong, dict) else wrong),
-    "record": lambda wrong: started(record=wrong),
-    "op": lambda wrong: started(record={"m": Record(lambda u: u[0, 0], op=wrong)}),
-    "shape": lambda wrong: started(record={"m": Record(lambda u: u[0, 0], shape=wrong)}),
-    "save": lambda wrong: started(save=wrong),
-    "fields of a save": lambda wrong: started(save=Save("frames", 1, fields=wrong)),
-    "region": lambda wrong: started(save=Save("frames", 1, region=wrong)),
-    "compute": lambda wrong: started(save=Save("frames", 1, compute=wrong)),
-    "dims": lambda wrong: started(save=Save("frames", 1, dims=wrong)),
-    "coords": lambda wrong: started(save=Save("frames", 1, coords=wrong)),
-    "checkpoint": lambda wrong: started(checkpoint=wrong),
-    "every": lambda wrong: started(checkpoint=Checkpoint("states", wrong)),
-    "keep": lambda wrong: started(checkpoint=Checkpoint("states", keep=wrong)),
-    "points": lambda wrong: with_points(xy=wrong),
-    "weights": lambda wrong: with_points(weights=wrong),
+    "dtype of a record": lambda value: started(record={"m": Record(np.sum, dtype=value)}),
+    "corners": lambda value: started(corners=value),
+    "corners of a field": lambda value: iterate(halved, {"u": Field(X, corners=value)}, 1, 3),
+    "overlap": lambda value: started(overlap=value),
+    "exchange": lambda value: started(exchange=value),
+    "capture": lambda value: started(capture=value),
+    "as_library": lambda value: started(as_library=value),
+    "ranks": lambda value: started(ranks=value),
+    "constants": lambda value: started(constants=[value] if isinstance(value, dict) else value),
+    "record": lambda value: started(record=value),
+    "op": lambda value: started(record={"m": Record(lambda u: u[0, 0], op=value)}),
+    "shape": lambda value: started(record={"m": Record(lambda u: u[0, 0], shape=value)}),
+    "save": lambda value: started(save=value),
+    "fields of a save": lambda value: started(save=Save("frames", 1, fields=value)),
+    "region": lambda value: started(save=Save("frames", 1, region=value)),
+    "compute": lambda value: started(save=Save("frames", 1, compute=value)),
+    "dims": lambda value: started(save=Save("frames", 1, dims=value)),
+    "coords": lambda value: started(save=Save("frames", 1, coords=value)),
+    "checkpoint": lambda value: started(checkpoint=value),
+    "every": lambda value: started(checkpoint=Checkpoint("states", value)),
+    "keep": lambda value: started(checkpoint=Checkpoint("states", keep=value)),
+    "points": lambda value: with_points(xy=value),
+    "weights": lambda value: with_points(weights=value),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_arguments_of_other_types_are_refused(name):
-    for wrong in OTHERS:
+    for value in OTHERS:
         with pytest.raises(InputError, match=r"expected .* got "):
-            CALLS[name](wrong)
+            CALLS[name](value)
 
 
 ARRAY = np.random.default_rng(0).normal(size=(6, 4))
@@ -97,16 +97,16 @@ def centred_field(u):
 
 
 def test_a_record():
-    made = iterate(unchanged, {"u": array()}, {0: 1}, 3, record={"size": centred}, ranks=1)
+    lazy_result = iterate(unchanged, {"u": array()}, {0: 1}, 3, record={"size": centred}, ranks=1)
     with pytest.raises(InputError, match=r"only reads its fields .* Write into a copy"):
-        dask.compute(made)
+        dask.compute(lazy_result)
 
 
 def test_a_computed_field(tmp_path):
     save = Save(tmp_path / "frames.zarr", every=1, compute={"e": centred_field})
-    made = iterate(unchanged, {"u": array()}, {0: 1}, 3, save=save, ranks=1)
+    lazy_result = iterate(unchanged, {"u": array()}, {0: 1}, 3, save=save, ranks=1)
     with pytest.raises(InputError, match=r"only reads its fields .* Write into a copy"):
-        dask.compute(made)
+        dask.compute(lazy_result)
 
 
 def test_a_record_on_a_gpu(gpu):
@@ -120,9 +120,9 @@ def test_a_record_on_a_gpu(gpu):
         return {"u": u.apply(lambda values: values[1:-1] + 0)}
 
     fields = {"u": on_gpu(gpu, array())}
-    made = iterate(same, fields, {0: 1}, 3, record={"n": negative}, ranks=2)
+    lazy_result = iterate(same, fields, {0: 1}, 3, record={"n": negative}, ranks=2)
     with pytest.raises(InputError, match=r"only reads its fields .* Write into a copy"):
-        run_section(gpu, made["u"], [ARRAY])
+        run_section(gpu, lazy_result["u"], [ARRAY])
 
 
 def test_indices():

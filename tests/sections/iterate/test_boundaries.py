@@ -28,11 +28,11 @@ def profile(rim, inside, at):
 def padded(u, depth, boundary, step):
     """Return the array with a halo, axis by axis as `numpy.pad`."""
     names = {"periodic": "wrap", "nearest": "edge", "reflect": "symmetric"}
-    done = [0] * u.ndim
+    depths_done = [0] * u.ndim
     for axis in range(u.ndim):
         own = boundary[axis]
         ends = own if isinstance(own, tuple) else (own, own)
-        whole = u
+        interior = u
         for number, end in enumerate(ends):
             width = [(0, 0)] * u.ndim
             width[axis] = (depth, 0) if number == 0 else (0, depth)
@@ -42,7 +42,7 @@ def padded(u, depth, boundary, step):
             rim = (slice(None),) * axis + (slice(depth) if number == 0 else slice(-depth, None),)
             if callable(end) or end == "odd":
                 inside = part[rim].copy()
-                starts = [-before for before in done]
+                starts = [-before for before in depths_done]
                 starts[axis] = -depth if number == 0 else u.shape[axis]
                 ranges = [
                     np.arange(start, start + size)
@@ -55,8 +55,8 @@ def padded(u, depth, boundary, step):
             elif not is_name:
                 part[rim] = end
             edge = part[rim]
-            whole = np.concatenate((edge, whole) if number == 0 else (whole, edge), axis)
-        u, done[axis] = whole, depth
+            interior = np.concatenate((edge, interior) if number == 0 else (interior, edge), axis)
+        u, depths_done[axis] = interior, depth
     return u
 
 
@@ -81,11 +81,11 @@ BOUNDARIES = {
 @pytest.mark.parametrize("ranks", RANKS)
 def test_boundaries(client, ranks, overlap, boundary):
     options = {"boundary": dict(enumerate(boundary)), "ranks": ranks, "overlap": overlap}
-    made = iterate(spread, {"u": array(U)}, 1, 7, **options)["u"].compute()
+    result = iterate(spread, {"u": array(U)}, 1, 7, **options)["u"].compute()
     u = U
     for step in range(7):
         u = spread(padded(u, 1, boundary, step))["u"]
-    assert np.array_equal(made, u)
+    assert np.array_equal(result, u)
 
 
 @pytest.mark.parametrize("chunks", [(12, 10), (24, 5), (6, 20), (3, 20), (24, 2)])
@@ -95,11 +95,11 @@ def test_halos_wider_than_local_blocks(client, chunks):
 
     def function(ctx, u):
         p = ctx.with_halo(u, depth=7, boundary=dict(enumerate(boundary)))
-        own = ctx.update_halo(p)
-        wanted = padded(U, 7, boundary, 0)
+        block = ctx.update_halo(p)
+        expected = padded(U, 7, boundary, 0)
         part = tuple(slice(start, stop + 14) for start, stop in ctx.box)
         padded_anew = ctx.pad(u, 7, dict(enumerate(boundary)))
-        is_equal = np.array_equal(own, wanted[part]) and np.array_equal(padded_anew, own)
+        is_equal = np.array_equal(block, expected[part]) and np.array_equal(padded_anew, block)
         return np.full_like(u, is_equal)
 
     assert spmd(function, x, ranks=4).compute().all()
@@ -110,25 +110,25 @@ def test_records_read_the_halo_of_the_next_step(client, ranks):
     boundary = (profile, "odd")
     rim = Record(lambda u, at: u[0].sum() if at.box[0][0] == 0 else 0.0)
     options = {"boundary": dict(enumerate(boundary)), "record": {"rim": rim}, "ranks": ranks}
-    (made,) = dask.compute(iterate(spread, {"u": array(U, chunks=(8, 20))}, 1, 5, **options))
-    u, wanted = U, []
+    (result,) = dask.compute(iterate(spread, {"u": array(U, chunks=(8, 20))}, 1, 5, **options))
+    u, expected = U, []
     for step in range(5):
         u = spread(padded(u, 1, boundary, step))["u"]
-        wanted.append(padded(u, 1, boundary, step + 1)[0].sum())
-    assert np.array_equal(made["u"], u)
-    np.testing.assert_allclose(made["rim"], wanted, rtol=1e-12)
+        expected.append(padded(u, 1, boundary, step + 1)[0].sum())
+    assert np.array_equal(result["u"], u)
+    np.testing.assert_allclose(result["rim"], expected, rtol=1e-12)
 
 
 def test_wrong_boundaries_are_refused(client):
     def returns(rim, inside, at):
         return -inside
 
-    made = iterate(spread, {"u": array(U)}, 1, 3, boundary=returns, ranks=2)
+    lazy_result = iterate(spread, {"u": array(U)}, 1, 3, boundary=returns, ranks=2)
     with pytest.raises(InputError, match=r"fills its first argument.*returns a value"):
-        dask.compute(made)
-    whole = array(np.zeros((24, 20), "uint8"))
+        dask.compute(lazy_result)
+    integers = array(np.zeros((24, 20), "uint8"))
     with pytest.raises(InputError, match="'odd' for uint8, which has no negative"):
-        iterate(spread, {"u": whole}, 1, 3, boundary="odd")
+        iterate(spread, {"u": integers}, 1, 3, boundary="odd")
     with pytest.raises(InputError, match=r"'odd', a function of \(rim, inside, at\), or a number"):
         iterate(spread, {"u": array(U)}, 1, 3, boundary="mirror")
     captured = iterate(spread, {"u": array(U)}, 1, 9, boundary=profile, capture=True)
@@ -170,11 +170,11 @@ def stepped(boundary, ranks):
 def test_functions_that_depend_on_the_number_of_ranks_are_named(client, function):
     match = f"boundary: {function.__name__} returns other values .* number of ranks"
     with pytest.warns(P2PWarning, match=match):
-        found = stepped(function, 4)
-    assert not np.allclose(found, stepped(function, 1))
+        result = stepped(function, 4)
+    assert not np.allclose(result, stepped(function, 1))
 
 
 @pytest.mark.parametrize("function", [wall, profile])
 def test_other_functions_are_compared_without_a_word(client, recwarn, function):
     assert np.array_equal(stepped(function, 4), stepped(function, 1))
-    assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]
+    assert not [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]

@@ -35,8 +35,8 @@ def padded(x, depth=1, boundary="periodic"):
             if one == "periodic":  # of the array without the other side's halo
                 widths[axis] = (depth, depth)
             mode = MODES.get(one, "constant")
-            more = {"constant_values": one} if mode == "constant" else {}
-            x = np.pad(x, widths, mode, **more)
+            options = {"constant_values": one} if mode == "constant" else {}
+            x = np.pad(x, widths, mode, **options)
             if one == "periodic":
                 break
     return x
@@ -67,14 +67,17 @@ def react_into(v, u, out, feed=0.03, kill=0.06):
     out.u[...] = new["u"]
 
 
-def both(fields, depth, steps, phases, boundary="periodic", **more):
+def both(fields, depth, steps, phases, boundary="periodic", **kwargs):
     """Run phases by NumPy, on whole arrays."""
-    of = boundary if isinstance(boundary, dict) else {}
+    boundaries = boundary if isinstance(boundary, dict) else {}
     fields = dict(fields)
     for _ in range(steps):
         for phase, names in phases:
-            given = {n: padded(fields[n], depth, of.get(n, of.get("*", boundary))) for n in names}
-            fields |= phase(**given, **more)
+            arguments = {
+                n: padded(fields[n], depth, boundaries.get(n, boundaries.get("*", boundary)))
+                for n in names
+            }
+            fields |= phase(**arguments, **kwargs)
     return fields
 
 
@@ -84,12 +87,12 @@ def both(fields, depth, steps, phases, boundary="periodic", **more):
 def test_two_fields(client, function, ranks, overlap):
     u, v = abs(U) / 4, abs(V) / 4
     options = {"ranks": ranks, "overlap": overlap}
-    made = iterate(function, {"u": array(u), "v": array(v)}, 1, 9, feed=0.04, **options)
-    assert [*made] == ["u", "v"]
-    assert made["u"].chunks == CHUNKS
-    wanted = both({"u": u, "v": v}, 1, 9, [(partial(react, feed=0.04), "uv")])
-    for name, found in dask.compute(made)[0].items():
-        assert np.array_equal(found, wanted[name])
+    lazy_result = iterate(function, {"u": array(u), "v": array(v)}, 1, 9, feed=0.04, **options)
+    assert [*lazy_result] == ["u", "v"]
+    assert lazy_result["u"].chunks == CHUNKS
+    expected = both({"u": u, "v": v}, 1, 9, [(partial(react, feed=0.04), "uv")])
+    for name, result in dask.compute(lazy_result)[0].items():
+        assert np.array_equal(result, expected[name])
 
 
 def velocities(p, u, v):
@@ -126,11 +129,11 @@ def by_axis(boundary):
 def test_phases_see_fresh_halos(client, boundary, ranks, overlap):
     fields = {"u": array(U), "v": array(V), "p": array(P)}
     options = {"boundary": boundary, "ranks": ranks, "overlap": overlap}
-    made = iterate([velocities, pressure], fields, 1, 6, **options)
+    lazy_result = iterate([velocities, pressure], fields, 1, 6, **options)
     phases = [(velocities, "puv"), (pressure, "uvp")]
-    wanted = both({"u": U, "v": V, "p": P}, 1, 6, phases, by_axis(boundary))
-    for name, found in dask.compute(made)[0].items():
-        assert np.array_equal(found, wanted[name]), name
+    expected = both({"u": U, "v": V, "p": P}, 1, 6, phases, by_axis(boundary))
+    for name, result in dask.compute(lazy_result)[0].items():
+        assert np.array_equal(result, expected[name]), name
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -169,10 +172,10 @@ def test_constants_are_divided_by_broadcasting(client, ranks, overlap):
             dy, dx = i % 3 - 1, i // 3 - 1
             rows = slice(1 - dy, f.shape[1] - 1 - dy)
             grown[i] = f[i, rows, 1 - dx : f.shape[2] - 1 - dx]
-        own = f[::-1, 1:-1, 1:-1]
-        assert column.shape == (own.shape[1], 1)
-        assert lazy.shape == own.shape[1:]
-        return {"f": np.where(solid, own, grown) * column * table[:, None, None] + lazy}
+        inner = f[::-1, 1:-1, 1:-1]
+        assert column.shape == (inner.shape[1], 1)
+        assert lazy.shape == inner.shape[1:]
+        return {"f": np.where(solid, inner, grown) * column * table[:, None, None] + lazy}
 
     lazy = RNG.random((24, 20))
     constants = {
@@ -183,10 +186,10 @@ def test_constants_are_divided_by_broadcasting(client, ranks, overlap):
     }
     fields = {"f": da.from_array(f, chunks=(9, *CHUNKS))}
     options = {"constants": constants, "ranks": ranks, "overlap": overlap}
-    made = iterate(local, fields, {1: 1, 2: 1}, 4, **options)["f"].compute()
+    result = iterate(local, fields, {1: 1, 2: 1}, 4, **options)["f"].compute()
     for _ in range(4):
         f = stream(f, solid, column, table, lazy)["f"]
-    assert np.array_equal(made, f)
+    assert np.array_equal(result, f)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -209,12 +212,12 @@ def test_each_rank_gets_the_whole_of_a_lazy_constant(client, ranks, overlap):
         "rows": Whole(da.from_array(mask[:, 0], chunks=5)),
     }
     options = {"constants": constants, "ranks": ranks, "overlap": overlap}
-    made = iterate(step, {"u": array(U)}, 1, 4, **options)["u"].compute()
-    wanted = U
+    result = iterate(step, {"u": array(U)}, 1, 4, **options)["u"].compute()
+    expected = U
     for _ in range(4):
-        new = step(padded(wanted), mask, _read_only(table), table.max(), mask[:, 0])
-        wanted = new["u"]
-    assert np.array_equal(made, wanted)
+        new = step(padded(expected), mask, _read_only(table), table.max(), mask[:, 0])
+        expected = new["u"]
+    assert np.array_equal(result, expected)
 
 
 def _read_only(array):
@@ -230,12 +233,12 @@ def test_a_constant_with_a_halo(client, ranks):
         return {"c": inner(c) - 0.1 * (flux[1:-1, 1:-1] - flux[:-2, 1:-1])}
 
     constants = {"u": Field(array(U), depth=1, boundary="nearest")}
-    made = iterate(carried, {"c": array(P)}, 1, 5, constants=constants, ranks=ranks)
-    assert [*made] == ["c"]
+    lazy_result = iterate(carried, {"c": array(P)}, 1, 5, constants=constants, ranks=ranks)
+    assert [*lazy_result] == ["c"]
     c, speed = P, padded(U, 1, "nearest")
     for _ in range(5):
         c = carried(padded(c), speed)["c"]
-    assert np.array_equal(made["c"].compute(), c)
+    assert np.array_equal(lazy_result["c"].compute(), c)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -251,14 +254,14 @@ def test_the_position_of_a_block(client, ranks, overlap):
         return {"s": np.where(is_even, near / 4 + np.cos(at.step), inner(s))}
 
     phases = [partial(half, parity=0), partial(half, parity=1)]
-    made = iterate(phases, {"s": array(U)}, 1, 5, ranks=ranks, overlap=overlap)["s"].compute()
+    result = iterate(phases, {"s": array(U)}, 1, 5, ranks=ranks, overlap=overlap)["s"].compute()
     s, index = U, np.ogrid[:24, :20]
     for step in range(5):
         for parity in (0, 1):
             a = padded(s)
             near = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:]
             s = np.where(sum(index) % 2 == parity, near / 4 + np.cos(step), s)
-    assert np.array_equal(made, s)
+    assert np.array_equal(result, s)
 
 
 def ogrid_of(box):
@@ -269,9 +272,9 @@ def ogrid_of(box):
 def test_indices_are_those_of_ogrid_everywhere(client, ranks):
     """In functions, boundary functions, and in `spmd`: all axes, also the leading ones."""
 
-    def same(found, box):
-        wanted = ogrid_of(box)
-        return len(found) == len(wanted) and all(map(np.array_equal, found, wanted))
+    def same(indices, box):
+        expected = ogrid_of(box)
+        return len(indices) == len(expected) and all(map(np.array_equal, indices, expected))
 
     def rims(rim, inside, at):
         assert [along.shape for along in at.index] == [(rim.shape[0], 1), (1, rim.shape[1])]
@@ -281,8 +284,8 @@ def test_indices_are_those_of_ogrid_everywhere(client, ranks):
         assert same(at.index, at.box)
         return {"u": inner(u) + at.index[1]}
 
-    made = iterate(step, {"u": array(U)}, 1, 2, boundary=rims, ranks=ranks)["u"].compute()
-    assert np.array_equal(made, U + np.arange(20) + np.arange(20))
+    lazy_result = iterate(step, {"u": array(U)}, 1, 2, boundary=rims, ranks=ranks)["u"].compute()
+    assert np.array_equal(lazy_result, U + np.arange(20) + np.arange(20))
 
     def function(ctx, u):
         grid = ctx.grid_of((5, 7, 3))
@@ -301,23 +304,23 @@ def test_each_field_keeps_its_dtype(client, ranks):
         return {"x": x + counts, "counts": counts + bits, "bits": ~bits}
 
     fields = {"x": array(U.astype("f4")), "counts": array(counts), "bits": array(bits)}
-    made = dask.compute(iterate(step, fields, 0, 3, ranks=ranks))[0]
+    result = dask.compute(iterate(step, fields, 0, 3, ranks=ranks))[0]
     x = U.astype("f4")
     for _ in range(3):
         x, counts, bits = (x + counts).astype("f4"), counts + bits, ~bits
-    for name, wanted in {"x": x, "counts": counts, "bits": bits}.items():
-        assert made[name].dtype == wanted.dtype
-        assert np.array_equal(made[name], wanted)
+    for name, expected in {"x": x, "counts": counts, "bits": bits}.items():
+        assert result[name].dtype == expected.dtype
+        assert np.array_equal(result[name], expected)
 
 
 def test_fields_that_stay_and_other_parameters(client):
-    def step(v, u, scale=2, **others):
-        assert others == {"w": 3}
+    def step(v, u, scale=2, **rest_by_name):
+        assert rest_by_name == {"w": 3}
         return {"v": v + u * scale}
 
-    made = dask.compute(iterate(step, {"u": array(U), "v": array(V)}, 0, 2, ranks=2, w=3))[0]
-    assert np.array_equal(made["u"], U)
-    assert np.array_equal(made["v"], V + U * 2 + U * 2)
+    result = dask.compute(iterate(step, {"u": array(U), "v": array(V)}, 0, 2, ranks=2, w=3))[0]
+    assert np.array_equal(result["u"], U)
+    assert np.array_equal(result["v"], V + U * 2 + U * 2)
 
 
 # --- refused
@@ -348,8 +351,8 @@ def test_corners_that_are_read_are_refused(client):
         y["u"].compute()
     fields = {"u": array(U), "v": array(V), "p": array(P)}
     star = iterate(pressure, fields, 1, 2, corners=False, ranks=4)
-    wanted = both({"u": U, "v": V, "p": P}, 1, 2, [(pressure, "uvp")])
-    assert np.array_equal(star["p"].compute(), wanted["p"])
+    expected = both({"u": U, "v": V, "p": P}, 1, 2, [(pressure, "uvp")])
+    assert np.array_equal(star["p"].compute(), expected["p"])
 
 
 def test_wrong_arguments_are_refused():

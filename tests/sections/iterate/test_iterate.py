@@ -28,10 +28,10 @@ def star(u, out):
 
 def wave(u, before, speed, factor, out, scale):
     """Two levels of time, a coefficient for each point, and one for all."""
-    own = (slice(2, -2),) * 2
-    out[:] = u[2:-2, 4:] + u[2:-2, :-4] + u[4:, 2:-2] + u[:-4, 2:-2] - 4 * u[own]
+    inner = (slice(2, -2),) * 2
+    out[:] = u[2:-2, 4:] + u[2:-2, :-4] + u[4:, 2:-2] + u[:-4, 2:-2] - 4 * u[inner]
     out *= scale * factor * speed
-    out += 2 * u[own] - before[own]
+    out += 2 * u[inner] - before[inner]
 
 
 def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
@@ -52,16 +52,16 @@ def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
 def test_boundaries(client, boundary, ranks):
     y = iterate(star, array(), 1, 5, boundary=boundary, ranks=ranks)
     assert y.chunks == array().chunks
-    (wanted,) = reference(star, [X], 1, 5, boundary)
-    assert np.array_equal(y.compute(), wanted)
+    (expected,) = reference(star, [X], 1, 5, boundary)
+    assert np.array_equal(y.compute(), expected)
     alone = iterate(star, array(), 1, 5, boundary=boundary, ranks=1)
-    assert np.array_equal(alone.compute(scheduler="threads"), wanted)
+    assert np.array_equal(alone.compute(scheduler="threads"), expected)
 
 
 def test_levels_of_time_constants_and_keywords(client):
     speed = np.random.default_rng(1).random(X.shape)
-    wanted = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
-    made = iterate(
+    expected = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
+    lazy_result = iterate(
         wave,
         (array(), array(X + 1)),
         2,
@@ -71,7 +71,7 @@ def test_levels_of_time_constants_and_keywords(client):
         ranks=4,
         scale=0.1,
     )
-    for y, z in zip(dask.compute(*made), wanted, strict=True):
+    for y, z in zip(dask.compute(*lazy_result), expected, strict=True):
         assert np.array_equal(y, z)
 
 
@@ -103,11 +103,11 @@ def test_dtypes(client):
 
 @pytest.mark.parametrize(("first", "second"), [("i8", "f8"), ("f8", "c16"), ("?", "i1")])
 def test_fields_are_not_narrowed_to_the_first_one(first, second):
-    fields = [array((X * 10).astype(of)) for of in (first, second)]
+    fields = [array((X * 10).astype(dtype)) for dtype in (first, second)]
     with pytest.raises(InputError, match=f"fields that become .* dtype='{np.dtype(second)}'"):
         iterate(lambda u, v: u, fields, 1, 1, ranks=1)
-    found = iterate(lambda u, v: u, fields, 1, 1, ranks=1, dtype=second)
-    assert [each.dtype for each in found] == [second] * 2
+    results = iterate(lambda u, v: u, fields, 1, 1, ranks=1, dtype=second)
+    assert [array.dtype for array in results] == [second] * 2
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -129,7 +129,7 @@ def test_wrong_arguments_are_refused():
     def func(u):
         return u
 
-    for wrong, match in (
+    for options, match in (
         ((array(), func, 1, 2), "expected a function of fields with a halo"),
         ((func, array(), -1, 2), "expected a halo width"),
         ((func, array(), 25, 2), "no wider than the array"),
@@ -139,7 +139,7 @@ def test_wrong_arguments_are_refused():
         ((func, (array(), array()), [1], 1), "expected a list with one depth for each of 2"),
     ):
         with pytest.raises(InputError, match=match):
-            iterate(*wrong)
+            iterate(*options)
     with pytest.raises(InputError, match="expected a boundary out of"):
         iterate(func, array(), 1, 2, boundary="open")
     with pytest.raises(InputError, match="exchange: expected one of auto, diagonal"):

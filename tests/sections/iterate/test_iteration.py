@@ -33,10 +33,12 @@ def misses_an_edge(u, out):
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "i4", "u8", "c8", "M8[s]"])
-@pytest.mark.parametrize(("function", "left"), [(forgets, 24), (misses_an_edge, 4)])
-def test_what_is_not_filled_is_named(function, left, dtype):
+@pytest.mark.parametrize(("function", "unset_count"), [(forgets, 24), (misses_an_edge, 4)])
+def test_what_is_not_filled_is_named(function, unset_count, dtype):
     y = iterate(function, array(X.astype(dtype)), 0, 3, ranks=1)
-    with pytest.raises(BlockMismatchError, match=f"but it left {left} of 24 elements as they"):
+    with pytest.raises(
+        BlockMismatchError, match=f"but it left {unset_count} of 24 elements as they"
+    ):
         computed(y)
 
 
@@ -60,15 +62,15 @@ def test_small_elements_that_are_not_filled_are_named(dtype):
         computed(iterate(forgets, da.from_array(x, chunks=5), 0, 3, ranks=1))
 
 
-@pytest.mark.parametrize("made", [None, (), [1, 2], 3.0], ids=lambda made: type(made).__name__)
-def test_what_is_no_array(made):
-    with pytest.raises(BlockMismatchError, match=f"from the function, got {type(made).__name__}"):
-        computed(iterate(lambda u: made, array(), 0, 1, ranks=1))
-    with pytest.raises(BlockMismatchError, match=f"got .*{type(made).__name__}|got .*"):
-        computed(spmd(lambda ctx, x: made, array(), ranks=1))
-    wrong = r"expected (a tuple of output 0, output 1|an array of shape)"
-    with pytest.raises(BlockMismatchError, match=wrong):
-        computed(spmd(lambda ctx, x: made, array(), outputs=2, ranks=1)[0])
+@pytest.mark.parametrize("value", [None, (), [1, 2], 3.0], ids=lambda value: type(value).__name__)
+def test_what_is_no_array(value):
+    with pytest.raises(BlockMismatchError, match=f"from the function, got {type(value).__name__}"):
+        computed(iterate(lambda u: value, array(), 0, 1, ranks=1))
+    with pytest.raises(BlockMismatchError, match=f"got .*{type(value).__name__}|got .*"):
+        computed(spmd(lambda ctx, x: value, array(), ranks=1))
+    message = r"expected (a tuple of output 0, output 1|an array of shape)"
+    with pytest.raises(BlockMismatchError, match=message):
+        computed(spmd(lambda ctx, x: value, array(), outputs=2, ranks=1)[0])
 
 
 def test_none_does_not_stop_it():
@@ -78,8 +80,8 @@ def test_none_does_not_stop_it():
         return True if last["sum"] > 4 * 12 else None
 
     options = {"record": {"sum": lambda u: u.sum()}, "until": until, "ranks": 1}
-    made = iterate(lambda u: {"u": u + 1}, {"u": array(np.zeros((3, 4)))}, 0, 9, **options)
-    assert computed(made["steps"]) == 5
+    lazy_result = iterate(lambda u: {"u": u + 1}, {"u": array(np.zeros((3, 4)))}, 0, 9, **options)
+    assert computed(lazy_result["steps"]) == 5
 
 
 def test_not_a_number_does_not_stop_it():

@@ -90,16 +90,16 @@ def jobs_of_a_process(path):
 
 def names(folder):
     with suppress(FileNotFoundError):
-        return {each.name for each in folder.iterdir()}
+        return {path.name for path in folder.iterdir()}
     return set()
 
 
 def in_a_checkpoint(folder, before):
     """Whether a checkpoint is being written, after some others of this job."""
-    found = names(folder / "states")
-    new = [name for name in found - before["states"] if name[-1].isdigit()]
+    names_in_folder = names(folder / "states")
+    new = [name for name in names_in_folder - before["states"] if name[-1].isdigit()]
     last = max(new, default="")
-    return len(new) > before["others"] and f"{last}.complete" not in found
+    return len(new) > before["others"] and f"{last}.complete" not in names_in_folder
 
 
 def in_a_frame(folder, before):
@@ -128,9 +128,9 @@ def compared(folder, states):
         if marker.endswith(".complete"):
             name = marker.removesuffix(".complete")
             group = zarr.open(folder / "states" / name, mode="r")
-            wanted = states[int(name.removeprefix("step-"))]
-            assert np.array_equal(group["u"][...], wanted["u"])
-            assert np.array_equal(group["v"][...], wanted["v"])
+            expected = states[int(name.removeprefix("step-"))]
+            assert np.array_equal(group["u"][...], expected["u"])
+            assert np.array_equal(group["v"][...], expected["v"])
 
 
 def begun(jobs, folder, *stage):
@@ -174,12 +174,12 @@ def finished(jobs, folder, program, stage, draw, states):
     while jobs.runs:
         time.sleep(_LOOK_S)
     assert jobs.kill(random.Random(0)) == 0
-    found, (_, steps) = np.load(result), stage
-    assert np.array_equal(found["u"], states[steps]["u"])
-    assert np.array_equal(found["v"], states[steps]["v"])
+    mass_of_run, (_, steps) = np.load(result), stage
+    assert np.array_equal(mass_of_run["u"], states[steps]["u"])
+    assert np.array_equal(mass_of_run["v"], states[steps]["v"])
     mass = [state["u"].sum() for state in states[1 : steps + 1]]
-    wanted = mass if program == "iterate" else sum(mass)
-    np.testing.assert_allclose(found["mass"], wanted, rtol=1e-13)
+    expected = mass if program == "iterate" else sum(mass)
+    np.testing.assert_allclose(mass_of_run["mass"], expected, rtol=1e-13)
     group = zarr.open(folder / "frames", mode="r")
     assert group.attrs["frames"] == steps // EVERY_FRAME
     assert group["u"].shape[0] == steps // EVERY_FRAME
@@ -191,13 +191,13 @@ def finished(jobs, folder, program, stage, draw, states):
 @pytest.mark.timeout(0)  # as many kills as wanted
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig, program):
-    most, draw = pytestconfig.getoption("--kills"), random.Random(0)
+    kill_count, draw = pytestconfig.getoption("--kills"), random.Random(0)
     states, kills, number = [{"u": A, "v": B}], [], 0
     for _ in range(STAGES[-1][1]):
         states.append(both(states[-1], 1, 1, [(react, "uv")]))
     terminal = pytestconfig.get_terminal_writer()
     with jobs_of_a_process(tmp_path / "log") as jobs:
-        while len(kills) < most:
+        while len(kills) < kill_count:
             number += 1
             folder = tmp_path / f"run-{number}"
             for stage in STAGES:

@@ -61,8 +61,8 @@ def life(u, out):
     n = sum(
         u[i : u.shape[0] - 2 + i, j : u.shape[1] - 2 + j] for i, j in product(range(3), range(3))
     )
-    own = u[1:-1, 1:-1]
-    out[...] = (n == 3) | ((n == 4) & (own == 1))
+    cells = u[1:-1, 1:-1]
+    out[...] = (n == 3) | ((n == 4) & (cells == 1))
 
 
 @pytest.mark.parametrize("ranks", mostly_slow([1, 2, 4, 8], [1, 4]))
@@ -147,8 +147,8 @@ def test_numbers_without_until_are_refused():
 
 
 def test_numbers_that_are_none():
-    for wrong in ("text", None):
-        y = iterate(lambda u, w=wrong: (u, w), array(FLOATS), 0, 2, ranks=1, until=lambda n: True)
+    for number in ("text", None):
+        y = iterate(lambda u, w=number: (u, w), array(FLOATS), 0, 2, ranks=1, until=lambda n: True)
         with pytest.raises(BlockMismatchError, match="expected numbers for until="):
             computed(y)
     y = iterate(lambda u: (u, np.ones(3)), array(FLOATS), 0, 2, ranks=1, until=lambda n: True)

@@ -74,10 +74,10 @@ def previous():
 
 def cached():
     """A function that keeps memory for each shape."""
-    kept = {}
+    results = {}
 
     def fill(u):
-        new = kept.setdefault((get_ident(), u.shape), np.empty((len(u) - 2, u.shape[1])))
+        new = results.setdefault((get_ident(), u.shape), np.empty((len(u) - 2, u.shape[1])))
         new[:] = 0.5 * u[1:-1] + 0.25 * (u[:-2] + u[2:])
         return new
 
@@ -92,14 +92,14 @@ def cluster_of_workers(client):
 @pytest.fixture
 def boxes(monkeypatch):
     """The shapes of all boxes that functions compute after the first step."""
-    seen, apply = [], Call.apply
+    shapes, apply = [], Call.apply
 
     def recorded(call, box):
-        seen.append(box_shape(box))
+        shapes.append(box_shape(box))
         return apply(call, box)
 
     monkeypatch.setattr(Call, "apply", recorded)
-    return seen
+    return shapes
 
 
 @pytest.fixture
@@ -134,8 +134,8 @@ def test_by_default_large_blocks_are_done_in_parts_where_halos_come_from_other_h
 
 def test_the_interior_comes_first(boxes):
     """The second step computes the whole block and compares its parts; later ones compute parts."""
-    made = in_ranks(smooth, 3, overlap=True)
-    assert np.array_equal(made, whole(smooth, 3))
+    lazy_result = in_ranks(smooth, 3, overlap=True)
+    assert np.array_equal(lazy_result, whole(smooth, 3))
     parts = [(10, 5), (1, 5), (1, 5)]
     assert sorted(boxes[:14]) == sorted([(12, 5), *parts, *parts] * 2)
     assert boxes[-2:] == [(12, 5)] * 2

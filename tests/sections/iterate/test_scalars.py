@@ -27,14 +27,14 @@ def difference(u):
 def advance(u, t, at):
     """Burgers' equation, with the largest time step that the newest values permit."""
     dt = 0.5 / at.last.get("speed", 2.0)
-    own = u[1:-1, 1:-1]
-    return {"u": own - dt * own * difference(u), "t": t + dt}
+    inner = u[1:-1, 1:-1]
+    return {"u": inner - dt * inner * difference(u), "t": t + dt}
 
 
 def fill(u, t, at, out):
     dt = 0.5 / at.last.get("speed", 2.0)
-    own = u[1:-1, 1:-1]
-    out.u[...] = own - dt * own * difference(u)
+    inner = u[1:-1, 1:-1]
+    out.u[...] = inner - dt * inner * difference(u)
     return {"t": t + dt}
 
 
@@ -58,14 +58,14 @@ def advanced(steps):
 def test_a_time_step_by_the_newest_record(client, ranks, overlap, function):
     fields = {"u": array(START), "t": 0.25}
     options = {"record": RECORD, "ranks": ranks, "overlap": overlap, "boundary": "periodic"}
-    made = iterate(function, fields, 1, 30, **options)
-    assert [*made] == ["u", "t", "speed", "steps"]
-    assert made["t"].shape == ()
-    assert made["t"].dtype == float
-    (found,) = dask.compute(made)
+    lazy_result = iterate(function, fields, 1, 30, **options)
+    assert [*lazy_result] == ["u", "t", "speed", "steps"]
+    assert lazy_result["t"].shape == ()
+    assert lazy_result["t"].dtype == float
+    (result,) = dask.compute(lazy_result)
     u, t, _ = advanced(30)
-    assert np.array_equal(found["u"], u)
-    assert found["t"] == t
+    assert np.array_equal(result["u"], u)
+    assert result["t"] == t
 
 
 def test_phases_read_and_change_numbers(client):
@@ -77,17 +77,17 @@ def test_phases_read_and_change_numbers(client):
 
     fields = {"n": 0, "u": array(np.zeros((24, 20))), "dt": Field(1, dtype="float32")}
     phases = [(count, ("n", "dt")), (add, ("u",)), (count, ("n", "dt"))]
-    made = iterate(phases, fields, 0, 5)
-    assert [*made] == ["n", "u", "dt"]
-    (found,) = dask.compute(made)
+    lazy_result = iterate(phases, fields, 0, 5)
+    assert [*lazy_result] == ["n", "u", "dt"]
+    (result,) = dask.compute(lazy_result)
     n, dt, total = 0, np.float32(1), 0.0
     for _ in range(5):
         n, dt = n + 1, dt / 2
         total += n * dt
         n, dt = n + 1, dt / 2
-    assert (found["n"], found["dt"]) == (10, np.float32(2.0**-10))
-    assert (found["n"].dtype.kind, found["dt"].dtype) == ("i", np.float32)
-    assert np.allclose(found["u"], total, rtol=1e-12)
+    assert (result["n"], result["dt"]) == (10, np.float32(2.0**-10))
+    assert (result["n"].dtype.kind, result["dt"].dtype) == ("i", np.float32)
+    assert np.allclose(result["u"], total, rtol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [(1, 3), (4, 2)])
@@ -101,10 +101,10 @@ def test_stores_keep_numbers(client, tmp_path, ranks):
     }
     options = {"record": RECORD, "boundary": "periodic", **stores}
     dask.compute(iterate(advance, fields, 1, 20, ranks=ranks[0], **options))
-    (found,) = dask.compute(iterate(advance, fields, 1, 30, ranks=ranks[1], **options))
+    (result,) = dask.compute(iterate(advance, fields, 1, 30, ranks=ranks[1], **options))
     u, t, times = advanced(30)
-    assert np.array_equal(found["u"], u)
-    assert found["t"] == t
+    assert np.array_equal(result["u"], u)
+    assert result["t"] == t
     frames = zarr.open_group(tmp_path / "frames.zarr", mode="r")
     assert frames["t"][...].tolist() == times[9::10]
     assert np.array_equal(frames["u"][1], advanced(20)[0])
@@ -118,9 +118,9 @@ def test_another_number_on_each_rank_is_refused(client):
         return {"u": u + 1, "t": t + (at.rank if at.step == 5 else 1)}
 
     for step in (local, late):
-        made = iterate(step, {"u": array(START), "t": 0.0}, 0, 9, ranks=2)
+        lazy_result = iterate(step, {"u": array(START), "t": 0.0}, 0, 9, ranks=2)
         with pytest.raises(BlockMismatchError, match=r"same number .* all ranks .* 't', got .* to"):
-            dask.compute(made)
+            dask.compute(lazy_result)
 
 
 def test_wrong_numbers_are_named(client):
@@ -173,14 +173,14 @@ def test_the_end_by_time(client, tmp_path, ranks):
 
     fields, total = {"u": array(np.zeros((24, 20))), "t": 0}, 10**9
     options = {"checkpoint": Checkpoint(tmp_path, every="1 hour"), "ranks": ranks}
-    (found,) = dask.compute(iterate(step, fields, 0, total, max_time="300 ms", **options))
-    steps = int(found["steps"])
+    (result,) = dask.compute(iterate(step, fields, 0, total, max_time="300 ms", **options))
+    steps = int(result["steps"])
     assert 0 < steps < total
-    assert found["t"] == steps
-    assert (found["u"] == steps).all()
-    (more,) = dask.compute(iterate(step, fields, 0, steps + 10, **options))
-    assert [*more] == ["u", "t"]
-    assert (more["u"] == steps + 10).all()
+    assert result["t"] == steps
+    assert (result["u"] == steps).all()
+    (later_result,) = dask.compute(iterate(step, fields, 0, steps + 10, **options))
+    assert [*later_result] == ["u", "t"]
+    assert (later_result["u"] == steps + 10).all()
     (newest,) = (path.name for path in tmp_path.glob("*.complete"))
     assert int(newest.removesuffix(".complete").rpartition("-")[2]) == steps
 
@@ -193,9 +193,9 @@ def test_progress_is_logged_from_time_to_time(own_log, monkeypatch):
     clock = SimpleNamespace(monotonic=lambda: next(times))
     monkeypatch.setattr(progress, "time", clock)
     own_log.set_level(logging.INFO, progress.__name__)
-    own = progress.Progress(steps=1000, logs=True)
+    rank_progress = progress.Progress(steps=1000, logs=True)
     for step in (1, 40, 51, 60, 351):
-        own.advance(step)
+        rank_progress.advance(step)
     assert own_log.messages == [
         "51 of 1000 steps, now 5/s, 3m 10s left",
         "351 of 1000 steps, now 20/s, 32.5 s left",

@@ -61,16 +61,16 @@ def fields(chunks):
 @pytest.mark.parametrize("ranks", mostly_slow(RANKS, [1, 4]))
 def test_pressures_in_cells_and_velocities_on_faces(client, chunks, ranks, overlap):
     options = {"boundary": BOUNDARY, "ranks": ranks, "overlap": overlap}
-    made = iterate(STEP, fields(chunks), 1, 9, **options)
-    assert made["u"].chunks[1][:-1] == made["p"].chunks[1][:-1]
-    assert made["v"].chunks[0][-1] == made["p"].chunks[0][-1] + 1
-    (found,) = dask.compute(made)
-    for name, wanted in zip("puv", stepped(9), strict=True):
-        assert np.array_equal(found[name], wanted), name
+    lazy_result = iterate(STEP, fields(chunks), 1, 9, **options)
+    assert lazy_result["u"].chunks[1][:-1] == lazy_result["p"].chunks[1][:-1]
+    assert lazy_result["v"].chunks[0][-1] == lazy_result["p"].chunks[0][-1] + 1
+    (result,) = dask.compute(lazy_result)
+    for name, expected in zip("puv", stepped(9), strict=True):
+        assert np.array_equal(result[name], expected), name
 
 
 def test_other_shapes_are_refused():
     p, u = da.from_array(P, chunks=(6, 20)), da.from_array(U, chunks=(6, 21))
-    for given in ({"u": u, "p": p}, {"p": p[:, :-1], "u": u}, {"p": p, "u": u[:, 0]}):
+    for fields_of_shapes in ({"u": u, "p": p}, {"p": p[:, :-1], "u": u}, {"p": p, "u": u[:, 0]}):
         with pytest.raises(InputError, match=r"first one's"):
-            iterate(lambda u, p: {"u": u}, given, 0, 3)
+            iterate(lambda u, p: {"u": u}, fields_of_shapes, 0, 3)

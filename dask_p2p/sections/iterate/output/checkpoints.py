@@ -42,16 +42,16 @@ from dask_p2p.sections.iterate.output.files import (
 from dask_p2p.sections.iterate.output.groups import (
     Folder,
     Shapes,
-    another_run,
     create_arrays,
-    created,
+    create_group,
+    describe_shapes,
     difference,
-    explained,
+    explain_errors,
     is_seen_by_all,
-    not_seen,
-    opened,
-    plain,
-    together,
+    newer_run_error,
+    open_group,
+    run_on_first_rank,
+    unseen_folder_error,
 )
 from dask_p2p.types import Array
 
@@ -115,11 +115,11 @@ class CheckpointFiles:
         for step in checkpoints:
             if step <= first:
                 break
-            record, cause = self._loaded(step)
+            record, cause = self._load(step)
             if not cause:
                 self._report(step, record, damage, is_first=not first)
                 self._initial = record["initial"]
-                together(self.ctx, self._folder, partial(self._make_room, step))
+                run_on_first_rank(self.ctx, self._folder, partial(self._make_room, step))
                 return step
             damage = (
                 damage
@@ -130,7 +130,7 @@ class CheckpointFiles:
                 f"{damage}. There is no other checkpoint to resume from. Copy it here again, or "
                 f"remove {self} to begin at step 0."
             )
-        together(self.ctx, self._folder, partial(self._make_room, first))
+        run_on_first_rank(self.ctx, self._folder, partial(self._make_room, first))
         return first
 
     def write(self, step: int, flush: Callable[[], None]) -> None:
@@ -138,23 +138,23 @@ class CheckpointFiles:
         ctx, folder = self.ctx, self._step_folder(step)
 
         def create() -> None:
-            with self._explained(folder):
+            with self._explain_errors(folder):
                 self._check_run()
                 self._clear(step)
                 self._create(folder)
 
         self._saved, self.step = self._values.current(), step
         self._compare()
-        together(ctx, folder, create)
+        run_on_first_rank(ctx, folder, create)
         if not is_seen_by_all(ctx, folder):
             self._check_run()
-            raise not_seen(folder)
-        with self._explained(folder):
-            part = self._write_parts(opened(folder))
+            raise unseen_folder_error(folder)
+        with self._explain_errors(folder):
+            part = self._write_parts(open_group(folder))
             folder.sync()
         flush()
         fingerprint = int(ctx.allreduce(part))
-        together(ctx, folder, lambda: self._complete(step, fingerprint))
+        run_on_first_rank(ctx, folder, lambda: self._complete(step, fingerprint))
         self._saved = {}
 
     def flush(self) -> None:
@@ -197,9 +197,8 @@ class CheckpointFiles:
         ).digest()
 
     def _create(self, folder: Folder) -> None:
-        """Create the group of a checkpoint, with its arrays. On rank 0."""
         dtypes = {name: ((), value.array.dtype) for name, value in self._saved.items()}
-        group = created(folder, dtypes, ATTRIBUTES)
+        group = create_group(folder, dtypes, ATTRIBUTES)
         create_arrays(group, self._shapes(self._saved), self._values.chunks)
 
     def _write_parts(self, group: Any) -> np.uint64:
@@ -224,10 +223,10 @@ class CheckpointFiles:
         ctx, steps = self.ctx, list[int]()
         number = int(ctx.bcast(secrets.randbits(62) if ctx.rank == 0 else None))
         self._run = run = self._folder.child(f"dask_p2p-run-{number:016x}")
-        together(ctx, self._folder, lambda: steps.extend(self._enter(run)))
+        run_on_first_rank(ctx, self._folder, lambda: steps.extend(self._enter(run)))
         if not is_seen_by_all(ctx, run):
-            together(ctx, self._folder, self._check_run)
-            raise not_seen(self._folder)
+            run_on_first_rank(ctx, self._folder, self._check_run)
+            raise unseen_folder_error(self._folder)
         steps = [int(step) for step in ctx.bcast(np.array(steps, np.int64))]
         if steps and not self._spec.resume and not first:
             raise InputError(
@@ -252,7 +251,7 @@ class CheckpointFiles:
                 self._step_folder(step).remove()
         return sorted(complete, reverse=True)
 
-    def _loaded(self, step: int) -> tuple[Any, str]:
+    def _load(self, step: int) -> tuple[Any, str]:
         """Load a checkpoint; return its record, and a text if it is damaged on some rank.
 
         Raises `InputError` if this run cannot use it.
@@ -298,7 +297,11 @@ class CheckpointFiles:
     def _program(self) -> dict[str, Any]:
         """Return a description of the values, which that of a later run must equal."""
         shapes = self._shapes(self._saved or self._values.current())
-        return {"format": ATTRIBUTES["format"], "values": self._kinds, "arrays": plain(shapes)}
+        return {
+            "format": ATTRIBUTES["format"],
+            "values": self._kinds,
+            "arrays": describe_shapes(shapes),
+        }
 
     def _check_program(self, record: Mapping[str, Any]) -> None:
         """Raise `InputError` for a checkpoint that this run cannot use."""
@@ -359,7 +362,7 @@ class CheckpointFiles:
             "records": dict(self._values.records),
         }
         text = json.dumps(record).encode()
-        with self._explained(self._step_folder(step)):
+        with self._explain_errors(self._step_folder(step)):
             self._check_run()
             self._marker(step, _COMPLETE).write(_digest(text) + b"\n" + text)
             self._marker(step, _INCOMPLETE).remove()
@@ -394,20 +397,19 @@ class CheckpointFiles:
     def _check_run(self) -> None:
         """Raise `FileError` if another run has begun to use the folder."""
         if self._run is None or not self._run.exists():
-            raise another_run("checkpoints", self._folder)
+            raise newer_run_error("checkpoints", self._folder)
 
     @contextmanager
-    def _explained(self, folder: Folder) -> Iterator[None]:
+    def _explain_errors(self, folder: Folder) -> Iterator[None]:
         """Name the folder in errors of files, and a later run if that has removed them."""
         try:
-            with explained(folder):
+            with explain_errors(folder):
                 yield
         except Exception:
             self._check_run()
             raise
 
     def _warn(self, text: str) -> None:
-        """Warn once, in the client and in the worker of rank 0."""
         from distributed import warn
 
         if self.ctx.rank == 0:
@@ -416,7 +418,6 @@ class CheckpointFiles:
     # --- names
 
     def _step_folder(self, step: int) -> Folder:
-        """Return the folder of one checkpoint."""
         return self._folder.child(f"step-{step:012}")
 
     def _marker(self, step: int, end: str) -> Folder:
@@ -424,12 +425,10 @@ class CheckpointFiles:
         return self._folder.child(f"step-{step:012}{end}")
 
     def _steps(self, end: str, names: list[str]) -> list[int]:
-        """Return the steps of all names with one end."""
         matches = filter(None, map(_STEP_NAME.fullmatch, names))
         return [int(match[1]) for match in matches if match[2] == end]
 
     def _has_mark(self, step: int) -> bool:
-        """Return whether this package has written the folder of a checkpoint."""
         if any(self._marker(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
             return True
         mark = ATTRIBUTES["format"].rpartition(" ")[0].encode()

@@ -1,4 +1,4 @@
-"""What stores write: the values of `iterate` and of a state, and the settings of a run."""
+"""Values for stores: those of `iterate` and of a state, and the settings of a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedVal
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
-from dask_p2p.sections.iterate.output.groups import CONFIG, stored
+from dask_p2p.sections.iterate.output.groups import CONFIG, open_array
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.output.stores import store_chunks
 from dask_p2p.types import Array
@@ -240,7 +240,7 @@ class Parts:
 
     def write(self, group: Any, name: str, block: Array, box: Box) -> None:
         """Write a part of an array."""
-        array = stored(group, name)
+        array = open_array(group, name)
         if block.size:
             array[box_slices(box)] = block
         self._add(array, name, block, box)

@@ -14,7 +14,7 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.api.outputs import shape_of
-from dask_p2p.sections.comparison import Comparison, PositionWatch, watched
+from dask_p2p.sections.comparison import Comparison, PositionWatch, watch_positions
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, SavedValue
 from dask_p2p.sections.gang.checkpoints import Period
@@ -25,20 +25,20 @@ from dask_p2p.sections.iterate.output.groups import (
     TIMES,
     Coordinate,
     Folder,
-    another_run,
     attributes_of,
     create_arrays,
-    created,
+    create_group,
+    describe_shapes,
     difference,
-    explained,
+    explain_errors,
     named_axes,
-    opened,
-    plain,
+    newer_run_error,
+    open_array,
+    open_group,
+    open_seen_group,
     remove_frames,
     resize,
-    seen_by_all,
-    stored,
-    together,
+    run_on_first_rank,
 )
 from dask_p2p.sections.iterate.output.stores import (
     ComputedField,
@@ -120,10 +120,10 @@ class Frames:
     def resume(self, first: int, steps: int | None) -> int:
         """Open the group for frames after a first step, which is returned."""
         shapes = dict(self._shapes())
-        together(self._ctx, self._folder, partial(self._open, shapes, first))
-        self._group = seen_by_all(self._ctx, self._folder)
+        run_on_first_rank(self._ctx, self._folder, partial(self._open, shapes, first))
+        self._group = open_seen_group(self._ctx, self._folder)
         for name, (_, dtype) in shapes.items():
-            self._arrays[name] = stored(self._group, name)
+            self._arrays[name] = open_array(self._group, name)
             if name in self._parts:
                 shape = tuple(rows.stop - rows.start for rows in self._parts[name][0])
                 self._copies[name] = np.empty(shape, dtype)
@@ -144,7 +144,6 @@ class Frames:
         return self._arguments(names) if self._arguments and self.spec.computed else None
 
     def _selected(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the saved part of an array."""
         slices = self.spec.slices(len(shape))
         return tuple(len(range(n)[rows]) for n, rows in zip(shape, slices, strict=True))
 
@@ -156,15 +155,15 @@ class Frames:
     def _open(self, shapes: Mapping[str, Any], first: int) -> None:
         """Create the group and its arrays, or compare them. On rank 0."""
         every, folder = self.spec.every, self._folder
-        program = {"format": "dask_p2p frames 1", "every": every, "arrays": plain(shapes)}
+        program = {"format": "dask_p2p frames 1", "every": every, "arrays": describe_shapes(shapes)}
         if self.spec.region:
             rows = zip(self._shape, self.spec.region, strict=True)
             program["region"] = [list(selection.indices(length)) for length, selection in rows]
         # A killed process leaves partial files.
         names = [name for name in folder.names() if not name.endswith(".partial")]
-        group = opened(folder) if names else None
+        group = open_group(folder) if names else None
         if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
-            group = created(folder, shapes, {"program": program, "frames": 0, "steps": 0})
+            group = create_group(folder, shapes, {"program": program, "frames": 0, "steps": 0})
         elif group.attrs.get("program") != program:
             raise InputError(
                 f"expected a new folder, or frames of the same fields and steps, at {folder}, got "
@@ -256,7 +255,6 @@ class Frames:
         self._unrecorded = step
 
     def _copy(self, step: int) -> None:
-        """Copy this rank's part of a frame, which `write_part` writes."""
         self._number = step // self.spec.every - 1
         current, arguments, device = self._values(), self._computed_arguments(), self._ctx.device
         for name in self._names:
@@ -299,7 +297,7 @@ class Frames:
         """Call a function, of a computed field or its copy, for a box of the local block."""
         function, keywords = copies
         values = {**arguments(field.binding, box), **keywords}
-        bound = field.binding.bound(function, watched(values, watch))
+        bound = field.binding.bind(function, watch_positions(values, watch))
         value: Any = self._readers[field.name](bound)
         part, box_lengths = self._first.parts(box)[0], box_shape(box)
         shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))
@@ -326,7 +324,7 @@ class Frames:
     def write_part(self, written: int = 0) -> None:
         """Record that an earlier frame is written, and write the copied part of a frame."""
         self.record(written)
-        with explained(self._folder):
+        with explain_errors(self._folder):
             for name, copy in self._copies.items():
                 if name not in self._parts:
                     if self._ctx.rank == 0:
@@ -338,14 +336,13 @@ class Frames:
         """Record in the store that all ranks have written the frame of a step, unless it is 0."""
         if not step or self._ctx.rank:
             return
-        with explained(self._folder):
+        with explain_errors(self._folder):
             if not self._is_newest_run():
-                raise another_run("frames", self._folder)
+                raise newer_run_error("frames", self._folder)
             self._group.attrs.update({"frames": step // self.spec.every, "steps": step})
 
     def _sync(self) -> None:
-        """Wait until all that this rank has written is on the disk."""
-        with explained(self._folder):
+        with explain_errors(self._folder):
             self._folder.sync()
 
     def flush(self) -> None:

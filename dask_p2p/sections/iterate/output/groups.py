@@ -21,15 +21,15 @@ from dask_p2p.types import DType
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
 
 
-def together(ctx: Context, folder: Folder, work: Callable[[], None]) -> None:
+def run_on_first_rank(ctx: Context, folder: Folder, work: Callable[[], None]) -> None:
     """Let rank 0 do some work, and all others wait for it."""
     if ctx.rank == 0:
-        with explained(folder):
+        with explain_errors(folder):
             work()
     ctx.barrier()
 
 
-def opened(folder: Folder) -> Any:
+def open_group(folder: Folder) -> Any:
     """Return the Zarr group in a folder. Raises `InputError` for an array, or other files."""
     import zarr
 
@@ -46,22 +46,22 @@ def opened(folder: Folder) -> Any:
     return node
 
 
-def seen_by_all(ctx: Context, folder: Folder) -> Any:
+def open_seen_group(ctx: Context, folder: Folder) -> Any:
     """Return a group that rank 0 has made. Raises `FileError` unless all ranks see it."""
     if not is_seen_by_all(ctx, folder):
-        raise not_seen(folder)
-    with explained(folder):
-        return opened(folder)
+        raise unseen_folder_error(folder)
+    with explain_errors(folder):
+        return open_group(folder)
 
 
 def is_seen_by_all(ctx: Context, folder: Folder) -> bool:
     """Return whether all ranks see a folder, or a file."""
-    with explained(folder):
+    with explain_errors(folder):
         is_seen = folder.exists()
     return bool(ctx.allreduce(int(is_seen), "min"))
 
 
-def not_seen(folder: Folder) -> FileError:
+def unseen_folder_error(folder: Folder) -> FileError:
     """Return the error of a folder that some ranks do not see."""
     return FileError(
         f"expected a folder that all workers see, got {folder}, which some do not. Give a path of "
@@ -74,7 +74,7 @@ def attributes_of(group: Any, folder: Folder) -> bytes:
     return folder.child("zarr.json" if group.metadata.zarr_format == 3 else ".zattrs").read()
 
 
-def another_run(kind: str, folder: Folder) -> FileError:
+def newer_run_error(kind: str, folder: Folder) -> FileError:
     """Return the error of a run that finds that a later one writes to its folder."""
     return FileError(
         f"expected one run at a time that writes {kind} at {folder}, got another one, which began "
@@ -82,7 +82,7 @@ def another_run(kind: str, folder: Folder) -> FileError:
     )
 
 
-def created(folder: Folder, shapes: Shapes, attributes: Mapping[str, Any]) -> Any:
+def create_group(folder: Folder, shapes: Shapes, attributes: Mapping[str, Any]) -> Any:
     """Create a group for arrays of some dtypes, in place of an earlier one."""
     import zarr
 
@@ -103,7 +103,7 @@ def create_arrays(
     version = group.metadata.zarr_format
     for name, (shape, dtype) in shapes.items():
         chunk_shape = (*(1 for _ in along), *chunks) if shape else along
-        options = {"chunks": chunk_shape, "config": CONFIG, "compressors": fast_compressor(version)}
+        options = {"chunks": chunk_shape, "config": CONFIG, "compressors": make_compressor(version)}
         options |= named_axes(version, dims[name]) if dims else {}
         options |= {} if frames is None else checksum(version, options["compressors"])
         if frames is not None and dtype.kind in "fc":
@@ -119,7 +119,7 @@ def create_arrays(
             ) from None
 
 
-def stored(group: Any, name: str) -> Any:
+def open_array(group: Any, name: str) -> Any:
     """Return an array of a group to write: with the configuration of `create_arrays`."""
     import zarr
 
@@ -145,7 +145,7 @@ def remove_frames(array: Any, folder: Folder, count: int) -> None:
             folder.child(name).remove()
 
 
-def plain(shapes: Shapes) -> dict[str, Any]:
+def describe_shapes(shapes: Shapes) -> dict[str, Any]:
     """Return shapes and dtypes as JSON has them."""
     return {name: [list(shape), np.dtype(dtype).str] for name, (shape, dtype) in shapes.items()}
 
@@ -326,7 +326,7 @@ def absolute(path: Any) -> str:
 
 
 @contextmanager
-def explained(folder: Folder) -> Iterator[None]:
+def explain_errors(folder: Folder) -> Iterator[None]:
     """Name the store in errors of the file system, and of Zarr. Only for calls of these."""
     try:
         yield
@@ -413,7 +413,7 @@ def zarr_format(dtypes: Iterable[DType]) -> int:
     return 3 if all(dtype.kind in "biufc" and dtype.isnative for dtype in dtypes) else 2
 
 
-def fast_compressor(version: int) -> Any:
+def make_compressor(version: int) -> Any:
     """Return a compressor for arrays that a program writes while it computes.
 
     It takes a quarter of the time of Zarr's default, and fields of floats become smaller.

@@ -17,7 +17,7 @@ from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import Scalars, check_name
-from dask_p2p.sections.iterate.functions import OUT, Binding, bound_by_name
+from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
 from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array, DTypeLike
 
@@ -117,7 +117,7 @@ def checked_series(
             checked_dtype("dtype of a record", options.dtype),
         )
         options = replace(options, shape=shape, dtype=dtype)
-        binding = bound_by_name(options.function, names)
+        binding = bind_by_name(options.function, names)
         checked_choice(f"op of the record {name!r}", options.op, OPS)
         if binding.fills_out:
             raise InputError(
@@ -152,7 +152,7 @@ class Series:
         """Call the functions that are due; `values` returns the arguments of one of them."""
         for spec, pending, read in zip(self._specs, self._pending, self._readers, strict=True):
             if step % spec.record.every == 0:
-                function = spec.binding.bound(spec.record.function, values(spec.binding))
+                function = spec.binding.bind(spec.record.function, values(spec.binding))
                 pending.append(self._counted_once(spec, self._checked(spec, read(function))))
         if any(len(pending) >= _BATCH for pending in self._pending):
             self.combine()

@@ -18,7 +18,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.state import DIVIDED, NUMBER
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions import OUT, Binding, bound_by_name
+from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
 from dask_p2p.sections.iterate.output.groups import (
     Coordinate,
     absolute,
@@ -325,7 +325,7 @@ def _checked_computed(
     for name, function in functions.items():
         check_name(name, "a computed field")
         check_function(function, "fields", "compute={'square': lambda u: u**2}")
-        binding = bound_by_name(function, value_names)
+        binding = bind_by_name(function, value_names)
         if name in names or binding.fills_out:
             raise InputError(
                 f"compute: expected a name that no field has, and a function that returns a local "

@@ -34,8 +34,8 @@ def check(gpu, function, x, depth, steps, boundary="periodic", ranks=4, device=G
         kernel(gpu, function), a, depth, steps, boundary=boundary, ranks=ranks,
         capture=True, **kwargs,
     )  # fmt: skip
-    (got,) = run_section(gpu, y, [x], device=device)
-    assert np.array_equal(got, reference(function, [x], depth, steps, boundary)[0])
+    (result,) = run_section(gpu, y, [x], device=device)
+    assert np.array_equal(result, reference(function, [x], depth, steps, boundary)[0])
     gc.collect()
     gpu.check()
 
@@ -63,24 +63,24 @@ def test_interiors_during_exchanges(gpu, replayed, monkeypatch, steps):
 
 def test_a_function_that_allocates(gpu, replayed):
     """Memory allocated in a graph stays: no other array may get it between replays."""
-    held = []
+    arrays = []
 
     def run(u):
         return u.apply(lambda values: values * 2.0).apply(lambda v: (v[:-2] + v[2:]) / 2), 0.0
 
     def until(number):
         for _ in range(4):
-            held.append(gpu.empty((5, 10), "f8"))
-            held[-1][...] = 7.0
+            arrays.append(gpu.empty((5, 10), "f8"))
+            arrays[-1][...] = 7.0
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
     y = iterate(run, a, {0: 1}, 19, ranks=4, check_every=5, until=until, capture=True)
-    (got,) = run_section(gpu, y, [X])
-    wanted = X
+    (result,) = run_section(gpu, y, [X])
+    expected = X
     for _ in range(19):
-        wanted = np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)
-    np.testing.assert_allclose(got, wanted)
-    assert all((each.values == 7).all() for each in held)
+        expected = np.roll(expected, 1, 0) + np.roll(expected, -1, 0)
+    np.testing.assert_allclose(result, expected)
+    assert all((array.values == 7).all() for array in arrays)
     assert len(replayed) > 12
     gc.collect()
     gpu.check()
@@ -90,11 +90,11 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
     """Also checkpoints within a cycle; the one at its end comes after it."""
     from dask_p2p.sections.context.context import Context
 
-    made = []
+    saved_steps = []
     monkeypatch.setattr(Context, "has_checkpoints", True)
-    monkeypatch.setattr(Context, "save_state", lambda ctx, step, arrays: made.append(step))
+    monkeypatch.setattr(Context, "save_state", lambda ctx, step, arrays: saved_steps.append(step))
     check(gpu, star, X, 1, 15, checkpoint_every=5)
-    assert sorted(made) == [5] * 4 + [10] * 4
+    assert sorted(saved_steps) == [5] * 4 + [10] * 4
     assert len(replayed) == 4 * 5  # 2 to 4, 6 to 8, 8 to 10, 10 to 12, 12 to 14
 
 
@@ -104,7 +104,7 @@ def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, ha
         monkeypatch.setattr(
             Connections,
             "is_on_other_host",
-            lambda own, rank: rank // 2 != own.rank_and_size[0] // 2,
+            lambda connections, rank: rank // 2 != connections.rank_and_size[0] // 2,
         )
     check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
     assert not replayed
@@ -126,25 +126,27 @@ def test_what_cannot_be_captured_is_named(gpu):
 
 def test_memory_may_go_while_steps_are_captured(gpu, replayed):
     """The garbage collector may free memory at any time, and RMM ends captures of its stream."""
-    held, apply = {}, kernel(gpu, star)
+    arrays_by_thread, apply = {}, kernel(gpu, star)
 
     def loses(u, out):
-        mine = held.setdefault(threading.get_ident(), [gpu.empty(u.shape, u.dtype)])
+        thread_arrays = arrays_by_thread.setdefault(
+            threading.get_ident(), [gpu.empty(u.shape, u.dtype)]
+        )
         if gpu.capture is not None:
-            mine.clear()
+            thread_arrays.clear()
         apply(u, out=out)
 
     a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
     y = iterate(loses, a, 1, 9, boundary="periodic", ranks=4, capture=True)
-    (got,) = run_section(gpu, y, [X])
-    assert np.array_equal(got, reference(star, [X], 1, 9, "periodic")[0])
+    (result,) = run_section(gpu, y, [X])
+    assert np.array_equal(result, reference(star, [X], 1, 9, "periodic")[0])
     assert len(replayed) == 12
-    assert not any(held.values())
+    assert not any(arrays_by_thread.values())
 
 
 @pytest.mark.parametrize("how", ["counts steps", "uses another stream"])
 def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
-    steps, other = [], gpu.stream()
+    steps, other_stream = [], gpu.stream()
 
     def adds(u, out):
         out[...] = u
@@ -153,7 +155,7 @@ def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
             out[...] = float(len(steps))
         else:
             captured, gpu.capture = gpu.capture, None
-            gpu.do(other.name, "a kernel")  # immediately, and in no graph
+            gpu.do(other_stream.name, "a kernel")  # immediately, and in no graph
             out.values[...] = u.values + (captured is None)
             gpu.capture = captured
 
@@ -172,15 +174,15 @@ def one_slot(monkeypatch):
 
 
 def no_wait_for_peers(monkeypatch):
-    def passes(kernel, own, theirs, peers):
-        own.values[0] += np.uint64(1)
+    def passes(kernel, signal, peer_signals, peers):
+        signal.values[0] += np.uint64(1)
 
     monkeypatch.setattr(BarrierKernel, "wait_for_peers", passes)
 
 
 def barrier_before_data_is_packed(monkeypatch):
     barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_enqueue
-    put_all, put = HaloWindows.enqueue, DeviceBarrier.enqueue
+    put_all, put_barrier = HaloWindows.enqueue, DeviceBarrier.enqueue
 
     def noted(barrier, *args):
         make(barrier, *args)
@@ -195,7 +197,7 @@ def barrier_before_data_is_packed(monkeypatch):
 
     def early(halo, data):
         if halo in barriers:
-            put(barriers[halo])
+            put_barrier(barriers[halo])
         put_all(halo, data)
 
     monkeypatch.setattr(DeviceBarrier, "__init__", noted)
@@ -213,12 +215,14 @@ def test_each_rule_is_needed(gpu, monkeypatch, broken):
 
 
 def boundaries_do_not_wait(monkeypatch):
-    put = HaloExchange.enqueue
+    put_exchange = HaloExchange.enqueue
 
     def early(exchange, halo_arrays, meanwhile=None):
         _, *boundary_parts = exchange.boxes
         (interior,) = meanwhile.args
-        put(exchange, halo_arrays, lambda: [*map(meanwhile.func, (interior, *boundary_parts))])
+        put_exchange(
+            exchange, halo_arrays, lambda: [*map(meanwhile.func, (interior, *boundary_parts))]
+        )
 
     monkeypatch.setattr(HaloExchange, "enqueue", early)
 
@@ -267,12 +271,12 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
     )
     with device.running([]):
         ended.set()
-        own = windows.OwnWindow(device, {1: 64})
+        window = windows.OwnWindow(device, {1: 64})
         ended.clear()
-        barrier = DeviceBarrier(device, own, [])
+        barrier = DeviceBarrier(device, window, [])
         with pytest.raises(AttemptEndedError):  # or, after half a minute, DeviceLostError
             device.wait()
-        assert int(own.counters.values[1]) > 0
+        assert int(window.counters.values[1]) > 0
         with pytest.raises(AttemptEndedError):
             device.wait()
         barrier.enqueue()

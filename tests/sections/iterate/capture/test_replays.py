@@ -32,17 +32,17 @@ def few_steps(monkeypatch):
     """Steps of emulated kernels, whose Python code is not plain, may be captured."""
     monkeypatch.setattr(replays, "is_replayable", lambda function: True)
     # The emulated ranks have one GPU.
-    monkeypatch.setattr(Replays, "_share_gpus", lambda own: False)
+    monkeypatch.setattr(Replays, "_share_gpus", lambda replays: False)
     tune(monkeypatch, capture_steps=10)
 
 
 def made(gpu, function, ranks=4, steps=STEPS, boundary="periodic", **kwargs):
     a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
     y = iterate(function, a, 1, steps, boundary=boundary, ranks=ranks, **kwargs)
-    (got,) = run_section(gpu, y, [X])
+    (result,) = run_section(gpu, y, [X])
     gc.collect()
     gpu.check()
-    return got
+    return result
 
 
 def wanted(steps=STEPS, boundary="periodic"):
@@ -111,7 +111,9 @@ def test_interiors_of_plain_functions_are_computed_during_exchanges(
     monkeypatch.setattr(
         Gpu, "on_side_stream", lambda device: (forks.append(1), original(device))[1]
     )
-    monkeypatch.setattr(Overlap, "check", lambda *given: (compared.append(1), check(*given)))
+    monkeypatch.setattr(
+        Overlap, "check", lambda *arguments: (compared.append(1), check(*arguments))
+    )
     if how == "few steps":
         tune(monkeypatch, capture_steps=STEPS)
     options = {"overlap": False} if how == "refused" else {}
@@ -182,15 +184,17 @@ def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed):
 
 
 def no_counts(monkeypatch):
-    monkeypatch.setattr(HaloExchange, "count", property(lambda own: 0, lambda own, count: None))
+    monkeypatch.setattr(
+        HaloExchange, "count", property(lambda exchange: 0, lambda exchange, count: None)
+    )
 
 
 def no_order(monkeypatch):
-    monkeypatch.setattr(LocalField, "restoring", lambda own: bool)
+    monkeypatch.setattr(LocalField, "restoring", lambda field: bool)
 
 
 def no_agreement(monkeypatch):
-    monkeypatch.setattr(Replays, "_all", lambda own, value: value)
+    monkeypatch.setattr(Replays, "_all", lambda replays, value: value)
 
 
 @pytest.mark.parametrize(("broken", "number"), [(no_counts, 1), (no_order, 2), (no_agreement, 1)])

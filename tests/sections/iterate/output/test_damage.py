@@ -36,8 +36,8 @@ def by_iterate(folder, steps, save=(), scheduler="sync", **options):
     checkpoint = Checkpoint(folder, every=10, **options)
     record = {"sum": lambda u: u[1:-1].sum()}
     stores = {"save": save, "checkpoint": checkpoint, "record": record}
-    made = iterate(heat, fields, 1, steps, ranks=1, **stores)
-    return dask.compute(made, scheduler=scheduler)[0]["u"]
+    lazy_result = iterate(heat, fields, 1, steps, ranks=1, **stores)
+    return dask.compute(lazy_result, scheduler=scheduler)[0]["u"]
 
 
 def by_steps(folder, steps, scheduler="sync", **options):
@@ -186,13 +186,13 @@ def test_room_is_made_at_the_start(tmp_path, program, monkeypatch):
     program(tmp_path, 40, keep=9)
     shutil.copytree(tmp_path / f"step-{40:012}", tmp_path / f"step-{50:012}")
     (tmp_path / f"step-{50:012}.incomplete").touch()
-    put, names = zarr.storage.LocalStore.set, []
+    set_key, names = zarr.storage.LocalStore.set, []
 
     async def full(self, key, value):
         names[:] = [path.name for path in tmp_path.glob("step-*[0-9]")]
         if len(names) > 2:  # the new one is the second
             raise OSError(errno.ENOSPC, "No space left on device")
-        await put(self, key, value)
+        await set_key(self, key, value)
 
     monkeypatch.setattr(zarr.storage.LocalStore, "set", full)
     program(tmp_path, 60, keep=1)

@@ -43,10 +43,10 @@ REGIONS = [np.s_[::2], np.s_[3:21, ::5], np.s_[1:, -7:-1], np.s_[9:10, :], np.s_
 def test_regions(client, tmp_path, region, chunks):
     save = Save(tmp_path, 2, region=region)
     dask.compute(iterate(react, fields(chunks), 1, 7, save=save, ranks=4))
-    found, wanted = frames_of(tmp_path), states(6)
+    frames, expected = frames_of(tmp_path), states(6)
     for name in "uv":
         for frame in range(3):
-            assert np.array_equal(found[name][frame], wanted[2 * frame + 2][name][region])
+            assert np.array_equal(frames[name][frame], expected[2 * frame + 2][name][region])
 
 
 def difference(u, c, at, scale):
@@ -72,13 +72,13 @@ def test_computed_fields(client, tmp_path, ranks, region):
         compute={"d": difference, "ready": lambda u: u > 0.2, "both": lambda v: v * 1j},
     )
     options = {"constants": {"c": Field(A, depth=1, boundary="nearest")}, "scale": 3}
-    made = iterate(react, fields(), 1, 5, save=save, ranks=ranks, **options)
-    found = dask.compute(made)[0]
-    wanted, frames = states(5), frames_of(tmp_path)
-    assert np.array_equal(found["u"], wanted[5]["u"])
+    lazy_result = iterate(react, fields(), 1, 5, save=save, ranks=ranks, **options)
+    result = dask.compute(lazy_result)[0]
+    expected, frames = states(5), frames_of(tmp_path)
+    assert np.array_equal(result["u"], expected[5]["u"])
     assert (frames["ready"].dtype, frames["both"].dtype) == (bool, complex)
     for frame, step in enumerate((2, 4)):
-        state = wanted[step]
+        state = expected[step]
         d = difference_of(state["u"], A, step - 1)
         assert np.array_equal(frames["d"][frame], d[region])
         assert np.array_equal(frames["ready"][frame], (state["u"] > 0.2)[region])
@@ -87,13 +87,13 @@ def test_computed_fields(client, tmp_path, ranks, region):
 
 def computed(tmp_path, function, ranks, steps=2):
     """Return frames of a computed field; the first ones have zeros alone."""
-    given = {"u": array(A * 0, (8, 10)), "c": array(A, (8, 10))}
+    fields = {"u": array(A * 0, (8, 10)), "c": array(A, (8, 10))}
 
     def filled(u, c, at):
         return {"u": u[1:-1, 1:-1] + c[1:-1, 1:-1] * (at.step > 0)}
 
     save = Save(tmp_path / str(ranks), 1, [], compute={"anomaly": function})
-    dask.compute(iterate(filled, given, 1, steps, save=save, ranks=ranks))
+    dask.compute(iterate(filled, fields, 1, steps, save=save, ranks=ranks))
     return frames_of(tmp_path / str(ranks))["anomaly"]
 
 
@@ -108,8 +108,8 @@ def computed(tmp_path, function, ranks, steps=2):
 )
 def test_computed_fields_that_depend_on_the_number_of_ranks_are_named(client, tmp_path, function):
     with pytest.warns(P2PWarning, match=r"compute\['anomaly'\] returns other .* number of ranks"):
-        found = computed(tmp_path, function, 3)
-    assert not np.allclose(found, computed(tmp_path, function, 1))
+        result = computed(tmp_path, function, 3)
+    assert not np.allclose(result, computed(tmp_path, function, 1))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_computed_fields_that_depend_on_the_number_of_ranks_are_named(client, tm
 )
 def test_other_computed_fields_are_compared_without_a_word(client, tmp_path, recwarn, function):
     assert np.array_equal(computed(tmp_path, function, 3), computed(tmp_path, function, 1))
-    assert not [each for each in recwarn if issubclass(each.category, P2PWarning)]
+    assert not [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]
 
 
 def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
@@ -162,18 +162,18 @@ def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
 
 def test_stores_at_urls(tmp_path):
     """All ranks are in this process, whose memory `memory://` names."""
-    wanted = states(9)
+    expected = states(9)
     for url in (f"file://{tmp_path}/files", "memory://dask-p2p-test"):
         save, checkpoint = Save(f"{url}/frames", 2), Checkpoint(f"{url}/states", every=3, keep=1)
         for steps in (4, 9):
             options = {"save": save, "checkpoint": checkpoint, "ranks": 1}
-            made = iterate(react, fields(), 1, steps, **options)
-            (found,) = dask.compute(made, scheduler="sync")
-            assert np.array_equal(found["u"], wanted[steps]["u"])
+            lazy_result = iterate(react, fields(), 1, steps, **options)
+            (result,) = dask.compute(lazy_result, scheduler="sync")
+            assert np.array_equal(result["u"], expected[steps]["u"])
         group = zarr.open_group(f"{url}/frames", mode="r")
         assert group.attrs["frames"] == 4
         for frame in range(4):
-            assert np.array_equal(group["v"][frame], wanted[2 * frame + 2]["v"])
+            assert np.array_equal(group["v"][frame], expected[2 * frame + 2]["v"])
         again = iterate(react, fields(), 1, 9, save=Save(f"{url}/frames", 3), ranks=1)
         with pytest.raises(InputError, match="frames of the same fields"):
             dask.compute(again, scheduler="sync")
@@ -234,9 +234,9 @@ def test_wrong_regions_and_functions_are_refused():
 def test_wrong_values_of_computed_fields_are_refused(tmp_path):
     def refused(message, function):
         save = Save(tmp_path / "frames", 1, compute={"d": function})
-        made = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 3, save=save, ranks=1)
+        lazy_result = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 3, save=save, ranks=1)
         with pytest.raises(BlockMismatchError, match=message):
-            dask.compute(made, scheduler="sync")
+            dask.compute(lazy_result, scheduler="sync")
 
     refused(r"of shape \(24, 20\).*'d', got \(\)\. .* record a number", lambda u: u.sum())
     refused(r"'d', got \(23, 20\)", lambda u: u[1:])
@@ -247,8 +247,8 @@ def test_wrong_values_of_computed_fields_are_refused(tmp_path):
 def test_another_region_of_a_store_is_refused(tmp_path):
     def run(region):
         save = Save(tmp_path, 2, region=region)
-        made = iterate(lambda u: u, {"u": array(A, 8)}, 0, 2, save=save, ranks=1)
-        dask.compute(made, scheduler="sync")
+        lazy_result = iterate(lambda u: u, {"u": array(A, 8)}, 0, 2, save=save, ranks=1)
+        dask.compute(lazy_result, scheduler="sync")
 
     run(np.s_[:12])
     run(np.s_[:12])
@@ -259,15 +259,17 @@ def test_another_region_of_a_store_is_refused(tmp_path):
 def test_bits_of_negative_zeros(tmp_path):
     """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
     zeros = np.full(20, complex(-0.0, -0.0))
-    given = {"u": da.from_array(zeros, chunks=10), "t": complex(-0.0, -0.0)}
+    fields = {"u": da.from_array(zeros, chunks=10), "t": complex(-0.0, -0.0)}
     record = {"first": Record(lambda u: u[0], dtype=complex)}
     options = {"save": Save(tmp_path / "frames", 1), "record": record}
     for steps in (1, 2):  # the second run resumes from the checkpoint of the first one
         options["checkpoint"] = Checkpoint(tmp_path / "states", every=1)
-        made = iterate(lambda u, t: {"u": u, "t": t}, given, 0, steps, boundary="none", **options)
-        (found,) = dask.compute(made, scheduler="sync")
+        lazy_result = iterate(
+            lambda u, t: {"u": u, "t": t}, fields, 0, steps, boundary="none", **options
+        )
+        (result,) = dask.compute(lazy_result, scheduler="sync")
     for name, shape in (("u", (20,)), ("t", ())):
-        wanted = np.full(shape, zeros[0]).tobytes()
-        assert np.asarray(found[name]).tobytes() == wanted
-        assert frames_of(tmp_path / "frames")[name][1].tobytes() == wanted
-    assert found["first"].tobytes() == zeros[:2].tobytes()
+        expected = np.full(shape, zeros[0]).tobytes()
+        assert np.asarray(result[name]).tobytes() == expected
+        assert frames_of(tmp_path / "frames")[name][1].tobytes() == expected
+    assert result["first"].tobytes() == zeros[:2].tobytes()

@@ -17,10 +17,10 @@ xr = pytest.importorskip("xarray")
 zarr = pytest.importorskip("zarr")
 
 
-def saved(save, given=None, steps=2):
-    given = {"u": array(A, (12, 10)), "v": array(B, (12, 10))} if given is None else given
-    made = iterate(lambda u, v: {"u": u + 1, "v": v}, given, 0, steps, save=save, ranks=1)
-    return dask.compute(made, scheduler="sync")[0]
+def saved(save, fields=None, steps=2):
+    fields = {"u": array(A, (12, 10)), "v": array(B, (12, 10))} if fields is None else fields
+    lazy_result = iterate(lambda u, v: {"u": u + 1, "v": v}, fields, 0, steps, save=save, ranks=1)
+    return dask.compute(lazy_result, scheduler="sync")[0]
 
 
 def opened(path):
@@ -30,10 +30,10 @@ def opened(path):
 def test_names_and_coordinates(tmp_path):
     y = xr.DataArray(np.arange(24.0), dims="y", attrs={"units": "m"})
     saved(Save(tmp_path, 1, region=np.s_[::4], dims=["y", "x"], coords={"y": y}))
-    found = opened(tmp_path)
-    assert found.v.dims == ("frame", "y", "x")
-    assert found.y.values.tolist() == [0, 4, 8, 12, 16, 20]
-    assert found.y.attrs == {"units": "m"}
+    dataset = opened(tmp_path)
+    assert dataset.v.dims == ("frame", "y", "x")
+    assert dataset.y.values.tolist() == [0, 4, 8, 12, 16, 20]
+    assert dataset.y.attrs == {"units": "m"}
 
 
 def test_fields_on_faces_have_axes_of_their_own(tmp_path):
@@ -64,35 +64,35 @@ def test_frames_have_their_steps_and_times(tmp_path):
     def step(u, t):
         return {"u": u + 1, "t": t + 0.5}
 
-    given = {"u": array(A, (12, 10)), "t": 0.0}
-    made = iterate(step, given, 0, 50, save=Save(tmp_path, 5, fields=["u"]), ranks=1)
-    dask.compute(made, scheduler="sync")
-    found = opened(tmp_path)
-    assert {*found.data_vars} == {"u"}
-    assert {*found.coords} == {"frame", "step", "t"}
-    assert found.step.values.tolist() == [*range(5, 51, 5)]
-    assert found.t.values.tolist() == [step / 2 for step in range(5, 51, 5)]
-    some = found.u.isel(frame=[0, 5, 9])
+    fields = {"u": array(A, (12, 10)), "t": 0.0}
+    lazy_result = iterate(step, fields, 0, 50, save=Save(tmp_path, 5, fields=["u"]), ranks=1)
+    dask.compute(lazy_result, scheduler="sync")
+    dataset = opened(tmp_path)
+    assert {*dataset.data_vars} == {"u"}
+    assert {*dataset.coords} == {"frame", "step", "t"}
+    assert dataset.step.values.tolist() == [*range(5, 51, 5)]
+    assert dataset.t.values.tolist() == [step / 2 for step in range(5, 51, 5)]
+    some = dataset.u.isel(frame=[0, 5, 9])
     assert some.frame.values.tolist() == [0, 5, 9]
     assert some.swap_dims(frame="step").sel(step=30).t == 15
     np.testing.assert_allclose(some.swap_dims(frame="t").sel(t=15), A + 30)
 
 
 def test_names_of_fields_and_axes_are_not_those_of_coordinates(tmp_path):
-    given = {"u": array(A, (12, 10)), "step": 0, "t": array(B, (12, 10))}
+    fields = {"u": array(A, (12, 10)), "step": 0, "t": array(B, (12, 10))}
     save = Save(tmp_path, 1, dims=["y", "time"])
-    made = iterate(lambda u, step, t: {"step": step + 2}, given, 0, 3, save=save, ranks=1)
-    dask.compute(made, scheduler="sync")
-    found = opened(tmp_path)
-    assert {*found.coords} == {"frame"}
-    assert found["step"].values.tolist() == [2, 4, 6]
+    lazy_result = iterate(lambda u, step, t: {"step": step + 2}, fields, 0, 3, save=save, ranks=1)
+    dask.compute(lazy_result, scheduler="sync")
+    dataset = opened(tmp_path)
+    assert {*dataset.coords} == {"frame"}
+    assert dataset["step"].values.tolist() == [2, 4, 6]
     with pytest.raises(InputError, match="a value for each of 6 frames, got 3 in 'frame'"):
         saved(Save(tmp_path / "few", 1, coords={"frame": [0.0, 1.0, 2.0]}), steps=6)
 
 
 @pytest.mark.parametrize("dtype", ["<f8", ">f8"])  # big-endian: Zarr's version 2
 def test_only_frames_of_the_run_are_visible(tmp_path, dtype):
-    given = {"u": array(A.astype(dtype), (12, 10))}
+    fields = {"u": array(A.astype(dtype), (12, 10))}
 
     def run(folder, steps, stop=-1, copy=None):
         def step(u, at):
@@ -110,8 +110,8 @@ def test_only_frames_of_the_run_are_visible(tmp_path, dtype):
             "checkpoint": Checkpoint(tmp_path / folder / "states", every=4),
             "record": {"none": Record(record)},
         }
-        made = iterate(step, given, 0, steps, ranks=1, **options)
-        dask.compute(made, scheduler="sync")
+        lazy_result = iterate(step, fields, 0, steps, ranks=1, **options)
+        dask.compute(lazy_result, scheduler="sync")
 
     with pytest.raises(InputError, match="stopped"):
         run("ended", 100, stop=15, copy=tmp_path / "killed")
@@ -120,10 +120,10 @@ def test_only_frames_of_the_run_are_visible(tmp_path, dtype):
     for folder in ("ended", "killed"):
         with warnings.catch_warnings(action="ignore", category=P2PWarning):  # of its functions
             run(folder, 17)
-        found = opened(tmp_path / folder / "frames")
-        assert found.step.values.tolist() == [*range(2, 17, 2)]
-        assert found.attrs["frames"] == 8
-        np.testing.assert_allclose(found.u[:, 0, 0], A[0, 0] + found.step)
+        dataset = opened(tmp_path / folder / "frames")
+        assert dataset.step.values.tolist() == [*range(2, 17, 2)]
+        assert dataset.attrs["frames"] == 8
+        np.testing.assert_allclose(dataset.u[:, 0, 0], A[0, 0] + dataset.step)
         names = {path.name.partition(".")[0] for path in (tmp_path / folder / "frames/u").iterdir()}
         if dtype == ">f8":
             assert {name for name in names if name.isdigit()} == {*map(str, range(8))}
@@ -133,12 +133,14 @@ def test_a_run_that_ends_early_has_as_many_frames(tmp_path):
     def run(last):
         record = {"size": lambda u: u.size}
         options = {"record": record, "until": lambda numbers: numbers["size"] > 0 and last}
-        made = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 6, save=Save(tmp_path, 1), **options)
-        dask.compute(made, scheduler="sync")
+        lazy_result = iterate(
+            lambda u: u + 1, {"u": array(A, 8)}, 0, 6, save=Save(tmp_path, 1), **options
+        )
+        dask.compute(lazy_result, scheduler="sync")
 
     run(last=False)
     assert opened(tmp_path).u.shape == (6, *A.shape)
     run(last=True)
-    found = opened(tmp_path)
-    assert found.step.values.tolist() == [1]
-    assert found.u.shape == (1, *A.shape)
+    dataset = opened(tmp_path)
+    assert dataset.step.values.tolist() == [1]
+    assert dataset.u.shape == (1, *A.shape)

@@ -8,8 +8,8 @@ import pytest
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate.fields import Scalars, scalar_spec
-from dask_p2p.sections.iterate.functions import bound_by_name
+from dask_p2p.sections.iterate.fields import Scalars, make_scalar_spec
+from dask_p2p.sections.iterate.functions import bind_by_name
 from dask_p2p.sections.iterate.output.series import NumberState, Record, Series, SeriesSpec
 from tests.sections.emulated import emulated_gpu
 from tests.sections.gangs import run_gang
@@ -18,26 +18,28 @@ EVERY, STEPS = 2, 7
 
 
 def numbers(ctx):
-    scalars = Scalars([scalar_spec("t", 0.5, None), scalar_spec("n", np.int32(3), None)], ctx)
+    scalars = Scalars(
+        [make_scalar_spec("t", 0.5, None), make_scalar_spec("n", np.int32(3), None)], ctx
+    )
     record = Record(lambda t: t, EVERY)
-    spec = SeriesSpec("times", record, bound_by_name(record.function, ["t"]))
+    spec = SeriesSpec("times", record, bind_by_name(record.function, ["t"]))
     series = Series([spec], STEPS, ctx)
     return NumberState(ctx.device, scalars, series), scalars, series
 
 
 def check_numbers(ctx, step):
     state, scalars, series = numbers(ctx)
-    for done in range(1, step + 1):
-        scalars.update({"t": 0.5 + done})
-        if series.is_due(done):
-            series.record(done, lambda binding: scalars.values)
+    for steps_done in range(1, step + 1):
+        scalars.update({"t": 0.5 + steps_done})
+        if series.is_due(steps_done):
+            series.record(steps_done, lambda binding: scalars.values)
     state.save()
     later, new_scalars, new_series = numbers(ctx)
     for array, saved in zip(later.arrays, state.arrays, strict=True):
         array[...] = saved
     later.load(step)
     assert new_scalars.values == scalars.values
-    assert [type(each) for each in new_scalars.values.values()] == [np.float64, np.int32]
+    assert [type(number) for number in new_scalars.values.values()] == [np.float64, np.int32]
     assert new_series.last == series.last
     assert np.array_equal(new_series.results(), series.results(), equal_nan=True)
 

@@ -27,9 +27,9 @@ def roughness(u):
 
 def row_sums(v, at):
     """The sums of all rows of the whole array, each rank's own part of them."""
-    found = np.zeros(at.shape[0])
-    found[slice(*at.box[0])] = inner(v).sum(1)
-    return found
+    sums = np.zeros(at.shape[0])
+    sums[slice(*at.box[0])] = inner(v).sum(1)
+    return sums
 
 
 RECORD = {
@@ -43,19 +43,19 @@ RECORD = {
 
 
 def wanted_series(u, v, steps):
-    found = {name: [] for name in RECORD}
+    series = {name: [] for name in RECORD}
     for step in range(1, steps + 1):
         new = both({"u": u, "v": v}, 1, 1, [(react, "uv")])
         u, v = new["u"], new["v"]
-        found["mass"].append(u.sum())
+        series["mass"].append(u.sum())
         if step % 3 == 0:
-            found["rough"].append(abs(laplacian(np.pad(u, 1, "wrap"))).max())
+            series["rough"].append(abs(laplacian(np.pad(u, 1, "wrap"))).max())
         if step % 2 == 0:
-            found["rows"].append(v.sum(1))
-        found["least"].append(min(u.min(), v.min()))
-        found["cells"].append(u.size)
-        found["number"].append(step - 1)
-    return found, {"u": u, "v": v}
+            series["rows"].append(v.sum(1))
+        series["least"].append(min(u.min(), v.min()))
+        series["cells"].append(u.size)
+        series["number"].append(step - 1)
+    return series, {"u": u, "v": v}
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -64,24 +64,24 @@ def wanted_series(u, v, steps):
 def test_series(client, steps, ranks, overlap):
     u, v = abs(U) / 4, abs(V) / 4
     options = {"record": RECORD, "ranks": ranks, "overlap": overlap}
-    made = iterate(react, {"u": array(u), "v": array(v)}, 1, steps, **options)
-    assert [*made] == ["u", "v", *RECORD, "steps"]
-    (found,) = dask.compute(made)
+    lazy_result = iterate(react, {"u": array(u), "v": array(v)}, 1, steps, **options)
+    assert [*lazy_result] == ["u", "v", *RECORD, "steps"]
+    (result,) = dask.compute(lazy_result)
     series, fields = wanted_series(u, v, steps)
-    assert found["steps"] == steps
+    assert result["steps"] == steps
     for name in ("u", "v"):
-        assert np.array_equal(found[name], fields[name])
+        assert np.array_equal(result[name], fields[name])
     for name, values in series.items():
-        assert found[name].shape == np.shape(values)
-        np.testing.assert_allclose(found[name], values, rtol=1e-12)
+        assert result[name].shape == np.shape(values)
+        np.testing.assert_allclose(result[name], values, rtol=1e-12)
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_until_reads_the_newest_records(client, ranks):
-    seen = []
+    records_seen = []
 
     def ends(last):
-        seen.append(last)
+        records_seen.append(last)
         return last["mass"] < 100 and last.get("steps_done", 0) >= 8
 
     record = {
@@ -90,40 +90,40 @@ def test_until_reads_the_newest_records(client, ranks):
     }
     fields = {"u": array(np.ones((24, 20)))}
     options = {"record": record, "until": ends, "ranks": ranks}
-    (found,) = dask.compute(iterate(lambda u: u * 0.7, fields, 0, 50, **options))
-    assert found["steps"] == 8
-    assert np.allclose(found["u"], 0.7**8)
-    assert found["mass"].shape == (50,)
-    np.testing.assert_allclose(found["mass"][:8], 480 * 0.7 ** np.arange(1, 9))
-    assert np.isnan(found["mass"][8:]).all()
-    assert found["steps_done"].tolist() == [4, 8] + [0] * 10
+    (result,) = dask.compute(iterate(lambda u: u * 0.7, fields, 0, 50, **options))
+    assert result["steps"] == 8
+    assert np.allclose(result["u"], 0.7**8)
+    assert result["mass"].shape == (50,)
+    np.testing.assert_allclose(result["mass"][:8], 480 * 0.7 ** np.arange(1, 9))
+    assert np.isnan(result["mass"][8:]).all()
+    assert result["steps_done"].tolist() == [4, 8] + [0] * 10
 
 
 def test_series_grow():
     """They have no memory for steps that a run may never make."""
     ctx = Context(RankGrid.in_line(1))
-    given = {"number": lambda t: t, "pairs": Record(lambda t: [t, -t], every=2, shape=(2,))}
-    series = Series(checked_series(given, {"u"}, {"t"}, set()), 10**15, ctx)
+    records = {"number": lambda t: t, "pairs": Record(lambda t: [t, -t], every=2, shape=(2,))}
+    series = Series(checked_series(records, {"u"}, {"t"}, set()), 10**15, ctx)
     for step in range(1, 101):
         series.record(step, lambda _, step=step: {"t": step})
     series.combine()
-    wanted = np.arange(1.0, 101)
-    assert np.array_equal(series.values["number"], wanted)
-    assert np.array_equal(series.values["pairs"], np.stack([wanted, -wanted], 1)[1::2])
+    expected = np.arange(1.0, 101)
+    assert np.array_equal(series.values["number"], expected)
+    assert np.array_equal(series.values["pairs"], np.stack([expected, -expected], 1)[1::2])
 
 
 def test_series_that_do_not_fit_into_memory_are_refused(client):
     """A large number of steps is a usual way to run until a condition holds."""
     record = {"mass": lambda u: u.sum()}
     options = {"record": record, "until": lambda last: True, "ranks": 2}
-    made = iterate(lambda u: u, NAMED, 0, 10**13, **options)
+    lazy_result = iterate(lambda u: u, NAMED, 0, 10**13, **options)
     with pytest.raises(MemoryLimitError, match=r"series of records.*fewer steps, or Record\("):
-        made["u"].compute()
+        lazy_result["u"].compute()
     rarely = {"mass": Record(record["mass"], every=10**9)}
     options = {"record": rarely, "max_time": "0.1 s", "ranks": 2}
-    (found,) = dask.compute(iterate(lambda u: u, NAMED, 0, 10**13, **options))
-    assert found["mass"].shape == (10**4,)
-    assert np.isnan(found["mass"]).all()
+    (result,) = dask.compute(iterate(lambda u: u, NAMED, 0, 10**13, **options))
+    assert result["mass"].shape == (10**4,)
+    assert np.isnan(result["mass"]).all()
 
 
 def test_wrong_values_are_named(client):
@@ -132,9 +132,9 @@ def test_wrong_values_are_named(client):
         (lambda u: 1j, "becomes float64"),
         (lambda u: None, "object"),
     ):
-        made = iterate(lambda u: u, {"u": array(U)}, 0, 2, record={"r": function}, ranks=2)
+        lazy_result = iterate(lambda u: u, {"u": array(U)}, 0, 2, record={"r": function}, ranks=2)
         with pytest.raises(BlockMismatchError, match=message):
-            made["u"].compute()
+            lazy_result["u"].compute()
 
 
 def test_wrong_arguments_are_refused():
@@ -169,18 +169,20 @@ def own(u):
 
 def recorded(function, x=X, ranks=3, constants=None, **options):
     fields = {"u": da.from_array(x, chunks=(4, 9)), "t": 0.0}
-    more = {"ranks": ranks, "constants": constants or {}, "boundary": "periodic"}
+    keywords = {"ranks": ranks, "constants": constants or {}, "boundary": "periodic"}
     record = {"m": Record(function, **options)}
-    made = iterate(lambda u, t: {"u": own(u), "t": t + 1}, fields, 1, 2, record=record, **more)
-    return dask.compute(made["m"])[0]
+    lazy_result = iterate(
+        lambda u, t: {"u": own(u), "t": t + 1}, fields, 1, 2, record=record, **keywords
+    )
+    return dask.compute(lazy_result["m"])[0]
 
 
 def warned(recwarn):
-    return [each for each in recwarn if issubclass(each.category, P2PWarning)]
+    return [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]
 
 
 @pytest.mark.parametrize(
-    ("function", "wanted"),
+    ("function", "expected"),
     [
         (lambda u: own(u).sum(), X.sum()),
         (lambda u: (own(u) ** 2).mean() * own(u).size, (X**2).sum()),
@@ -189,9 +191,9 @@ def warned(recwarn):
         (lambda u: ((u[2:] - u[1:-1]) ** 2).sum(), None),
     ],
 )
-def test_other_values_are_summed(client, function, wanted):
-    found = recorded(function)
-    assert wanted is None or found == pytest.approx([wanted] * 2)
+def test_other_values_are_summed(client, function, expected):
+    result = recorded(function)
+    assert expected is None or result == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize(
@@ -218,5 +220,5 @@ def test_values_of_elements_are_recorded_without_a_word(client, recwarn, functio
 def test_values_that_all_ranks_have_count_once(client, op):
     assert recorded(lambda t: t, op=op).tolist() == [1, 2]
     constants = {"table": Whole(da.arange(4, chunks=2)), "factor": 3.0}
-    found = recorded(lambda table, factor: table.sum() * factor, op=op, constants=constants)
-    assert found.tolist() == [18, 18]
+    result = recorded(lambda table, factor: table.sum() * factor, op=op, constants=constants)
+    assert result.tolist() == [18, 18]

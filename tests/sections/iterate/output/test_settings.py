@@ -179,7 +179,7 @@ def test_constants(client, tmp_path):
     for ranks, chunks in ((2, 6), (4, 3), (3, 4)):
         given = {"constants": constants, "ranks": ranks, "chunks": chunks}
         assert differences(tmp_path, 9, **options, **given) == []
-    others = {
+    other_settings = {
         "a": da.from_array(U + 1, chunks=4),
         "row": line[::-1],
         "column": 2 * U[:, :1],
@@ -187,7 +187,7 @@ def test_constants(client, tmp_path):
         "whole": Whole(np.arange(5.0) + 1),
         "lazy": Whole(da.arange(1.0, 7.0, chunks=2)),
     }
-    for name, value in others.items():
+    for name, value in other_settings.items():
         given = {"constants": constants | {name: value}, "ranks": 2}
         assert differences(tmp_path, 9, **options, **given) == [name]
 

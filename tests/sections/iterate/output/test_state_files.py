@@ -25,16 +25,18 @@ class StoppedError(Exception):
     pass
 
 
-def program(path, steps, stop=None, seen=None, **options):
+def program(path, steps, stop=None, steps_seen=None, **options):
     """Return a function of a rank that makes steps, and may stop in one of them."""
 
     def run(ctx):
-        own = U[box_slices(ctx.box)]
-        s = ctx.state(u=own, fields={"v": own * 0}, p=ctx.with_halo(own), t=0.5, n=np.int32(3))
+        block = U[box_slices(ctx.box)]
+        s = ctx.state(
+            u=block, fields={"v": block * 0}, p=ctx.with_halo(block), t=0.5, n=np.int32(3)
+        )
         spec = Checkpoint(str(path), every=4, **options)
         for step in ctx.steps(steps, s, checkpoint=spec):
-            if seen is not None:
-                seen.append(step)
+            if steps_seen is not None:
+                steps_seen.append(step)
             if step == stop:
                 raise StoppedError
             s.u = s.u * 1.5 + s.t
@@ -51,13 +53,13 @@ def grid(ranks):
     return RankGrid.at_most(CHUNKS, ranks)
 
 
-def joined(ranks, found):
+def joined(ranks, results):
     """Return the whole arrays, and the numbers, of what all ranks return."""
     arrays = [np.empty(U.shape) for _ in range(3)]
-    for rank, (*own, _, _) in enumerate(found):
-        for array, block in zip(arrays, own, strict=True):
+    for rank, (*blocks, _, _) in enumerate(results):
+        for array, block in zip(arrays, blocks, strict=True):
             array[box_slices(grid(ranks).box(rank))] = block
-    (numbers,) = {(float(t), int(n), type(t), type(n)) for *_, t, n in found}
+    (numbers,) = {(float(t), int(n), type(t), type(n)) for *_, t, n in results}
     return [*arrays, *numbers]
 
 
@@ -65,13 +67,15 @@ def joined(ranks, found):
 def test_another_number_of_ranks_resumes(tmp_path, before, after):
     with pytest.raises(StoppedError):
         run_gang(grid(before), program(tmp_path / "a", 20, stop=10))
-    seen = []
-    found = joined(after, run_gang(grid(after), program(tmp_path / "a", 20, seen=seen)))
-    wanted = joined(1, run_gang(grid(1), program(tmp_path / "b", 20)))
-    assert min(seen) == 8
-    for own, other in zip(found, wanted, strict=True):
-        assert np.array_equal(own, other)
-    assert sorted(each.name for each in (tmp_path / "a").iterdir()) == [
+    steps_seen = []
+    result = joined(
+        after, run_gang(grid(after), program(tmp_path / "a", 20, steps_seen=steps_seen))
+    )
+    expected = joined(1, run_gang(grid(1), program(tmp_path / "b", 20)))
+    assert min(steps_seen) == 8
+    for value, expected_value in zip(result, expected, strict=True):
+        assert np.array_equal(value, expected_value)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
         f"step-{step:012}{end}" for step in (16, 20) for end in ("", ".complete")
     ]
 
@@ -79,8 +83,8 @@ def test_another_number_of_ranks_resumes(tmp_path, before, after):
 def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
     def values(steps, ranks=2, u=U, t=0.5, size=2):
         def run(ctx):
-            own = u[box_slices(ctx.box)]
-            s = ctx.state(u=own, fields={"v": own * 0}, t=t, own=np.zeros(size + ctx.rank))
+            block = u[box_slices(ctx.box)]
+            s = ctx.state(u=block, fields={"v": block * 0}, t=t, own=np.zeros(size + ctx.rank))
             for _ in ctx.steps(steps, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
                 s.u = s.u + s.t
             return s.u
@@ -101,13 +105,13 @@ def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
 
 @pytest.mark.parametrize("stop", [3, 5])  # before its second checkpoint, or the third
 def test_of_two_runs_in_one_folder_the_first_ends(tmp_path, stop):
-    seen = []
+    blocks = []
 
     def first(ctx):
         s = ctx.state(u=U[box_slices(ctx.box)])
         for step in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
             if step == stop and ctx.rank == 0:
-                seen.extend(run_gang(grid(3), second))
+                blocks.extend(run_gang(grid(3), second))
             s.u = s.u + 1
 
     def second(ctx):
@@ -118,9 +122,9 @@ def test_of_two_runs_in_one_folder_the_first_ends(tmp_path, stop):
 
     with pytest.raises(FileError, match=r"one run at a time .* checkpoints .* got another one"):
         run_gang(grid(2), first)
-    kept = zarr.open(tmp_path / f"step-{20:012}", mode="r")["u"][:]
-    for rank, own in enumerate(seen):
-        assert np.array_equal(kept[box_slices(grid(3).box(rank))], own)
+    saved = zarr.open(tmp_path / f"step-{20:012}", mode="r")["u"][:]
+    for rank, block in enumerate(blocks):
+        assert np.array_equal(saved[box_slices(grid(3).box(rank))], block)
 
 
 def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
@@ -141,9 +145,9 @@ def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
     with pytest.raises(StoppedError):
         draw(stop=7)
     resumed = draw()
-    for rank, own in enumerate(resumed):
+    for rank, block in enumerate(resumed):
         steps = np.cumsum(np.random.default_rng(rank).normal(size=10))
-        np.testing.assert_allclose(own, [*np.zeros(rank + 2), *steps])
+        np.testing.assert_allclose(block, [*np.zeros(rank + 2), *steps])
     with pytest.raises(InputError, match=r"expected 2 ranks, .* got 3\. Give ranks=2"):
         draw(ranks=3)
 
@@ -177,10 +181,10 @@ def test_a_folder_that_ranks_do_not_share_is_refused_at_the_start(tmp_path):
     """Each rank has a folder of its own, as on the disks of two hosts."""
 
     def run(ctx):
-        own = tmp_path / str(ctx.rank)
-        s, files = ctx.state(n=0), Checkpoint(str(own), every=100)
+        folder = tmp_path / str(ctx.rank)
+        s, files = ctx.state(n=0), Checkpoint(str(folder), every=100)
         for _ in ctx.steps(4, s, checkpoint=files):
-            (own / "stepped").touch()
+            (folder / "stepped").touch()
 
     with pytest.raises(FileError, match=r"a folder that all workers see, .* which some do not"):
         run_gang(grid(2), run)
@@ -203,8 +207,8 @@ def test_only_what_this_package_has_written_is_removed(tmp_path):
         run_gang(grid(2), program(tmp_path, steps, keep=1))
         names = {path.name for path in tmp_path.iterdir()}
         last = f"step-{steps // 4 * 4:012}"
-        own = {last, f"{last}.complete"}
-        assert own == names - {*users, f"step-{5:012}", f"step-{6:012}.incomplete"}
+        files = {last, f"{last}.complete"}
+        assert files == names - {*users, f"step-{5:012}", f"step-{6:012}.incomplete"}
         assert all((tmp_path / name / "notes.txt").exists() for name in users)
     (tmp_path / f"step-{12:012}").mkdir()
     with pytest.raises(FileError, match=r"no folder at .*step-000000000012, got one that dask_p2p"):
@@ -228,9 +232,9 @@ def test_bits_of_negative_zeros(tmp_path):
     zero = complex(-0.0, -0.0)
 
     def run(ctx, steps):
-        u, own = ctx.grid_of().zeros(complex), np.full(ctx.rank + 1, zero)
+        u, numbers = ctx.grid_of().zeros(complex), np.full(ctx.rank + 1, zero)
         u[...] = zero
-        s = ctx.state(u=u, t=zero, same=np.full(3, zero), own=own)
+        s = ctx.state(u=u, t=zero, same=np.full(3, zero), own=numbers)
         for _ in ctx.steps(steps, s, checkpoint=Checkpoint(str(tmp_path), every=1)):
             pass
         return b"".join(a.tobytes() for a in (s.u, np.array(s.t), s.same, s.own))

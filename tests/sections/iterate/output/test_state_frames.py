@@ -28,11 +28,11 @@ def program(path, steps=12, stop=None, files=None, **options):
     """Return a function of a rank that saves frames every three steps, and may stop."""
 
     def run(ctx):
-        own = U[box_slices(ctx.box)]
-        s = ctx.state(u=own, fields={"v": own * 0}, t=0.5, mine=np.zeros(ctx.rank + 1))
-        more = {} if files is None else {"checkpoint": Checkpoint(str(files), every=4)}
+        block = U[box_slices(ctx.box)]
+        s = ctx.state(u=block, fields={"v": block * 0}, t=0.5, mine=np.zeros(ctx.rank + 1))
+        options_of_steps = {} if files is None else {"checkpoint": Checkpoint(str(files), every=4)}
         save = Save(str(path), 3, **options)
-        for step in ctx.steps(steps, s, save=save, **more):
+        for step in ctx.steps(steps, s, save=save, **options_of_steps):
             if step == stop:
                 raise StoppedError
             s.u = s.u * 1.5 + s.t
@@ -44,13 +44,13 @@ def program(path, steps=12, stop=None, files=None, **options):
 
 def states(steps=12):
     """Return the state after each step, of the whole arrays."""
-    u, v, t, found = U.copy(), U * 0, 0.5, []
+    u, v, t, states = U.copy(), U * 0, 0.5, []
     for _ in range(steps):
         u = u * 1.5 + t
         v = v + u
         t += 0.25
-        found.append((u, v, t))
-    return found
+        states.append((u, v, t))
+    return states
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -108,14 +108,14 @@ def test_a_full_disk_ends_the_run_by_name(tmp_path):
                 resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    whole = RankGrid.at_most(((200,), (200,)), 1)
+    grid = RankGrid.at_most(((200,), (200,)), 1)
     try:
         with pytest.raises(FileError, match=r"Make room, or give another path"):
-            run_gang(whole, lambda ctx: run(ctx, limit=1))
+            run_gang(grid, lambda ctx: run(ctx, limit=1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] == 1
-    run_gang(whole, run)
+    run_gang(grid, run)
     assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] == 3
 
 
@@ -133,8 +133,8 @@ def check(path, *steps):
     """Check the frames that `grow` writes."""
     group = zarr.open(path, mode="r")
     assert (group.attrs["frames"], group.attrs["steps"]) == (len(steps), steps[-1])
-    wanted = U + np.array(steps)[:, None, None]
-    np.testing.assert_allclose(group["x"][: len(steps)], wanted)
+    expected = U + np.array(steps)[:, None, None]
+    np.testing.assert_allclose(group["x"][: len(steps)], expected)
 
 
 def test_a_function_may_leave_its_loop(tmp_path):
@@ -144,7 +144,7 @@ def test_a_function_may_leave_its_loop(tmp_path):
     dask.compute(spmd(grow, da.from_array(U), **options), scheduler="sync")
     check(tmp_path / "frames", 2, 4)
     new = {*threading.enumerate()} - before
-    assert not [each for each in new if each.name.startswith("p2p-frames")]
+    assert not [thread for thread in new if thread.name.startswith("p2p-frames")]
 
 
 def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):

@@ -27,55 +27,55 @@ def fields(chunks=((8, 8, 8), (10, 10))):
 
 def states(steps):
     """Return the fields after each step."""
-    found = [{"u": A, "v": B}]
+    states_by_step = [{"u": A, "v": B}]
     for _ in range(steps):
-        found.append(both(found[-1], 1, 1, [(react, "uv")]))
-    return found
+        states_by_step.append(both(states_by_step[-1], 1, 1, [(react, "uv")]))
+    return states_by_step
 
 
 @pytest.mark.parametrize("chunks", [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_frames(client, tmp_path, ranks, chunks):
     save = [Save(tmp_path / "all", 3), Save(tmp_path / "v", 5, ["v"])]
-    made = iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks)
-    (found,) = dask.compute(made)
-    wanted = states(11)
-    assert np.array_equal(found["u"], wanted[11]["u"])
+    lazy_result = iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks)
+    (result,) = dask.compute(lazy_result)
+    expected = states(11)
+    assert np.array_equal(result["u"], expected[11]["u"])
     group = zarr.open(tmp_path / "all", mode="r")
     shapes = {name: array.shape for name, array in group.arrays() if array.ndim > 1}
     assert shapes == dict.fromkeys("uv", (3, 24, 20))
     assert (group.attrs["frames"], group.attrs["steps"]) == (3, 9)
     for name in "uv":
         for frame, step in enumerate((3, 6, 9)):
-            assert np.array_equal(group[name][frame], wanted[step][name])
+            assert np.array_equal(group[name][frame], expected[step][name])
     only = zarr.open(tmp_path / "v", mode="r")
     assert {name for name, _ in only.arrays()} == {"v", "frame", "step"}
-    assert np.array_equal(only["v"][1], wanted[10]["v"])
+    assert np.array_equal(only["v"][1], expected[10]["v"])
 
 
 def test_a_run_goes_on_with_other_ranks_and_chunks(client, tmp_path):
     checkpoint = Checkpoint(tmp_path / "states", every=4)
-    wanted, before = states(25), 0
+    expected, before = states(25), 0
     for ranks, chunks, steps in (
         (4, ((8, 8, 8), (10, 10)), 9),
         (2, ((12, 12), (20,)), 18),
         (3, ((6, 6, 6, 6), (5, 5, 5, 5)), 25),
     ):
-        seen = tmp_path / f"seen-{steps}"
-        seen.mkdir()
-        noted = partial(noting, folder=seen)
+        first_step_file = tmp_path / f"seen-{steps}"
+        first_step_file.mkdir()
+        noted = partial(noting, folder=first_step_file)
         options = {"checkpoint": checkpoint, "ranks": ranks, "record": MASS}
-        (found,) = dask.compute(iterate(noted, fields(chunks), 1, steps, **options))
+        (result,) = dask.compute(iterate(noted, fields(chunks), 1, steps, **options))
         for name in "uv":
-            assert np.array_equal(found[name], wanted[steps][name])
-        mass = [state["u"].sum() for state in wanted[1 : steps + 1]]
-        np.testing.assert_allclose(found["mass"], mass, rtol=1e-13)
-        top = [wanted[step]["v"].max() for step in range(3, steps + 1, 3)]
-        assert np.array_equal(found["top"], top)
-        assert min(int(path.name) for path in seen.iterdir()) == before
+            assert np.array_equal(result[name], expected[steps][name])
+        mass = [state["u"].sum() for state in expected[1 : steps + 1]]
+        np.testing.assert_allclose(result["mass"], mass, rtol=1e-13)
+        top = [expected[step]["v"].max() for step in range(3, steps + 1, 3)]
+        assert np.array_equal(result["top"], top)
+        assert min(int(path.name) for path in first_step_file.iterdir()) == before
         before = steps // 4 * 4
-        kept = sorted(path.name for path in (tmp_path / "states").glob("*[0-9]"))
-        assert kept == [f"step-{step:012}" for step in (before - 4, before)]
+        names = sorted(path.name for path in (tmp_path / "states").glob("*[0-9]"))
+        assert names == [f"step-{step:012}" for step in (before - 4, before)]
 
 
 def noting(u, v, at, folder):
@@ -88,11 +88,11 @@ def test_ranks_that_share_chunks_of_a_store_write_in_turn(client, tmp_path):
     stores = {"save": Save(tmp_path / "frames", 1), "checkpoint": Checkpoint(tmp_path / "at", 1)}
     dask.compute(iterate(react, fields((24, 20)), 1, 2, ranks=1, **stores))
     dask.compute(iterate(react, fields((6, 10)), 1, 15, ranks=4, **stores))
-    group, wanted = zarr.open(tmp_path / "frames", mode="r"), states(15)
+    group, expected = zarr.open(tmp_path / "frames", mode="r"), states(15)
     assert group["u"].chunks == (1, 24, 20)
     for name in "uv":
         for frame in range(15):
-            assert np.array_equal(group[name][frame], wanted[frame + 1][name]), (name, frame)
+            assert np.array_equal(group[name][frame], expected[frame + 1][name]), (name, frame)
 
 
 @pytest.mark.parametrize("has_files", [True, False])
@@ -106,8 +106,10 @@ def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path, has_files):
 
     every = {"checkpoint": Checkpoint(tmp_path / "states", 4)} if has_files else {}
     options = {"save": Save(tmp_path / "frames", 2), "record": MASS, "checkpoint_every": 2, **every}
-    made = iterate(kills, {**fields(), "t": 0.0}, 1, 15, ranks=2, folder=tmp_path, **options)
-    futures = client.compute([made["u"], made["t"], made["mass"], made["top"]])
+    lazy_result = iterate(kills, {**fields(), "t": 0.0}, 1, 15, ranks=2, folder=tmp_path, **options)
+    futures = client.compute(
+        [lazy_result["u"], lazy_result["t"], lazy_result["mass"], lazy_result["top"]]
+    )
     u, t, mass, top = (result_of(client, future) for future in futures)
     expected = states(15)
     assert (tmp_path / "killed").exists()
@@ -131,31 +133,33 @@ def test_a_run_with_other_values_names_those_that_differ(tmp_path):
         return react(u, v)
 
     def run(steps, chunks=((8, 8, 8), (10, 10)), v=B, function=scaled, rate=0.5, name="a"):
-        given = {"u": array(A, chunks), "v": array(v, chunks)}
+        fields = {"u": array(A, chunks), "v": array(v, chunks)}
         options = {"checkpoint": Checkpoint(tmp_path, every=4), "ranks": 1}
-        made = iterate(function, given, 1, steps, constants={"rate": rate}, name=name, **options)
-        return dask.compute(made, scheduler="sync")[0]["v"]
+        lazy_result = iterate(
+            function, fields, 1, steps, constants={"rate": rate}, name=name, **options
+        )
+        return dask.compute(lazy_result, scheduler="sync")[0]["v"]
 
     with warnings.catch_warnings(action="error"):
         run(5)
         run(7, ((6,) * 4, (5,) * 4))
     with pytest.warns(P2PWarning, match=r"at step 4 of .* differs .* in v: the steps before are"):
-        found = run(9, v=B * 2)
-    assert np.array_equal(found, states(9)[-1]["v"])
-    for given, named in (
+        warnings_seen = run(9, v=B * 2)
+    assert np.array_equal(warnings_seen, states(9)[-1]["v"])
+    for arguments, named in (
         ({"function": other}, "the functions"),
         ({"rate": 0.25, "name": "b"}, "rate, name"),
     ):
         with pytest.warns(P2PWarning, match=rf"differs from the first run there in {named}: the"):
-            run(9, **given)
+            run(9, **arguments)
 
 
 def test_a_run_with_other_records_names_those_without_values(tmp_path):
-    def run(steps, **more):
-        record = {"mass": lambda u: inner(u).sum(), **more}
+    def run(steps, **records):
+        record = {"mass": lambda u: inner(u).sum(), **records}
         options = {"record": record, "checkpoint": Checkpoint(tmp_path, every=3), "ranks": 1}
-        made = iterate(reads_top, fields(), 1, steps, **options)
-        return dask.compute(made, scheduler="sync")[0]
+        lazy_result = iterate(reads_top, fields(), 1, steps, **options)
+        return dask.compute(lazy_result, scheduler="sync")[0]
 
     def reads_top(u, v, at):
         assert "top" not in at.last or at.step > 3
@@ -167,13 +171,13 @@ def test_a_run_with_other_records_names_those_without_values(tmp_path):
         run(3)
     text = r"resumes at step 3 of .*, which has no values of count, top\. Their series have"
     with pytest.warns(P2PWarning, match=text):
-        found = run(6, top=top, count=counted)
-    assert np.isnan(found["top"][:3]).all()
-    assert found["count"][:3].tolist() == [0, 0, 0]
-    wanted = states(9)
-    assert found["top"][3:].tolist() == [state["v"].max() for state in wanted[4:7]]
+        result = run(6, top=top, count=counted)
+    assert np.isnan(result["top"][:3]).all()
+    assert result["count"][:3].tolist() == [0, 0, 0]
+    expected = states(9)
+    assert result["top"][3:].tolist() == [state["v"].max() for state in expected[4:7]]
     with warnings.catch_warnings(action="error"):
-        assert run(9, top=top)["top"][6:].tolist() == [state["v"].max() for state in wanted[7:]]
+        assert run(9, top=top)["top"][6:].tolist() == [state["v"].max() for state in expected[7:]]
     for other in ({"every": 3}, {"shape": (1,)}, {"dtype": "f4"}):
         with pytest.raises(InputError, match="Give top another name, or the checkpoint"):
             run(12, top=Record(lambda v: v.max(), **{"op": "max", **other}))
@@ -196,24 +200,24 @@ def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
 
 def test_stores_of_other_programs_are_refused(tmp_path):
     def run(steps=4, given=None, **options):
-        made = iterate(react, given or fields(), 1, steps, ranks=1, **options)
-        return dask.compute(made, scheduler="sync")
+        lazy_result = iterate(react, given or fields(), 1, steps, ranks=1, **options)
+        return dask.compute(lazy_result, scheduler="sync")
 
-    frames, kept = Save(tmp_path / "frames", 2), Checkpoint(tmp_path / "states", every=2)
-    run(save=frames, checkpoint=kept)
+    frames, checkpoint = Save(tmp_path / "frames", 2), Checkpoint(tmp_path / "states", every=2)
+    run(save=frames, checkpoint=checkpoint)
     run(save=frames)  # the same program writes the same frames
     with pytest.raises(InputError, match=r"frames of the same fields and steps.*every 2 in place"):
         run(save=Save(tmp_path / "frames", 1))
     with pytest.raises(InputError, match=r"expected 2 frames .* resumes at step 4, got 0"):
-        run(steps=6, save=Save(tmp_path / "new", 2), checkpoint=kept)
+        run(steps=6, save=Save(tmp_path / "new", 2), checkpoint=checkpoint)
     with pytest.raises(InputError, match="because of resume=False"):
         run(checkpoint=Checkpoint(tmp_path / "states", every=2, resume=False))
     with pytest.raises(InputError, match="at least 4 steps"):
-        run(steps=3, checkpoint=kept)
-    other = {"u": array(A[:12], 12), "v": array(B[:12], 12)}
+        run(steps=3, checkpoint=checkpoint)
+    other_fields = {"u": array(A[:12], 12), "v": array(B[:12], 12)}
     with pytest.raises(InputError, match="a checkpoint of the same fields"):
-        run(steps=6, given=other, checkpoint=kept)
-    longs = {name: a.astype(np.longdouble) for name, a in other.items()}
+        run(steps=6, given=other_fields, checkpoint=checkpoint)
+    longs = {name: a.astype(np.longdouble) for name, a in other_fields.items()}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(InputError, match=r"expected a new folder.* got a folder with notes\.txt"):
@@ -226,10 +230,10 @@ def test_stores_of_other_programs_are_refused(tmp_path):
 
 
 def test_wrong_arguments_are_refused():
-    def refused(message, given=None, **options):
-        given = {"u": array(A, 8)} if given is None else given
+    def refused(message, fields=None, **options):
+        fields = {"u": array(A, 8)} if fields is None else fields
         with pytest.raises(InputError, match=message):
-            iterate(lambda u: u, given, 0, 2, **options)
+            iterate(lambda u: u, fields, 0, 2, **options)
 
     refused("expected Save objects", save=["frames.zarr"])
     refused("expected names of fields", save=Save("frames", 2, ["w"]))
