@@ -45,7 +45,7 @@ def normalize_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...] | N
 
     The default is the reversed order, as in `numpy.transpose`.
 
-    >>> normal_axes((-1, 0), 2), normal_axes(None, 3), normal_axes((0, 0), 2)
+    >>> normalize_axes((-1, 0), 2), normalize_axes(None, 3), normalize_axes((0, 0), 2)
     ((1, 0), (2, 1, 0), None)
     """
     if axes is None:
@@ -223,7 +223,7 @@ def _cut_for_runs(
 def first_gapless_axis(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the first axis such that it and all later axes are contiguous in memory.
 
-    >>> gapless_from((4, 5, 6), (240, 48, 8), 8), gapless_from((4, 5, 3), (240, 48, 8), 8)
+    >>> first_gapless_axis((4, 5, 6), (240, 48, 8), 8), first_gapless_axis((4, 5, 3), (240, 48, 8), 8)
     (0, 2)
     """
     first, stride = len(shape), itemsize

@@ -91,7 +91,7 @@ def checked_dtype(name: str, dtype_like: Any) -> Any:
 def describe_function(function: Any) -> str:
     """Return the name of a user's function in errors, with its place.
 
-    >>> name_of_function(len)
+    >>> describe_function(len)
     '<built-in function len>'
     """
     code = getattr(function, "__code__", None)
@@ -104,7 +104,7 @@ def describe_function(function: Any) -> str:
 def nearest_name(name: str, candidates: Iterable[str]) -> str:
     """Return the known name that is most similar to another one.
 
-    >>> nearest("workers", ["name", "n_workers", "worker_class"])
+    >>> nearest_name("workers", ["name", "n_workers", "worker_class"])
     'n_workers'
     """
     return max(sorted(candidates), key=lambda text: SequenceMatcher(None, name, text).ratio())

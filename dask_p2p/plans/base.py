@@ -163,7 +163,7 @@ def stage_order(
 def _rotate(items: list[_T], start: int) -> list[_T]:
     """Return the items from index `start` on, then the items before it.
 
-    >>> _rotated([1, 2, 3], 4)
+    >>> _rotate([1, 2, 3], 4)
     [2, 3, 1]
     """
     start %= max(1, len(items))
@@ -337,7 +337,7 @@ def schedule_steps(
 
     Examples
     --------
-    >>> for step in steps(2, 2):
+    >>> for step in schedule_steps(2, 2):
     ...     print(step.action, step.part, step.after)
     fill 0 ()
     fill 1 ()

@@ -73,9 +73,9 @@ def plan_stages(
     Examples
     --------
     >>> both = Transform({0: 8, 1: 6})
-    >>> stages(((4, 4), (6,)), both)
+    >>> plan_stages(((4, 4), (6,)), both)
     [FftStage(chunks=((4, 4), (6,)), axes=(1,)), FftStage(chunks=((8,), (3, 3)), axes=(0,))]
-    >>> len(stages(((4, 4), (6,)), both, final=((4, 4), (6,))))
+    >>> len(plan_stages(((4, 4), (6,)), both, final=((4, 4), (6,))))
     3
     """
     blocks = prod(map(len, chunks))
@@ -145,9 +145,9 @@ def move_division(sizes: tuple[int, ...], target_sizes: tuple[int, ...]) -> tupl
     The axis keeps its own division too. The sizes follow the other axis: the same sizes, or equal
     sizes with a smaller last one, or an even division.
 
-    >>> moved_division((4, 4, 2), (10,)), moved_division((4, 4, 2), (7,))
+    >>> move_division((4, 4, 2), (10,)), move_division((4, 4, 2), (7,))
     ((4, 4, 2), (3, 3, 1))
-    >>> moved_division((3, 3, 2, 2), (7,))
+    >>> move_division((3, 3, 2, 2), (7,))
     (2, 2, 2, 1)
     """
     length, parts = sum(target_sizes), len(sizes) * len(target_sizes)
@@ -167,7 +167,7 @@ class RolledAxis(SplitAxis):
 
     Examples
     --------
-    >>> [(part.block, part.src, part.dst) for part in Rolled((3, 2), (3, 2), 1).segments(0)]
+    >>> [(part.block, part.src, part.dst) for part in RolledAxis((3, 2), (3, 2), 1).segments(0)]
     [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
     """
 

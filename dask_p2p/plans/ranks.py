@@ -177,9 +177,9 @@ def distribute_array(
     Examples
     --------
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
-    >>> partitioned(slabs, (8, 4), (1,)).local_sizes
+    >>> distribute_array(slabs, (8, 4), (1,)).local_sizes
     ((8,), (2, 2))
-    >>> partitioned(slabs, (8,), ()).local_sizes
+    >>> distribute_array(slabs, (8,), ()).local_sizes
     ((8, 0),)
     """
     is_same = tuple(map(sum, ranks.local_sizes)) == tuple(shape)
@@ -215,7 +215,7 @@ def distribute_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
     Examples
     --------
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
-    >>> divided_alike(slabs, (7, 2, 2)).local_sizes
+    >>> distribute_alike(slabs, (7, 2, 2)).local_sizes
     ((4, 3), (2,), (2,))
     """
     axes = [axis for axis in partition_of(ranks) if axis < len(shape)]
@@ -241,7 +241,7 @@ def plan_transform_stages(
     --------
     >>> slabs = RankGrid(((4, 4), (6,)), (2, 1))
     >>> both = Transform({0: 8, 1: 6})
-    >>> [(stage.before.grid, stage.axes) for stage in transform_stages(slabs, slabs, both)]
+    >>> [(stage.before.grid, stage.axes) for stage in plan_transform_stages(slabs, slabs, both)]
     [((2, 1), (1,)), ((1, 2), (0,)), ((2, 1), ())]
     """
     rank_stages = []
@@ -374,9 +374,9 @@ def schedule_partners(
 
     Examples
     --------
-    >>> partners("left-right", 0, 4)
+    >>> schedule_partners("left-right", 0, 4)
     [Partners(to=1, source=3), Partners(to=3, source=1), Partners(to=2, source=2)]
-    >>> [stage.to for stage in partners("pairwise", 0, 4)]
+    >>> [stage.to for stage in schedule_partners("pairwise", 0, 4)]
     [3, 1, 2]
     """
     if order == "pairwise":
@@ -392,9 +392,9 @@ def tree_neighbours(rank: int, size: int) -> tuple[list[int], list[int]]:
 
     Examples
     --------
-    >>> branch(0, 12)
+    >>> tree_neighbours(0, 12)
     ([], [1, 2, 3, 4, 5, 6, 7, 8])
-    >>> branch(9, 12)
+    >>> tree_neighbours(9, 12)
     ([1], [])
     """
     below = list(range(rank * _WIDTH + 1, min(size, rank * _WIDTH + 1 + _WIDTH)))

@@ -112,9 +112,9 @@ class Pitch(NamedTuple):
 def find_pitch(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Pitch | None:
     """Return the pitch of a strided region, in the order of its elements; None without one.
 
-    >>> pitched((4, 3), (80, 8), 8)
+    >>> find_pitch((4, 3), (80, 8), 8)
     Pitch(rows=4, run_bytes=24, stride_bytes=80)
-    >>> pitched((4, 3), (8, 80), 8) is None
+    >>> find_pitch((4, 3), (8, 80), 8) is None
     True
     """
     if 0 in shape:

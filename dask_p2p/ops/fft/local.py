@@ -300,7 +300,7 @@ def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 def transform_scale(kind: str, norm: str, elements: int) -> float:
     """Return the scale factor of a transform over `elements` elements, along all of its axes.
 
-    >>> scale_of("ifft", "backward", 8), scale_of("fft", "ortho", 4), scale_of("fft", "backward", 8)
+    >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "ortho", 4), transform_scale("fft", "backward", 8)
     (0.125, 0.5, 1.0)
     """
     if norm == "ortho":

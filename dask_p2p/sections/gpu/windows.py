@@ -258,7 +258,7 @@ class DeviceBarrier:
     ----------
     gpu
         GPU of this rank.
-    own
+    window
         Window with this rank's counter.
     peers
         Windows of the neighbours. Their barriers include this rank.
