@@ -300,10 +300,15 @@ def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 def transform_scale(kind: str, norm: str, elements: int) -> float:
     """Return the scale factor of a transform over `elements` elements, along all of its axes.
 
-    >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "backward", 8)
-    (0.125, 1.0)
-    >>> transform_scale("fft", "ortho", 4)
-    0.5
+    <<<<<<< HEAD
+        >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "backward", 8)
+        (0.125, 1.0)
+        >>> transform_scale("fft", "ortho", 4)
+        0.5
+    =======
+        >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "ortho", 4)
+        (0.125, 0.5)
+    >>>>>>> pages
     """
     if norm == "ortho":
         return float(elements**-0.5)
