@@ -223,12 +223,8 @@ def _cut_for_runs(
 def first_gapless_axis(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
     """Return the first axis such that it and all later axes are contiguous in memory.
 
-    <<<<<<< HEAD
-        >>> [first_gapless_axis((4, 5, length), (240, 48, 8), 8) for length in (6, 3)]
-    =======
-        >>> [first_gapless_axis(shape, (240, 48, 8), 8) for shape in ((4, 5, 6), (4, 5, 3))]
-    >>>>>>> pages
-        [0, 2]
+    >>> [first_gapless_axis((4, 5, length), (240, 48, 8), 8) for length in (6, 3)]
+    [0, 2]
     """
     first, stride = len(shape), itemsize
     for axis in reversed(range(len(shape))):

@@ -300,15 +300,8 @@ def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
 def transform_scale(kind: str, norm: str, elements: int) -> float:
     """Return the scale factor of a transform over `elements` elements, along all of its axes.
 
-    <<<<<<< HEAD
-        >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "backward", 8)
-        (0.125, 1.0)
-        >>> transform_scale("fft", "ortho", 4)
-        0.5
-    =======
-        >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "ortho", 4)
-        (0.125, 0.5)
-    >>>>>>> pages
+    >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "ortho", 4)
+    (0.125, 0.5)
     """
     if norm == "ortho":
         return float(elements**-0.5)
