@@ -88,9 +88,10 @@ class FirstSteps:
 class Callback(NamedTuple):
     """Work after some steps."""
 
-    run: Callable[[int], object]  # called with the number of steps done
+    run: Callable[[int], bool | None]  # called with the number of steps done; True ends the loop
     schedule: Schedule
     reads_halos: bool = False  # whether it may exchange halos of the fields
+    runs_at_end: bool = True  # whether it runs after the last step, too
 
 
 class Loop:
@@ -110,7 +111,11 @@ class Loop:
     Attributes
     ----------
     is_over : bool
-        Whether there are no more steps. A callback may set it: those behind it still run.
+        Whether there are no more steps. A callback may end the loop: those behind it still run.
+
+    Notes
+    -----
+    Callbacks do not know the loop, as a cycle of references would keep the fields in memory.
     """
 
     def __init__(
@@ -131,8 +136,10 @@ class Loop:
         self.is_over = step == self._steps
         if step >= self._next_step:
             for callback in self._callbacks:
-                if callback.schedule.is_due(step, self._greatest):
-                    callback.run(step)
+                if not callback.schedule.is_due(step, self._greatest):
+                    continue
+                if (callback.runs_at_end or not self.is_over) and callback.run(step):
+                    self.is_over = True
             self._next_step = self._next_step_after(step)
 
     def is_free(self, step: int, count: int) -> bool:
@@ -190,7 +197,6 @@ class SavedLoop:
         self._checked_step = -1  # the step whose values `_unchanged` has compared
         self._carried: list[str] = []  # variables of the loop that the state does not have
         self._has_warned = False
-        self.loop: Loop
 
     def callbacks(self, first: int, period: Schedule) -> list[Callback]:
         """Return the callbacks in their order: frames before checkpoints."""
@@ -200,7 +206,7 @@ class SavedLoop:
             for store in reversed(self._stores)
         )
         if self._ctx.has_checkpoints:
-            callbacks.append(Callback(self._save, period))
+            callbacks.append(Callback(self._save, period, runs_at_end=False))
         return callbacks
 
     def find_carried(self, frame: FrameType, before: Mapping[str, int]) -> None:
@@ -233,8 +239,6 @@ class SavedLoop:
         store.write(step, self._ctx.flush_stores)
 
     def _save(self, step: int) -> None:
-        if self.loop.is_over:
-            return
         unchanged = self._unchanged(step)
         if unchanged and self._ctx.rank == 0:
             logger.warning(_UNCHANGED, step, ", ".join(unchanged))

@@ -347,7 +347,7 @@ class Stepping(Places):
         for store in self._stores:  # the checkpoints before the frames
             step = store.resume(step, last)
         callbacks = saving.callbacks(step, period)
-        loop = saving.loop = Loop(self, last, step, callbacks)
+        loop = Loop(self, last, step, callbacks)
         first, frame = step, sys._getframe(1)  # that of a progress bar, perhaps
         before = identities(frame) if frame.f_code is code else {}
         del frame

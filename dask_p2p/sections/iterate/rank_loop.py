@@ -22,7 +22,7 @@ from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration
-from dask_p2p.sections.iterate.local_fields import LocalFields, StepAt
+from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
 from dask_p2p.sections.iterate.output.files import FieldValues
 from dask_p2p.sections.iterate.output.frames import Frames
@@ -39,7 +39,7 @@ class RunIteration(Iteration):
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
         with closing(RankWork(self, ctx, local_blocks)) as work:
             step, steps = work.resume(), work.steps
-            loop = work.loop = Loop(ctx, self.steps, step, work.callbacks())
+            loop = Loop(ctx, self.steps, step, work.callbacks())
             while not loop.is_over:
                 if steps.may_replay and steps.replay(step, loop):
                     step += steps.cycle
@@ -53,8 +53,6 @@ class RunIteration(Iteration):
 
 class RankWork:
     """The fields of one rank, and the callbacks of its loop."""
-
-    loop: Loop
 
     def __init__(self, iteration: Iteration, ctx: Context, local_blocks: LocalBlocks) -> None:
         self._iteration, self._ctx = iteration, ctx
@@ -114,9 +112,9 @@ class RankWork:
             for store in self._stores
         )
         if iteration.max_time is not None:
-            callbacks.append(Callback(self._end, Period(iteration.max_time)))
+            callbacks.append(Callback(self._end, Period(iteration.max_time), runs_at_end=False))
         if self._ctx.has_checkpoints:
-            callbacks.append(Callback(self._save, Period(iteration.period)))
+            callbacks.append(Callback(self._save, Period(iteration.period), runs_at_end=False))
         return callbacks
 
     def results(self, step: int) -> tuple[Any, ...]:
@@ -137,37 +135,34 @@ class RankWork:
     def _write(self, store: Frames | CheckpointFiles, step: int) -> None:
         store.write(step, self._flush)
 
-    def _record(self, step: int) -> None:
-        """Record numbers; end the loop if `until` returns True."""
+    def _record(self, step: int) -> bool:
+        """Record numbers; return whether `until` ends the loop."""
         iteration, steps = self._iteration, self.steps
         current = steps.current(self._series.names)
         self._series.record(step, lambda binding: current(binding, steps.block_box))
         if iteration.until is not None or iteration.reads_at:  # perhaps at.last
             self._series.combine()
-        if iteration.until is not None and iteration.until(dict(self._series.last)):
-            self.loop.is_over = True
+        return iteration.until is not None and bool(iteration.until(dict(self._series.last)))
 
-    def _ask_until(self, step: int) -> None:
-        """End the loop if `until` returns True for the numbers of the function."""
+    def _ask_until(self, step: int) -> bool:
+        """Return whether `until` ends the loop, for the numbers of the function."""
         numbers, until = self.steps.numbers, self._iteration.until
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
-        if until is not None and until(*map(self._ctx.allreduce, numbers)):
-            self.loop.is_over = True
+        return until is not None and bool(until(*map(self._ctx.allreduce, numbers)))
 
-    def _end(self, step: int) -> None:
+    def _end(self, step: int) -> bool:
         """End the loop as its time is over, with a checkpoint in files."""
-        if not self.loop.is_over:
-            self.loop.is_over = True
-            for files in self._files:
-                if files.step != step:
-                    files.write(step, self._flush)
+        for files in self._files:
+            if files.step != step:
+                files.write(step, self._flush)
+        return True
 
     def _save(self, step: int) -> None:
-        if not self.loop.is_over and not self.steps.keep_values():
+        if not self.steps.keep_values():
             self._flush()  # a run that resumes here must find all frames
             self._numbers.save()
             self._ctx.save_state(step, self._state)
@@ -212,6 +207,13 @@ class FieldSteps:
         self._stale = {name for name, field in self._fields.items() if field.is_updated}
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
+
+        def arguments(binding: Binding, box: Box) -> dict[str, Any]:
+            at = local.at(box, ctx.step_for)
+            return {**local.values(binding.names, box, at), **scalars.values}
+
+        # Calls have it. As a method it would make a cycle, which keeps the fields in memory.
+        self._arguments = arguments
 
     def begin(self, first: int) -> None:
         """Begin at a step."""
@@ -308,12 +310,6 @@ class FieldSteps:
                     break
         return stale
 
-    def _arguments(self, binding: Binding, box: Box) -> dict[str, Any]:
-        return self._values(binding, box, self._local.at(box, self._ctx.step_for))
-
-    def _values(self, binding: Binding, box: Box, at: StepAt) -> dict[str, Any]:
-        return {**self._local.values(binding.names, box, at), **self._scalars.values}
-
     def _take_stale(self, names: Collection[str]) -> list[HaloArray]:
         """Return the newest levels of these names whose halos are out of date; they are updated."""
         stale = [name for name in self._fields if name in self._stale and name in names]
@@ -339,7 +335,11 @@ class FieldSteps:
         def step(name: str) -> int:
             return max(0, self._ctx.step_for(name) - 1)
 
-        return lambda binding, box: self._values(binding, box, self._local.at(box, step))
+        def values(binding: Binding, box: Box) -> dict[str, Any]:
+            at = self._local.at(box, step)
+            return {**self._local.values(binding.names, box, at), **self._scalars.values}
+
+        return values
 
     # --- the first step
 
