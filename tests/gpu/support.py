@@ -74,6 +74,13 @@ extern "C" __global__ void hold(const volatile int* go_on, volatile int* found, 
 """
 
 
+def has_one_gpu_each():
+    """Return whether two workers have a GPU each: not with `--share-gpu`."""
+    import cupy
+
+    return cupy.cuda.runtime.getDeviceCount() > 1
+
+
 class HeldKernel:
     """A kernel that runs until this process ends it, or until a time limit."""
 

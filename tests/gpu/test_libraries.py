@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate, map_on_gpu, spmd
-from tests.gpu.support import on_gpu
+from tests.gpu.support import has_one_gpu_each, on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, way
 from tests.sections.iterate.test_coupled import both, inner, react
 from tests.sections.test_libraries import KINDS, called_with, enable
@@ -117,5 +117,7 @@ def test_a_group_of_nccl(client):
         return total
 
     pytest.importorskip("cupy.cuda.nccl")
+    if not has_one_gpu_each():
+        pytest.skip("NCCL takes one rank of a GPU")
     x = on_gpu(np.arange(8.0).reshape(2, 4), (1, 4))
     check(spmd(summed, x, ranks=2), np.tile(np.arange(8.0).reshape(2, 4).sum(0), (2, 1)))

@@ -35,7 +35,8 @@ class Context(Stepping, Transforms):
     enqueue their work on that stream, too, so the function need not wait for the GPU.
 
     All ranks must call the same methods in the same order. Otherwise all raise a `SectionError`
-    that names both calls.
+    that names both calls. Only ranks that all wait for a message go on waiting: after
+    `p2p.timeouts.request` the log names them and their calls.
 
     Attributes
     ----------
