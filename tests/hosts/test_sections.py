@@ -267,7 +267,7 @@ def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, clu
         message = messenger.receive(received, tag=1 << 60)
         messenger.send(messenger.address, np.arange(8, dtype=np.uint8), 1 << 60)
         message.result(BOUND_S)
-        is_lost = not lost.done
+        is_lost = not lost.is_complete
         messenger.forget(to)
         return is_lost, received
 
