@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -55,10 +55,6 @@ from dask_p2p.sections.iterate.output.groups import (
 )
 from dask_p2p.types import Array
 
-if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.output.stores import Checkpoint
-
-
 #: Attributes of the group of a checkpoint.
 ATTRIBUTES = {"format": "dask_p2p checkpoint 3"}
 _METADATA = "zarr.json", ".zattrs"  # files with these attributes
@@ -68,11 +64,11 @@ _RUN_NAME = re.compile(r"dask_p2p-run-[0-9a-f]{16}")
 
 
 class CheckpointFiles:
-    """The checkpoints of one rank in the folder of a `Checkpoint`."""
+    """The checkpoints of one rank in the folder of a `Checkpoint`, `spec`."""
 
     reads_halos = False
 
-    def __init__(self, spec: Checkpoint, ctx: Context, values: FieldValues | StateValues) -> None:
+    def __init__(self, spec: Any, ctx: Context, values: FieldValues | StateValues) -> None:
         self.ctx, self._spec, self._values = ctx, spec, values
         self._folder, self.schedule = Folder(str(spec.path)), Period(spec.every)
         current = values.current()

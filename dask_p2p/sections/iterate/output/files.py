@@ -24,9 +24,8 @@ from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedVal
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
-from dask_p2p.sections.iterate.output.groups import CONFIG, open_array
+from dask_p2p.sections.iterate.output.groups import CONFIG, open_array, store_chunks
 from dask_p2p.sections.iterate.output.series import Series
-from dask_p2p.sections.iterate.output.stores import store_chunks
 from dask_p2p.types import Array
 
 SERIES = "series."  # start of the names of the arrays of series

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import gcd, prod
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import numpy as np
 
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import FileError, InputError, MissingPackageError, P2PError, needs
+from dask_p2p.geometry import Chunks, block_bounds
 from dask_p2p.sections.context.context import Context
 from dask_p2p.types import DType
+
+_MOST_PARTS = 16  # chunks of a store for each block of an array
 
 #: Shapes and dtypes of arrays by name.
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]
@@ -436,3 +440,20 @@ def checksum(version: int, compressor: Any) -> dict[str, Any]:
     from zarr.codecs import Crc32cCodec
 
     return {"compressors": [compressor, Crc32cCodec()]}
+
+
+def store_chunks(chunks: Chunks) -> tuple[int, ...]:
+    """Return chunks of a store: of one size along each axis, and whole ones in each block."""
+    sizes = []
+    for along in chunks:
+        size = max(1, along[0])
+        if any(length != size for length in along[:-1]) or along[-1] > size:
+            size = gcd(*block_bounds(along)[1:-1]) or 1
+        sizes.append(size)
+    count = prod(-(-sum(along) // size) for along, size in zip(chunks, sizes, strict=True))
+    if count > _MOST_PARTS * prod(map(len, chunks)):
+        raise InputError(
+            f"expected fields with chunks that divide into chunks of one size, which Zarr needs, "
+            f"got {chunks}. Rechunk them first, dask_p2p.rechunk(x, ...)."
+        )
+    return tuple(sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from math import gcd, prod
+from math import prod
 from operator import index as as_int
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,8 @@ from dask_p2p.sections.iterate.output.groups import (
     absolute,
     checked_coords,
     checked_dims,
+    store_chunks,
 )
-
-_MOST_PARTS = 16  # chunks of a store for each block of an array
 
 
 @dataclass(frozen=True)
@@ -394,20 +393,3 @@ def _region_chunks(chunks: Chunks, region: Sequence[slice]) -> tuple[int, ...]:
         return store_chunks(tuple(parts))
     except InputError:
         return tuple(map(max, parts))  # ranks write in turn
-
-
-def store_chunks(chunks: Chunks) -> tuple[int, ...]:
-    """Return chunks of a store: of one size along each axis, and whole ones in each block."""
-    sizes = []
-    for along in chunks:
-        size = max(1, along[0])
-        if any(length != size for length in along[:-1]) or along[-1] > size:
-            size = gcd(*block_bounds(along)[1:-1]) or 1
-        sizes.append(size)
-    count = prod(-(-sum(along) // size) for along, size in zip(chunks, sizes, strict=True))
-    if count > _MOST_PARTS * prod(map(len, chunks)):
-        raise InputError(
-            f"expected fields with chunks that divide into chunks of one size, which Zarr needs, "
-            f"got {chunks}. Rechunk them first, dask_p2p.rechunk(x, ...)."
-        )
-    return tuple(sizes)
