@@ -253,8 +253,8 @@ class Period:
 
     def next_step(self, step: int) -> float:
         """Return the next step that needs a call of `is_due`."""
-        known = self.next_known_step(step)
-        return max(step + 1, self._next_comparison) if isinstance(self._every, float) else known
+        due_step = self.next_known_step(step)
+        return max(step + 1, self._next_comparison) if isinstance(self._every, float) else due_step
 
     def next_known_step(self, step: int) -> float:
         """Return the next step that is known to be due; a time is not known."""

@@ -139,20 +139,20 @@ class Endpoint:
         host = reach.host or "-"
         return f"{_kernel_and_network()} {ucx} {_user()} {name} {reach.protocol} {host} {port}"
 
-    def _listener(self, made: socket.socket) -> socket.socket:
-        made.setblocking(False)
-        self._strangers.append(Strangers(made, self._accepted, self._reach.timeout_s))
-        return made
+    def _listener(self, listener: socket.socket) -> socket.socket:
+        listener.setblocking(False)
+        self._strangers.append(Strangers(listener, self._accepted, self._reach.timeout_s))
+        return listener
 
     @property
     def numbers(self) -> list[int]:
         """File descriptors to poll for `accepted`."""
-        return [number for each in self._strangers for number in each.numbers]
+        return [number for strangers in self._strangers for number in strangers.numbers]
 
     @property
     def patience_s(self) -> float:
         """Longest time to poll before `accepted` is called again."""
-        return 0.0 if self._callers else min(each.patience_s for each in self._strangers)
+        return 0.0 if self._callers else min(strangers.patience_s for strangers in self._strangers)
 
     def is_here(self, endpoint: str) -> bool:
         """Return whether another rank's endpoint is in this process."""
@@ -164,8 +164,8 @@ class Endpoint:
             callers, self._callers = self._callers, None
         for _, stream in callers or ():
             stream.close()
-        for each in self._strangers:
-            each.close()
+        for strangers in self._strangers:
+            strangers.close()
         self._here.pop(self.text, None)
 
     def stream_to(self, endpoint: str, preamble: bytes) -> Stream | None:
@@ -201,11 +201,11 @@ class Endpoint:
                     f"certificate and a CA file where encryption is required."
                 )
             timeout_s = min(most_s, self._reach.timeout_s)
-            made = socket.create_connection((host, int(port)), timeout_s)
+            connected = socket.create_connection((host, int(port)), timeout_s)
         except OSError as exc:
             check_files(exc)
             raise
-        return self._prepared(made, self._reach.connecting)
+        return self._prepared(connected, self._reach.connecting)
 
     def accepted(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket | Stream]]:
         """Accept new connections; return those that have sent `wanted` bytes, with these bytes.
@@ -220,9 +220,9 @@ class Endpoint:
             found += strangers.accepted(ready, wanted)
         return found
 
-    def _accepted(self, made: socket.socket) -> socket.socket:
-        is_local = made.family == socket.AF_UNIX
-        return self._prepared(made, None if is_local else self._reach.listening, is_server=True)
+    def _accepted(self, accepted: socket.socket) -> socket.socket:
+        is_local = accepted.family == socket.AF_UNIX
+        return self._prepared(accepted, None if is_local else self._reach.listening, is_server=True)
 
     def _prepared(
         self, made: socket.socket, context: ssl.SSLContext | None, is_server: bool = False
@@ -245,17 +245,19 @@ class Endpoint:
 
 def _connected(name: bytes, most_s: float) -> socket.socket:
     """Return a socket that is connected to a Unix socket of this user."""
-    made = socket.socket(socket.AF_UNIX)
+    client_socket = socket.socket(socket.AF_UNIX)
     try:
         # Longest wait of the kernel for a listener with a full queue.
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(most_s), 0))
-        made.connect(name)
-        if not is_of_this_user(made):
+        client_socket.setsockopt(
+            socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(int(most_s), 0)
+        )
+        client_socket.connect(name)
+        if not is_of_this_user(client_socket):
             raise ConnectionRefusedError("another user's process listens in place of the rank")
     except BaseException:
-        made.close()
+        client_socket.close()
         raise
-    return made
+    return client_socket
 
 
 def host_of(endpoint: str) -> str:
@@ -282,12 +284,12 @@ def _bound(host: str) -> socket.socket:
     """Return a socket bound to a host name, or to all interfaces if that name is not local."""
     found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, *_, address = found[0]
-    made = socket.socket(family)
+    listener = socket.socket(family)
     try:
-        made.bind(address)
+        listener.bind(address)
     except OSError:
-        made.bind(("", 0))  # the name is a contact address that leads here
-    return made
+        listener.bind(("", 0))  # the name is a contact address that leads here
+    return listener
 
 
 def _kernel_and_network() -> str:
@@ -369,7 +371,7 @@ class ConnectionSetup:
 
         `missing` are ranks without a connection. Lower ones are expected to connect.
         """
-        missing = [each for each in missing if each < self._rank and each not in self._knocked]
+        missing = [rank for rank in missing if rank < self._rank and rank not in self._knocked]
         left_s = inf
         if missing:
             now_s = time.monotonic()
@@ -408,13 +410,13 @@ class ConnectionSetup:
         self._show_tokens(ready)
         found: list[tuple[int, Connection | None]] = []
         length = len(self._own.token)
-        for received, made in self._endpoint.accepted(ready, 2 * length):
+        for received, stream in self._endpoint.accepted(ready, 2 * length):
             theirs, own = received[:length].decode("latin"), received[length:].decode("latin")
             rank = self._ranks.get(theirs)
             if own == self._own.token and rank is not None and rank < self._rank:
-                found.append((rank, Connection(made)))
+                found.append((rank, Connection(stream)))
                 continue
-            made.close()  # a knock, a rank of another attempt, or no rank at all
+            stream.close()  # a knock, a rank of another attempt, or no rank at all
             if own == self._own.token and rank is not None and rank > self._rank:
                 found.append((rank, None))
         return found

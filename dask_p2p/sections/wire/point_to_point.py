@@ -158,8 +158,8 @@ class PointToPoint(ABC):
         if not connection.may_share_slots or size_bytes > MOST_BYTES:
             return
         connection.may_share_slots = False
-        if (made := Slots.make()) is not None:
-            connection.mailbox.slots, name = made
+        if (slots := Slots.make()) is not None:
+            connection.mailbox.slots, name = slots
             self._post(rank, slots_message(name))
 
     def _wake(self, rank: int, connection: Connection) -> None:

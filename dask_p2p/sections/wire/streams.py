@@ -225,7 +225,7 @@ class Strangers:
     @property
     def numbers(self) -> list[int]:
         """File descriptors to poll, for `accepted`."""
-        found = [each.made.fileno() for each in self._all]
+        found = [stranger.made.fileno() for stranger in self._all]
         return found if self._is_full else [*found, self._listener.fileno()]
 
     @property
@@ -255,7 +255,7 @@ class Strangers:
             if self._is_full:
                 return
             try:
-                made, _ = self._listener.accept()
+                accepted, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as exc:
@@ -263,45 +263,45 @@ class Strangers:
                     continue
                 check_files(exc)
                 raise SectionError(f"a rank cannot accept connections: {exc}") from exc
-            if not is_of_this_user(made):
-                made.close()
+            if not is_of_this_user(accepted):
+                accepted.close()
                 continue
             with suppress(OSError):  # already closed by the peer
-                made = self._prepared(made)
-                is_plain = type(made) is socket.socket
+                accepted = self._prepared(accepted)
+                is_plain = type(accepted) is socket.socket
                 silent_s = _SILENT_S if is_plain else (self._tls_s, _TLS_AMONG_MOST_S)
-                self._all.append(_Stranger(made, silent_s))
+                self._all.append(_Stranger(accepted, silent_s))
 
     def _read(self, ready: set[int], wanted: int) -> list[tuple[bytes, socket.socket]]:
         found, left, now_s = [], [], time.monotonic()
-        for each in self._all:
-            is_new = each.read_s == inf
-            is_silent = not is_new and each.made.fileno() not in ready
+        for stranger in self._all:
+            is_new = stranger.read_s == inf
+            is_silent = not is_new and stranger.made.fileno() not in ready
             try:
-                is_known = not is_silent and each.read(wanted)
+                is_known = not is_silent and stranger.read(wanted)
             except BlockingIOError:
                 is_silent, is_known = True, False
             if is_known:
-                found.append((bytes(each.received), each.made))
-            elif is_silent and now_s < self._until_s(each):
-                left.append(each)
+                found.append((bytes(stranger.received), stranger.made))
+            elif is_silent and now_s < self._until_s(stranger):
+                left.append(stranger)
             else:
-                each.made.close()
+                stranger.made.close()
         self._all = left
         return found
 
     def close(self) -> None:
         """Close the listener, and all unidentified connections."""
         self._listener.close()
-        for each in self._all:
-            each.made.close()
+        for stranger in self._all:
+            stranger.made.close()
 
 
-def is_of_this_user(made: socket.socket) -> bool:
+def is_of_this_user(peer_socket: socket.socket) -> bool:
     """Return whether the peer process belongs to this user; True for TCP."""
-    if made.family != socket.AF_UNIX:
+    if peer_socket.family != socket.AF_UNIX:
         return True
-    received = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    received = peer_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(received)[1] == os.geteuid())
 
 
