@@ -7,10 +7,17 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+#: Folders of installed packages.
+_INSTALLED = {"site-packages", "dist-packages"}
+#: Packages that are not the user's, wherever they lie.
+_LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed"}
 
 
 def load_module(name: str) -> ModuleType:
@@ -73,3 +80,21 @@ class _Finder(MetaPathFinder):
                 self._action(module)
 
         return executed
+
+
+def is_library(module_name: str) -> bool:
+    """Return whether a module is not the user's: one of Python or Dask, or of an installed package.
+
+    A folder of installed packages has the metadata of one: ``pip install --target`` takes any name.
+    """
+    root = module_name.partition(".")[0]
+    if root in _LIBRARIES:
+        return True
+    module = sys.modules.get(root)
+    path = next(iter(getattr(module, "__path__", ())), getattr(module, "__file__", None))
+    return path is not None and _has_libraries(Path(path).parent)
+
+
+@cache
+def _has_libraries(folder: Path) -> bool:
+    return bool(_INSTALLED & {*folder.parts}) or any(folder.glob("*.dist-info"))

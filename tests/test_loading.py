@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from dask_p2p.loading import call_when_imported, load_module
+from dask_p2p.loading import call_when_imported, is_library, load_module
 from tests.support import output_of
 
 
@@ -81,9 +81,8 @@ of_later_imports = pytest.mark.usefixtures("_finders")
 
 def test_an_action_on_a_module_that_is_imported_already():
     modules = []
-    forget = call_when_imported("sys", modules.append)
+    call_when_imported("sys", modules.append)()
     assert modules == [sys]
-    forget()
 
 
 @of_later_imports
@@ -106,3 +105,10 @@ def test_an_action_on_a_module_whose_first_import_fails(module):
         assert modules == [importlib.import_module(name)]
     finally:
         del sys.may_load
+
+
+@pytest.mark.parametrize("folder", ["data", "package-1.0.dist-info"])  # as by `pip --target`
+def test_libraries_lie_beside_metadata(module, tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    importlib.import_module(name := module(""))
+    assert is_library(name) == (folder != "data")

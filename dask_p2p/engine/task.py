@@ -35,6 +35,7 @@ from dask_p2p.errors import (
     without_frames,
 )
 from dask_p2p.geometry import Index
+from dask_p2p.loading import is_library
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
 from dask_p2p.types import Key
@@ -62,7 +63,6 @@ _ABOUT_USERS = (
 )
 # Packages that run tasks, and carry their exceptions.
 _RUNNERS = {"dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
-_INSTALLED = "site-packages", "dist-packages"
 
 
 def drops_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -120,8 +120,8 @@ def _select_user_frames(exc: BaseException) -> TracebackType | None:
         ]
     else:
         is_user = [
-            not runs and not any(folder in tb.tb_frame.f_code.co_filename for folder in _INSTALLED)
-            for tb, runs in zip(frames, runs_tasks, strict=True)
+            not runs and not is_library(package)
+            for package, runs in zip(packages, runs_tasks, strict=True)
         ]
         shown = frames[is_user.index(True) if True in is_user else 0 :]
     result: TracebackType | None = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
 import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +27,7 @@ from distributed import warn
 
 from dask_p2p.errors import P2PWarning
 from dask_p2p.geometry import Box, box_shape
+from dask_p2p.loading import is_library
 from dask_p2p.types import Array
 
 logger = logging.getLogger(__name__)
@@ -39,10 +39,6 @@ _MOST_PART = 2**16  # elements of a part of a block, so that its arrays take lit
 _LEAST_PART = 16  # elements of a part along an axis that is shortened
 _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last place
 _MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
-#: Folders of installed packages.
-_INSTALLED = ("site-packages", "dist-packages")
-#: Modules that are not the user's, wherever they lie.
-_LIBRARIES = {*sys.stdlib_module_names, "dask_p2p", "dask", "distributed", "__main__"}
 
 
 class PositionWatch(NamedTuple):
@@ -129,13 +125,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_of_user(module_name: str | None) -> bool:
-    """Return whether a module lies in a package that is no part of Python and not installed."""
+    """Return whether a module is the user's, and has been imported by its name."""
     name = (module_name or "").partition(".")[0]
-    module = sys.modules.get(name)
-    if name in _LIBRARIES or getattr(module, "__name__", "") != name:
-        return False
-    path = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), "")
-    return bool(path) and not {*_INSTALLED} & {*path.split(os.sep)}
+    is_imported = getattr(sys.modules.get(name), "__name__", "") == name != "__main__"
+    return is_imported and not is_library(name)
 
 
 def is_close(module: Any, array: Array, expected: Array) -> bool:

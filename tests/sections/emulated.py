@@ -12,11 +12,12 @@ from types import SimpleNamespace
 import numpy as np
 
 import dask_p2p.backends
+from dask_p2p import loading
 from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
-from dask_p2p.sections import checks, comparison
+from dask_p2p.sections import checks
 from dask_p2p.sections.exchange import device as host_device
 from dask_p2p.sections.gpu import device as graphs
 from dask_p2p.sections.gpu import device as lending
@@ -74,11 +75,7 @@ def emulated_gpu(monkeypatch):
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
         (checks, "_STRICT_KINDS", ""),  # emulated arrays have no such views
-        (
-            comparison,
-            "_LIBRARIES",
-            comparison._LIBRARIES | {"tests"},
-        ),  # copies of functions have this GPU
+        (loading, "_LIBRARIES", loading._LIBRARIES | {"tests"}),  # copies of functions have it
         (graphs, "_pools", defaultdict(list)),
         *(
             (module, "region_batch", lambda: EmulatedBatch(recorder))

@@ -5,12 +5,8 @@ from __future__ import annotations
 import dis
 import random
 import re
-import sys
-import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache
 from hashlib import blake2b
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -19,6 +15,7 @@ from dask.base import is_dask_collection
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_slices, split_box
+from dask_p2p.loading import is_library
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
 from dask_p2p.sections.exchange.device import HOST, Host
@@ -368,11 +365,11 @@ class Descriptions:
             yield from self._function(value)
         elif isinstance(value, ModuleType):
             yield value.__name__
-            if not _is_library(value.__name__):
+            if not is_library(value.__name__):
                 yield from self._entries(vars(value), may_be_all=False)
         elif isinstance(value, type):
             yield value.__qualname__
-            if not _is_library(value.__module__):
+            if not is_library(value.__module__):
                 yield from map(self, value.__bases__)
                 for name, method in sorted(vars(value).items()):
                     if isinstance(method, FunctionType) and name not in _MAKE_OR_COMPARE:
@@ -398,7 +395,7 @@ class Descriptions:
     def _function(self, function: FunctionType) -> Iterator[str]:
         yield function.__name__
         code = function.__code__
-        if _is_library(function.__module__):
+        if is_library(function.__module__ or "__main__"):
             yield f"{function.__module__}.{function.__qualname__}"
         else:
             has_text = bool(code.co_consts) and code.co_consts[0] == function.__doc__
@@ -436,14 +433,3 @@ def _global_names(code: CodeType) -> set[str]:
 def _compiled_from(value: Any) -> Any:
     """Return the Python function of one that Numba or JAX has compiled, or that has a cache."""
     return getattr(value, "py_func", None) or getattr(value, "__wrapped__", None)
-
-
-@cache
-def _is_library(module: str | None) -> bool:
-    """Return whether a module is not the user's: one of Python, or an installed package."""
-    root = (module or "__main__").partition(".")[0]
-    if root in (*sys.builtin_module_names, *sys.stdlib_module_names, "dask_p2p"):
-        return root != "__main__"
-    file = getattr(sys.modules.get(root), "__file__", None)
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
-    return file is not None and any(map(Path(file).is_relative_to, folders))
