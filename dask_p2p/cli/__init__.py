@@ -26,6 +26,7 @@ _COMMANDS = {
     "check": ("cluster", "Show transports and speeds between workers, and any problems."),
     "demo": ("cluster", "Transpose a generated array, and check every value."),
     "rechunk": ("files", "Write the array of a file with other chunks."),
+    "runs": ("cluster", "Print the last runs of a cluster, once or every few seconds."),
     "transpose": ("files", "Transpose the array of a file into another file."),
 }
 

@@ -24,17 +24,31 @@ from dask_p2p.monitoring.charts import (
     waiting_chart,
 )
 from dask_p2p.monitoring.records import RecordStore, TaskRecord
-from dask_p2p.monitoring.runs import Run, cells, runs_of
+from dask_p2p.monitoring.runs import Run, cells, fetch_records_and_tasks, runs_of, text_table
 
 INTERVAL_S_PER_WORKER = 2e-3  # a request takes the scheduler a quarter of this time
 
 #: Shortest interval between two requests to a worker.
 INTERVAL_S = 0.5
-#: Visible columns of the table of runs. It also has ``name`` and ``state``.
-TABLE = (
-    *("start", "operation", "shape", "dtype", "blocks", "progress", "moved", "least"),
-    *("longest task", "wall", "GB/s", "transports", "attempts", "fallbacks", "steps", "waited"),
-)
+#: Visible columns of the table of runs, with their meanings. It also has ``name`` and ``state``.
+TABLE = {
+    "start": "Time when the first task of the run started",
+    "operation": "Prefix of the names of its tasks",
+    "shape": "Shape of the output array",
+    "dtype": "Data type of the output array",
+    "blocks": "Finished blocks, of all blocks along each axis; or ranks of a section",
+    "progress": "Finished share of the blocks or steps; then the outcome",
+    "moved": "Bytes that workers read from other workers so far",
+    "least": "Bytes that had to move, without any read again after a failure",
+    "longest task": "Time of the longest task",
+    "wall": "Time from the start of the first task to the end of the last one",
+    "GB/s": "1e9 bytes moved per second, by all workers together",
+    "transports": "Number of pairs of workers by transport",
+    "attempts": "Attempts at tasks; more than blocks after failures",
+    "fallbacks": "Pairs of workers for which a preferred transport failed",
+    "steps": "Steps that all ranks have finished, and their mean speed",
+    "waited": "Share of its time, and time per step, that the slowest rank waited for others",
+}
 
 _FORGET_S = 10.0  # maximum age of the records of running tasks
 _SIZE = 10_000  # number of records and stages in a picture
@@ -164,6 +178,24 @@ def picture(
     newest = section.name if section is not None and section is runs[0] else ""
     charts = links(records, workers), bars(runs), table, steps, waiting_chart(section)
     return Picture(*charts, newest, running)
+
+
+def has_figures(values: Iterable[Any]) -> bool:
+    """Return whether a column of the table has figures for any of its runs; else it is hidden."""
+    return not {*map(str, values)} <= {"", "0", "-"}
+
+
+async def fetch_runs_text(client: Any, n: int) -> str:
+    """Return the page's table of a cluster's newest `n` runs, as text for a terminal."""
+    records, tasks = await fetch_records_and_tasks(client, n)
+    columns = picture(records, tasks={name: Tasks(*counts) for name, counts in tasks.items()}).runs
+    columns["progress"] = [
+        f"{value:.0%}" if state == "running" else state
+        for value, state in zip(columns["progress"], columns["state"], strict=True)
+    ]
+    shown = [name for name in TABLE if has_figures(columns[name])]
+    rows = zip(*(columns[name] for name in shown), strict=True)
+    return text_table([shown, *rows]) if records else "no runs"
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:

@@ -303,13 +303,21 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 
 
 async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
-    """Return the records of a cluster's newest `n` runs; with None, all records.
+    """Return the records of a cluster's newest `n` runs; with None, all records."""
+    records, _ = await fetch_records_and_tasks(client, n)
+    return records
 
-    The list is empty if the scheduler lacks the plugin.
+
+async def fetch_records_and_tasks(
+    client: Any, n: int | None
+) -> tuple[list[TaskRecord], dict[str, tuple[int, int]]]:
+    """Return the records of the newest `n` runs, and the total and unfinished tasks by array.
+
+    Both are empty if the scheduler lacks the plugin.
     """
     reply = await getattr(client.scheduler, RECORDS_OP)(n=n)
     if reply is None:  # Dask's reply to an unknown operation
-        return []
+        return [], {}
     if reply.get("status", "ok") != "ok":
         raise InputError(f"the scheduler rejected the request for {n} runs: {reply.get('message')}")
     if reply["silent"]:
@@ -318,7 +326,7 @@ async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
             f"these workers are missing. Call again when they answer, or close them."
         )
         warnings.warn(text, P2PWarning, stacklevel=2)
-    return unpacked(reply["records"])
+    return unpacked(reply["records"]), reply["tasks"]
 
 
 def cells(run: Run) -> dict[str, str]:
