@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+import tomllib
 from collections import Counter
+from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -15,6 +17,7 @@ from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.feed import TABLE
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
@@ -27,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
+ROOT = Path(dask_p2p.__file__).parents[1]
 CLUSTER = {
     "n_workers": 2,
     "threads_per_worker": 1,
@@ -240,6 +244,35 @@ def test_no_column_is_cut_off_and_none_is_empty(client, driver, page):
         assert "fallbacks" not in texts
     finally:
         driver.set_window_size(1400, 900)
+
+
+def test_a_narrow_page_scrolls_down_only_and_explains_itself(driver, page):
+    driver.set_window_size(600, 1000)
+    try:
+        visit(driver, page)
+        titles = (
+            "return [...arguments[0].querySelectorAll('a')].map(link => [link.href, link.title])"
+        )
+        links = driver.execute_script(titles, driver.find_element("css selector", "#p2p-theme"))
+        urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+        guide = "docs/how-to/dashboard.md"
+        assert links[-1] == [f"{urls['Source']}/blob/main/{guide}", "Guide to this page"]
+        assert (ROOT / guide).exists()
+        heads = until(driver, HEADS)
+        assert {head: TABLE[head] for head, _ in heads} == dict(heads)
+        until(driver, "return document.documentElement.scrollWidth <= innerWidth")
+        assert complaints(driver) == []
+    finally:
+        driver.set_window_size(1400, 900)
+
+
+HEADS = """
+    const every = root => [...root.querySelectorAll("*")].flatMap(
+        e => e.shadowRoot ? [e, ...every(e.shadowRoot)] : [e]
+    );
+    const heads = every(document).filter(e => e.matches(".slick-column-name [title]"));
+    return heads.length && heads.map(e => [e.innerText, e.title]);
+"""
 
 
 def luminance(colour):
