@@ -76,7 +76,11 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
                         reason = str(exc).partition("\n")[0]
                         click.echo(f"{name} failed: {type(exc).__name__}: {reason}")
                     if name == _OURS:
-                        _print_moved(client)
+                        run = cells(last_runs(client, 1)[0])
+                        click.echo(
+                            f"Moved {run['moved']}, least possible {run['least']}; pairs of "
+                            f"workers by transport: {run['transports']}."
+                        )
         _print_results(results, side, dtype)
 
 
@@ -98,7 +102,6 @@ def _rechunk(method: str, x: DaskArray) -> DaskArray:
 
 
 def _print_introduction(client: Any, spec: cli.ClusterSpec, side: int, dtype: Any) -> None:
-    """Print the workers, the matrix and the algorithm."""
     click.echo(f"Started {cli.devices_text(spec, device_names(client, spec.kind))}.")
     if find_spec("bokeh") is None:
         click.echo(f"Dashboard: none without bokeh. Run: {install_command('dashboard')}")
@@ -132,14 +135,6 @@ def _time_method(
         times_s.append(time.perf_counter() - start_s)
     wrong_count = count_wrong(y, shape, (1, 0), kind, dtype)
     return times_s, int(wrong_count.compute())  # raises the error of a failed task
-
-
-def _print_moved(client: Any) -> None:
-    run = cells(last_runs(client, 1)[0])
-    click.echo(
-        f"Moved {run['moved']}, least possible {run['least']}; pairs of workers by transport: "
-        f"{run['transports']}."
-    )
 
 
 def _print_results(results: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -> None:

@@ -84,9 +84,7 @@ class Feed:
         self,
         records: RecordStore,  # the scheduler's
         workers: Callable[[], Iterable[str]],  # returns the addresses of reachable workers
-        ask: Callable[
-            [str], Awaitable[list[TaskRecord] | None]
-        ],  # returns records of running tasks
+        ask: Callable[[str], Awaitable[list[TaskRecord] | None]],  # records of running tasks
         tasks: Callable[[str], Tasks],  # returns the tasks of an output array, by its name
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -203,26 +201,20 @@ def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
     state = "running" if run.state == "done" and tasks.left else run.state
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
     if run.under_way or tasks.left:
-        row["progress"] = _step_progress(run) if run.latest else _task_progress(run, tasks)
+        row["progress"] = _progress(run, tasks)
     row["start"] = time.strftime("%H:%M:%S", time.localtime(run.start_s))
     return run.name, state, *(row[name] for name in TABLE)
 
 
-def _task_progress(run: Run, tasks: Tasks) -> float:
-    """Return the fraction of finished tasks; an unfinished one counts by its bytes in place."""
+def _progress(run: Run, tasks: Tasks) -> float:
+    """Return the finished fraction of a section's steps, or of tasks by their bytes in place."""
+    if run.latest:  # commit tasks and inputs do not count: ranks do all the work
+        fractions = {record.key: 1.0 for record in run.made}
+        for record in run.under_way:
+            fractions[record.key] = record.step / record.steps if record.steps else 0.0
+        return min(1.0, sum(fractions.values()) / max(prod(run.blocks), len(fractions)))
     finished_tasks = float(max(tasks.total - tasks.left, len(run.made)))
     for record in run.under_way:
         placed_bytes = sum(stage.nbytes for stage in record.stages)
         finished_tasks += placed_bytes / record.wanted_bytes if record.wanted_bytes else 0.0
     return min(1.0, finished_tasks / max(tasks.total, len(run.made) + len(run.under_way)))
-
-
-def _step_progress(run: Run) -> float:
-    """Return the fraction of steps that the ranks of a section have finished.
-
-    The commit task and the inputs do not count: the ranks do all the work.
-    """
-    fractions = {record.key: 1.0 for record in run.made}
-    for record in run.under_way:
-        fractions[record.key] = record.step / record.steps if record.steps else 0.0
-    return min(1.0, sum(fractions.values()) / max(prod(run.blocks), len(fractions)))

@@ -81,8 +81,6 @@ class TaskRecord(NamedTuple):
     fallbacks: tuple[Fallback, ...] = ()
     error: str = ""  # reason of the failure; empty if the attempt succeeded
     kernel_s: float = 0.0  # seconds of kernels that write the worker's own blocks to the output
-    #: Seconds of `OutputSpec.epilogue`, until it returned. On a GPU its kernels may still run.
-    epilogue_s: float = 0.0
     #: Total bytes to read from other workers, for a running attempt; None for a finished one.
     wanted_bytes: int | None = None
     #: Dask's number of this run of the task. On the scheduler it is replaced by the number of the

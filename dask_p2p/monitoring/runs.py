@@ -332,6 +332,16 @@ async def fetch_records_and_tasks(
 def cells(run: Run) -> dict[str, str]:
     """Return the cells of a run's row, by column. A cell that does not apply is empty."""
     blocks, is_section = " x ".join(map(str, run.blocks)) or "1", bool(run.latest)
+    transports = ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items())
+    waited = f"{run.waited_share:.0%}"
+    if run.steps:  # of the rank that waited longest
+        waited = waits_text(run.waited_share, max(r.waited_per_step_s for r in run.latest))
+    attempt = max((record.attempt for record in run.latest), default=0)
+    steps = (
+        [f"{run.steps} of {run.all_steps}, mean {run.steps_per_s:.3g}/s"] if run.all_steps else []
+    )
+    if attempt > 1:
+        steps.append(f"attempt {attempt}")
     return {
         "operation": run.operation,
         "state": "" if run.state == "done" else run.state,
@@ -343,31 +353,12 @@ def cells(run: Run) -> dict[str, str]:
         "longest task": "" if is_section else format_duration(run.longest_task_s),
         "wall": format_duration(run.wall_s),
         "GB/s": "" if is_section else f"{run.gbs:.3g}",
-        "transports": "" if is_section else _transports(run),
+        "transports": "" if is_section else transports or "-",
         "attempts": str(run.attempts),
         "fallbacks": str(len(run.fallbacks)),
-        "steps": _steps(run),
-        "waited": _waited(run) if is_section else "",
+        "steps": ", ".join(steps),
+        "waited": waited if is_section else "",
     }
-
-
-def _steps(run: Run) -> str:
-    """Return the ranks' steps and speed, and the number of the attempt from the second on."""
-    steps = run.all_steps
-    attempt = max((record.attempt for record in run.latest), default=0)
-    text = f"{run.steps} of {steps}, mean {run.steps_per_s:.3g}/s" if steps else ""
-    return ", ".join(filter(None, [text, f"attempt {attempt}" if attempt > 1 else ""]))
-
-
-def _transports(run: Run) -> str:
-    return ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items()) or "-"
-
-
-def _waited(run: Run) -> str:
-    """Return the waits of the rank that waited longest: their share, and in a step."""
-    if not run.steps:
-        return f"{run.waited_share:.0%}"
-    return waits_text(run.waited_share, max(r.waited_per_step_s for r in run.latest))
 
 
 def waits_text(share: float, per_step_s: float) -> str:

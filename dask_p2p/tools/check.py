@@ -131,7 +131,12 @@ class Report:
         if len({worker["host"] for worker in self.workers}) > 1:
             tables["Between hosts"] = _host_rows(self.workers, self.links)
         if self.links:
-            cells = {(link.reader, link.holder): _cell(link) for link in self.links}
+            cells = {
+                (link.reader, link.holder): "none"
+                if link.transport is None
+                else f"{link.transport} {link.gbs:.3g} {link.latency_s * 1e3:.2f}"
+                for link in self.links
+            }
             addresses = [worker["address"] for worker in self.workers]
             tables["Transport, GB/s of one large block, ms of a small block"] = [
                 ("from", *map(str, range(len(addresses)))),
@@ -219,12 +224,6 @@ def _host_rows(
             )
         )
     return rows
-
-
-def _cell(link: Link) -> str:
-    if link.transport is None:
-        return "none"
-    return f"{link.transport} {link.gbs:.3g} {link.latency_s * 1e3:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,13 +337,8 @@ def _worker_problems(
 
 def _status(dask_worker: Any) -> dict[str, Any]:
     """Return this worker's entry in a `Report`, without the rates of copies."""
-    status: dict[str, Any] = {
-        "address": dask_worker.address,
-        "host": socket.gethostname(),
-        "kind": NUMPY.name,
-        "versions": versions(),
-    }
-    return status | worker_backend().device_status()
+    status = {"address": dask_worker.address, "host": socket.gethostname(), "kind": NUMPY.name}
+    return {**status, "versions": versions(), **worker_backend().device_status()}
 
 
 async def _host_link(dask_worker: Any) -> dict[str, Any]:
@@ -422,22 +416,17 @@ class _WorkerPair:
         return best
 
     def _time(self, repeats: int) -> tuple[float, str]:
-        """Return the least time of a probe block, and its transport."""
-        best_s, transport = float("inf"), ""
-        for _ in range(repeats):
-            start_s = time.perf_counter()
-            region, transport = self._bring_probe()
-            best_s = min(best_s, time.perf_counter() - start_s)
-        check_probe(region)
-        return best_s, transport
-
-    def _bring_probe(self) -> tuple[Any, str]:
-        """Read a probe block as a task would; return the block, and its transport."""
+        """Return the least time of a probe block, read as a task would, and its transport."""
         key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
         name, index = key[0], key[1:]  # as for a block of an array with this name
         shape, box = (self.nbytes,), ((0, self.nbytes),)
         plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, box, box),))
         output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)
-        assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
-        block = assembly.run()
-        return block, assembly.sources.stages[-1].transport
+        best_s, transport = float("inf"), ""
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
+            region, transport = assembly.run(), assembly.sources.stages[-1].transport
+            best_s = min(best_s, time.perf_counter() - start_s)
+        check_probe(region)
+        return best_s, transport
