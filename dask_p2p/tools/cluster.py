@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -227,8 +226,8 @@ _REMEDY = 'Move that code below `if __name__ == "__main__":`.'
 def check_main_program() -> None:
     """Raise `ConfigError` if workers could not import the main program.
 
-    If the main program does not check `__name__` before the call, a process that imports it finds
-    out. Another check, which the process passes, is fine.
+    If the main program does not name `__main__`, a process that imports it finds out. Another
+    check, which the process passes, is fine.
     """
     process = current_process()
     main = sys.modules["__main__"]
@@ -244,7 +243,7 @@ def check_main_program() -> None:
             f"expected a main program in a file, since workers import it, got {path}. Save it in a "
             "file, and run that."
         )
-    if not _checks_name(main, path):
+    if "__main__" not in Path(path).read_text(errors="replace"):
         _probe(path)
 
 
@@ -278,32 +277,3 @@ def _imported_file(main: Any) -> str | None:
     if is_command or get_mp_context().get_start_method() == "fork":
         return None
     return getattr(main, "__file__", None)  # notebooks have none
-
-
-def _checks_name(main: Any, path: str) -> bool:
-    """Return whether the running statement of the main program is an `if` with `__name__`.
-
-    Returns true as well if the statement is unknown, since another thread runs the main program.
-    """
-    frame: Any = sys._getframe()
-    while frame is not None and not (
-        frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"
-    ):
-        frame = frame.f_back
-    if frame is None:
-        return True
-    try:
-        statements = ast.parse(Path(path).read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return True
-    running = [
-        statement
-        for statement in statements
-        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or 0)
-    ]
-    return not running or any(
-        isinstance(part, ast.Name) and part.id == "__name__"
-        for statement in running
-        if isinstance(statement, ast.If)
-        for part in ast.walk(statement.test)
-    )
