@@ -45,7 +45,7 @@ TABLE = {
     "GB/s": "1e9 bytes moved per second, by all workers together",
     "transports": "Number of pairs of workers by transport",
     "attempts": "Attempts at tasks; more than blocks after failures",
-    "fallbacks": "Pairs of workers for which a preferred transport failed",
+    "fallbacks": "Pairs of workers that fell back to another transport",
     "steps": "Steps that all ranks have finished, and their mean speed",
     "waited": "Share of its time, and time per step, that the slowest rank waited for others",
 }

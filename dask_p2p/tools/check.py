@@ -85,9 +85,9 @@ def check(client: Any = None) -> Any:
 
 async def _check(client: Any) -> Report:
     await register(client)
-    statuses, host_links = await client.run(_status), await client.run(_host_link)
+    statuses = await client.run(_status)
     addresses = sorted(statuses)
-    workers = [statuses[address] | host_links.get(address, {}) for address in addresses]
+    workers = [statuses[address] for address in addresses]
     kinds = {worker["kind"] for worker in workers}
     kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
     links: list[Link] = []
@@ -335,23 +335,25 @@ def _worker_problems(
 # --- on the workers ---
 
 
-def _status(dask_worker: Any) -> dict[str, Any]:
-    """Return this worker's entry in a `Report`, without the rates of copies."""
-    status = {"address": dask_worker.address, "host": socket.gethostname(), "kind": NUMPY.name}
-    return {**status, "versions": versions(), **worker_backend().device_status()}
-
-
-async def _host_link(dask_worker: Any) -> dict[str, Any]:
-    """Return the rates of copies between this worker's memory and its GPU, if it has one."""
+async def _status(dask_worker: Any) -> dict[str, Any]:
+    """Return this worker's entry in a `Report`, with the rates of copies to a GPU and from it."""
     causes: list[str] = []
 
-    def measured() -> HostLink | None:
+    def measure() -> HostLink | None:
         with contextlib.suppress(MemoryError):  # no GPU memory is left
             return worker_backend().host_link(lambda problem, cause: causes.append(cause))
         return None
 
-    rates = await asyncio.to_thread(measured)
-    return {"host_link": rates, "cannot_pin": next(iter(causes), None)}
+    rates = await asyncio.to_thread(measure)
+    return {
+        "address": dask_worker.address,
+        "host": socket.gethostname(),
+        "kind": NUMPY.name,
+        "versions": versions(),
+        **worker_backend().device_status(),
+        "host_link": rates,
+        "cannot_pin": next(iter(causes), None),
+    }
 
 
 async def _measure_from(

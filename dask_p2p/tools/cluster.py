@@ -229,15 +229,19 @@ def check_main_program() -> None:
     If the main program does not name `__main__`, a process that imports it finds out. Another
     check, which the process passes, is fine.
     """
+    from distributed.utils import get_mp_context
+
     process = current_process()
     main = sys.modules["__main__"]
     if getattr(process, "_inheriting", False):  # multiprocessing imports the main program now
         if process.name == _PROBE:
             raise SystemExit(_STARTS_A_CLUSTER)
         raise ConfigError(_text(sys.modules.get("__mp_main__", main).__file__))
-    path = _imported_file(main)
-    if path is None:
-        return
+    name = getattr(getattr(main, "__spec__", None), "name", None) or ""
+    is_command = name == "__main__" or name.endswith(".__main__")  # python -m PACKAGE
+    path = getattr(main, "__file__", None)  # notebooks have none
+    if path is None or is_command or get_mp_context().get_start_method() == "fork":
+        return  # new processes do not import it
     if not os.path.exists(path):
         raise ConfigError(
             f"expected a main program in a file, since workers import it, got {path}. Save it in a "
@@ -266,14 +270,3 @@ def _probe(path: str) -> None:
             f"error above. Move code that workers cannot run below `if __name__ == "
             '"__main__":`.'
         )
-
-
-def _imported_file(main: Any) -> str | None:
-    """Return the file of the main program if new processes import it, else None."""
-    from distributed.utils import get_mp_context
-
-    name = getattr(getattr(main, "__spec__", None), "name", None) or ""
-    is_command = name == "__main__" or name.endswith(".__main__")  # python -m PACKAGE
-    if is_command or get_mp_context().get_start_method() == "fork":
-        return None
-    return getattr(main, "__file__", None)  # notebooks have none

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import dask
 import pytest
@@ -80,16 +81,23 @@ def test_a_host_link_is_measured_by_the_backend(monkeypatch):
             warn("host memory cannot be pinned", "OSError: no")
             warn("host memory cannot be pinned", "again")
 
+        def device_status(self):
+            return {"kind": "cupy"}
+
+    def cannot_pin():
+        status = asyncio.run(check_module._status(SimpleNamespace(address="a")))
+        assert (status["kind"], status["host_link"]) == ("cupy", None)
+        return status["cannot_pin"]
+
     monkeypatch.setattr(check_module, "worker_backend", Gpu)
-    measure = check_module._host_link
-    assert asyncio.run(measure(None)) == {"host_link": None, "cannot_pin": "OSError: no"}
+    assert cannot_pin() == "OSError: no"
     assert threading.current_thread() not in threads, "it is not for event loops"
 
     def full(self, warn):
         raise MemoryError
 
     monkeypatch.setattr(Gpu, "host_link", full)
-    assert asyncio.run(measure(None)) == {"host_link": None, "cannot_pin": None}
+    assert cannot_pin() is None
 
 
 @pytest.mark.parametrize("code", ["other-namespace", "no-peer-access", "failed"])
