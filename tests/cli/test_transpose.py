@@ -7,13 +7,11 @@ import subprocess
 import sys
 import time
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, _NamedTextIOWrapper
 from skimage import data
 
-from dask_p2p.cli import files as command
 from dask_p2p.cli import p2p
 from tests.support import output_of
 from tests.transports.loopback import wait_until
@@ -169,12 +167,6 @@ def test_no_such_command():
     result = CliRunner().invoke(p2p, ["nothing"])
     assert result.exit_code == 2
     assert "No such command" in result.stderr
-
-
-def test_the_group_wants_commands(monkeypatch):
-    monkeypatch.setattr(command, "transpose", None)
-    with pytest.raises(TypeError, match="is not a click command"):
-        p2p.get_command(click.Context(p2p), "transpose")
 
 
 PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
