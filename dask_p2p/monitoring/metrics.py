@@ -210,9 +210,13 @@ class Collector:
 def _page_server(kind: str) -> Any:
     """Return the server of this process whose page is being made, or None.
 
-    An error would remove Dask's own metrics too.
+    Returns None also if this release of Dask makes the page in another way. An error would remove
+    Dask's own metrics too.
     """
-    handler = import_module(f"distributed.http.{kind}.prometheus.core").PrometheusHandler
+    try:
+        handler = import_module(f"distributed.http.{kind}.prometheus.core").PrometheusHandler
+    except (ImportError, AttributeError):
+        return None
     collectors = getattr(handler, "_collectors", None) or [getattr(handler, "_collector", None)]
     return getattr(collectors[0], "server", None)
 

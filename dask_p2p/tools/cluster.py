@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
+from inspect import Parameter, signature
 from multiprocessing import current_process
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,13 @@ from typing import Any
 import dask
 
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import ConfigError, InputError, install_command, needs
-from dask_p2p.inputs import checked_count
+from dask_p2p.errors import (
+    ConfigError,
+    InputError,
+    install_command,
+    needs,
+)
+from dask_p2p.inputs import checked_count, nearest_name
 from dask_p2p.plugins.registration import register_cluster
 from dask_p2p.types import Kind, LocalCluster
 
@@ -104,7 +112,8 @@ def local_cluster(
     Raises
     ------
     InputError
-        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers.
+        If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers. If
+        no class takes a keyword. No process has started then.
     ConfigError
         As for `register`; the cluster has been closed then. If `protocol` names UCX, and the
         package distributed-ucxx is missing. If a script starts a cluster whenever it is imported,
@@ -128,7 +137,7 @@ def local_cluster(
         n_workers = checked_count("workers", n_workers=n_workers)
     dask.config.update_defaults(_LOST_WORKER)
     if gpus:
-        return _gpu_cluster(n_workers, usable, kwargs)
+        return _register_plugins(_gpu_cluster(n_workers, usable, kwargs))
     from distributed import LocalCluster
 
     options: dict[str, Any] = {
@@ -138,7 +147,18 @@ def local_cluster(
         "protocol": "tcp://",
         "dashboard_address": ":0",
     }
-    return start_cluster(LocalCluster, options | kwargs)
+    return _register_plugins(start_cluster(LocalCluster, options, kwargs))
+
+
+def _register_plugins(cluster: LocalCluster) -> LocalCluster:
+    """Register the plugins with a cluster, unless it is asynchronous, and not started yet."""
+    if not cluster.asynchronous:
+        try:
+            register_cluster(cluster)
+        except BaseException:
+            cluster.close()
+            raise
+    return cluster
 
 
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
@@ -159,7 +179,7 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
         free_bytes = min(free_gpu_bytes(usable[:gpu_count]))
         options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         options["rmm_allocator_external_lib_list"] = ["cupy"]
-    return start_cluster(LocalCUDACluster, options | kwargs)
+    return start_cluster(LocalCUDACluster, options, kwargs)
 
 
 def _too_few_gpus(gpu_count: int, usable_count: int) -> InputError:
@@ -195,29 +215,89 @@ def round_down(size_bytes: int) -> int:
     return size_bytes // POOL_GRANULE_BYTES * POOL_GRANULE_BYTES
 
 
-def start_cluster(cluster_class: Any, options: Mapping[str, Any]) -> LocalCluster:
-    """Start a cluster, and register the plugins unless it is asynchronous, and not started yet.
+# Keywords of workers that LocalCluster overwrites without a warning.
+_OVERWRITTEN = {"nthreads": "threads_per_worker"}
+_OF_GPUS = ("rmm_", "CUDA_", "device_memory_")  # keywords of LocalCUDACluster alone
 
-    Raises `MissingPackageError` for UCX without its package, and `ConfigError` if workers could not
-    import the main program.
+
+def start_cluster(
+    cluster_class: Any, defaults: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> LocalCluster:
+    """Start a cluster, with settings of `local_cluster` that the given keywords override.
+
+    Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
+    and `ConfigError` if workers could not import the main program.
     """
-    from distributed import Nanny
-
+    options = {**defaults, **keywords}
+    classes = _classes(cluster_class, options)
+    _check_keywords(classes, {*keywords})
     if str(options.get("protocol", "")).startswith("ucx"):
         with needs("distributed_ucxx", "cuda13"):
             import_module("distributed_ucxx")
-    worker_class = options.get("worker_class") or Nanny
-    is_nanny = not isinstance(worker_class, type) or issubclass(worker_class, Nanny)
-    if options.get("processes", True) and is_nanny:
+    if len(classes) > 2:  # with nannies, which start processes
         check_main_program()
-    cluster: LocalCluster = cluster_class(**options)
-    if not cluster.asynchronous:
-        try:
-            register_cluster(cluster)
-        except BaseException:
-            cluster.close()
-            raise
-    return cluster
+    return cluster_class(**options)
+
+
+def _check_keywords(classes: Sequence[tuple[type, type]], keywords: set[str]) -> None:
+    """Raise `InputError` for the first given keyword that no constructor takes.
+
+    The parameters of a `worker_class` that is no class are unknown, and so are its keywords.
+    """
+    if not all(isinstance(cls, type) for cls, _ in classes):
+        return
+    accepted = {name for cls, base in classes for name in _keywords(cls, base)}
+    accepted = accepted - {*_OVERWRITTEN} | {"n_workers", "gpus"}
+    has_gpus = classes[0][0] is not classes[0][1]
+    for name in sorted(keywords - accepted):
+        of_gpus = name.startswith(_OF_GPUS) and not has_gpus
+        instead = "gpus" if of_gpus else _OVERWRITTEN.get(name) or nearest_name(name, accepted)
+        remedy = "Add gpus=True, for workers with GPUs." if of_gpus else "Correct its name."
+        raise InputError(
+            f"expected a keyword of {', '.join(cls.__name__ for cls, _ in classes)}, got {name}; "
+            f"the nearest is {instead}. {remedy}"
+        )
+
+
+def _classes(cluster_class: Any, options: Mapping[str, Any]) -> list[tuple[type, type]]:
+    """Return the classes that get the keywords, each with the last base class that they reach."""
+    from distributed import Nanny, Worker
+    from distributed.core import Server
+    from distributed.deploy.local import LocalCluster
+    from distributed.utils import import_term
+
+    node = options.get("worker_class") or (Nanny if options.get("processes", True) else Worker)
+    inner: Any = Worker
+    if isinstance(node, partial):
+        inner = node.keywords.get("worker_class") or Worker
+        node = node.func
+    node, inner = (import_term(cls) if isinstance(cls, str) else cls for cls in (node, inner))
+    classes = [(cluster_class, LocalCluster)]
+    # A nanny passes its unknown keywords to the worker. LocalCUDACluster adds a nanny.
+    if isinstance(node, type) and issubclass(node, Nanny):
+        classes.append((node, Nanny))
+        node = inner
+    elif cluster_class is not LocalCluster:
+        classes.append((Nanny, Nanny))
+    return [*classes, (node, Server)]
+
+
+def _keywords(cls: type, last: type) -> set[str]:
+    """Return the keywords of a constructor, with those that it passes on to base classes.
+
+    `last` is the last of these classes.
+    """
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" not in vars(base) or not issubclass(base, last):
+            continue
+        parameters = signature(vars(base)["__init__"]).parameters.values()
+        kinds = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+        names.update(parameter.name for parameter in parameters if parameter.kind in kinds)
+        passes_on = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
+        if base is last or not passes_on:
+            break
+    return names - {"self", "scheduler_ip"}  # the cluster gives the address itself
 
 
 # Finds main programs that workers cannot import, before a cluster starts.
@@ -234,28 +314,24 @@ _REMEDY = 'Move that code below `if __name__ == "__main__":`.'
 def check_main_program() -> None:
     """Raise `ConfigError` if workers could not import the main program.
 
-    If the main program does not name `__main__`, a process that imports it finds out. Another
-    check, which the process passes, is fine.
+    If the main program does not check `__name__` before the call, a process that imports it finds
+    out. Another check, which the process passes, is fine.
     """
-    from distributed.utils import get_mp_context
-
     process = current_process()
     main = sys.modules["__main__"]
     if getattr(process, "_inheriting", False):  # multiprocessing imports the main program now
         if process.name == _PROBE:
             raise SystemExit(_STARTS_A_CLUSTER)
         raise ConfigError(_text(sys.modules.get("__mp_main__", main).__file__))
-    name = getattr(getattr(main, "__spec__", None), "name", None) or ""
-    is_command = name == "__main__" or name.endswith(".__main__")  # python -m PACKAGE
-    path = getattr(main, "__file__", None)  # notebooks have none
-    if path is None or is_command or get_mp_context().get_start_method() == "fork":
-        return  # new processes do not import it
+    path = _imported_file(main)
+    if path is None:
+        return
     if not os.path.exists(path):
         raise ConfigError(
             f"expected a main program in a file, since workers import it, got {path}. Save it in a "
             "file, and run that."
         )
-    if "__main__" not in Path(path).read_text(errors="replace"):
+    if not _checks_name(main, path):
         _probe(path)
 
 
@@ -278,3 +354,43 @@ def _probe(path: str) -> None:
             f"error above. Move code that workers cannot run below `if __name__ == "
             '"__main__":`.'
         )
+
+
+def _imported_file(main: Any) -> str | None:
+    """Return the file of the main program if new processes import it, else None."""
+    from distributed.utils import get_mp_context
+
+    name = getattr(getattr(main, "__spec__", None), "name", None) or ""
+    is_command = name == "__main__" or name.endswith(".__main__")  # python -m PACKAGE
+    if is_command or get_mp_context().get_start_method() == "fork":
+        return None
+    return getattr(main, "__file__", None)  # notebooks have none
+
+
+def _checks_name(main: Any, path: str) -> bool:
+    """Return whether the running statement of the main program is an `if` with `__name__`.
+
+    Returns true as well if the statement is unknown, since another thread runs the main program.
+    """
+    frame: Any = sys._getframe()
+    while frame is not None and not (
+        frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"
+    ):
+        frame = frame.f_back
+    if frame is None:
+        return True
+    try:
+        statements = ast.parse(Path(path).read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return True
+    running = [
+        statement
+        for statement in statements
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or 0)
+    ]
+    return not running or any(
+        isinstance(part, ast.Name) and part.id == "__name__"
+        for statement in running
+        if isinstance(statement, ast.If)
+        for part in ast.walk(statement.test)
+    )

@@ -23,7 +23,7 @@ from dask_p2p import fft
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin
 from dask_p2p.tools import zarr_stores as dispatch
-from tests.support import BOUND_S, added, persisted, spread, used
+from tests.support import BOUND_S, added, parameter_names, persisted, spread, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -149,13 +149,27 @@ def test_all_rechunks_that_move_bytes(client, x):
         assert not is_ours(x.rechunk((16, -1)))
 
 
+def test_all_rechunks_for_as_long_as_an_installation_lasts(client, x):
+    dask_p2p.install(rechunk="all")
+    gc.collect()
+    assert is_ours(x.rechunk((16, -1)))
+    with dask_p2p.install():
+        dask_p2p.uninstall()
+        assert not is_ours(x.rechunk((16, -1)))
+
+
+def test_without_a_client_few_rechunks_are_taken(x):
+    with dask_p2p.install(rechunk="all"):
+        assert not is_ours(x.rechunk((16, -1)))
+
+
 def test_other_rechunks_are_refused():
     with pytest.raises(InputError, match=r"expected rechunk='p2p' or 'all', got 'tasks'\. Leave"):
         dask_p2p.install(rechunk="tasks")
 
 
 def test_without_a_client(x):
-    with dask_p2p.install(rechunk="all"):
+    with dask_p2p.install():
         assert not is_ours(x.rechunk((-1, 6)))
         y = x.rechunk((-1, 6), method="p2p")
     assert is_ours(y)
@@ -285,13 +299,30 @@ def test_what_changes(x, when):
             np.testing.assert_allclose(actual, expected, atol=1e-9, err_msg=name)
 
 
-@pytest.mark.parametrize("name", ["corners", "x", "plan", "make", "self", "verb"])
-def test_keywords_of_functions_are_not_taken_for_parameters(name):
+#: Modules that a keyword of the user's function goes through.
+ON_THE_WAY = ("tools.dropin", "ops.overlap", "ops.arguments", "graph.arrays")
+
+
+@pytest.mark.slow
+def test_keywords_of_functions_are_those_of_dask():
+    """Also those that this package's own functions have."""
+    modules = [f"dask_p2p.{name}" for name in ON_THE_WAY]
+    names = parameter_names(*modules, "dask.array.overlap", "dask.array.core", "functools")
     arrays = [da.from_array(X[:8, :6], chunks=(4, 6))] * 2
-    with dask_p2p.install() as used:
-        y = da.map_overlap(added, *arrays, depth={0: 1}, dtype=float, **{name: 3})
-    assert used.count == 1
-    assert_eq(y, 2 * X[:8, :6] + 3, scheduler="sync")
+    handed_on = set()
+    for name in names:
+        keywords = {"depth": {0: 1}, "dtype": float, name: 3}
+        try:
+            stock = da.map_overlap(added, *arrays, **keywords).compute(scheduler="sync")
+        except Exception:  # it is one of Dask's own, which 3 is no value of
+            continue
+        if (stock != 2 * X[:8, :6] + 3).any():
+            continue  # another one of Dask's own
+        with dask_p2p.install():
+            y = da.map_overlap(added, *arrays, **keywords).compute(scheduler="sync")
+        np.testing.assert_array_equal(y, stock, name)
+        handed_on.add(name)
+    assert {"corners", "x", "plan", "make", "self", "verb"} <= handed_on
 
 
 SMALL = [((0, 36, 12), (9,)), ((36, 0, 12), (4, 5)), ((36, 12, 0), (9,)), ((0, 0, 48), (1, 8))]
@@ -311,8 +342,21 @@ def smoothed(block):
     return pytest.importorskip("scipy.signal").savgol_filter(block, 5, 2, axis=0)
 
 
+def twice_smoothed(block):
+    signal = pytest.importorskip("scipy.signal")
+    return signal.filtfilt([0.5, 0.5], [1.0], block, axis=0)
+
+
+def splined(block):
+    interpolate = pytest.importorskip("scipy.interpolate")
+    at = np.arange(len(block))
+    return interpolate.CubicSpline(at, block, axis=0)(at + 0.25)
+
+
 @pytest.mark.parametrize("boundary", ["none", "reflect"])
-@pytest.mark.parametrize(("function", "depth"), [(slope, 1), (smoothed, 7)])
+@pytest.mark.parametrize(
+    ("function", "depth"), [(slope, 1), (smoothed, 5), (twice_smoothed, 7), (splined, 4)]
+)
 @pytest.mark.parametrize("chunks", SMALL, ids=str)
 def test_blocks_are_no_smaller_than_their_rims(chunks, function, depth, boundary):
     x = da.from_array(X[:, :9].copy()[:48], chunks=(48, 9)).rechunk(chunks, method="tasks")
@@ -428,6 +472,33 @@ def test_an_installation_of_another_thread_goes_on(x):
         assert is_installed()
         may_end.set()
         assert running.result() == [True, (48, 64)]
+    assert not is_installed()
+
+
+async def test_an_installation_of_another_task_goes_on():
+    async def use(has_begun, may_end, error=None):
+        with dask_p2p.install():
+            has_begun.set()
+            await may_end.wait()
+            assert is_installed()
+            if error is not None:
+                raise error
+
+    events = [asyncio.Event() for _ in range(6)]
+    first = asyncio.ensure_future(use(events[0], events[1], KeyError()))
+    await events[0].wait()
+    second = asyncio.ensure_future(use(events[2], events[3]))
+    third = asyncio.ensure_future(use(events[4], events[5]))
+    await asyncio.gather(events[2].wait(), events[4].wait())
+    events[1].set()
+    with pytest.raises(KeyError):
+        await first
+    third.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await third
+    assert is_installed()
+    events[3].set()
+    await second
     assert not is_installed()
 
 

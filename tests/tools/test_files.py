@@ -3,11 +3,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import dask
 import numpy as np
 import pytest
 
@@ -319,6 +321,39 @@ def test_a_block_that_cannot_be_read(client, work):
     source, folder = work
     (source / "c" / "3" / "4").write_bytes(b"no chunk")
     refused(lambda: convert(client, source, folder / "out.npy"), "cannot write", "out.npy")
+    assert os.listdir(folder) == []
+
+
+def test_an_input_that_is_gone_when_workers_look(client, work):
+    _, folder = work
+    source = write_file(folder.parent / "in.npy", np.zeros((200, 200)))
+
+    def removed(x, chunks):
+        source.unlink()
+        return dask_p2p.transpose(x, chunks=chunks)
+
+    refused(lambda: convert(client, source, folder / "out.npy", removed), "No such file", source)
+    assert os.listdir(folder) == []
+
+
+def _limit_files(size_bytes):
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+
+
+def test_a_block_that_cannot_be_written(client, work):
+    source, folder = work
+    client.run(_limit_files, 20_000)
+    try:
+        # Not through shared memory, which is a file too: its trouble would outlast the limit.
+        with dask.config.set({"p2p.transports.order": ["comm"]}):
+            refused(
+                lambda: convert(client, source, folder / "out.zarr", chunks=150),
+                "cannot write",
+                "File too large",
+            )
+    finally:
+        client.run(_limit_files, resource.RLIM_INFINITY)
     assert os.listdir(folder) == []
 
 

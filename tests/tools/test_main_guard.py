@@ -105,6 +105,11 @@ def test_programs_without_a_module_that_workers_import(tmp_path):
     assert ran("-m", "package", cwd=tmp_path).stdout == "3\n"
 
 
+def test_a_module_as_the_main_program(tmp_path):
+    script = written(tmp_path, CONTEXTS)
+    refused(ran("-m", "first", cwd=tmp_path), f"{script} starts a cluster", REMEDY)
+
+
 def test_a_cluster_of_another_module(tmp_path):
     written(tmp_path, UNGUARDED, "helper.py")
     script = written(tmp_path, "import helper\nprint(1)")
@@ -117,7 +122,7 @@ def test_a_cluster_of_threads(tmp_path):
 
 
 def test_a_program_that_fails_when_it_is_imported(tmp_path):
-    failing = CONTEXTS.replace("\nmain()", "\n1 / (__name__ != '__mp_main__')\nmain()")
+    failing = CONTEXTS.replace("\nmain()", "\n1 / (__name__ == '__main__')\nmain()")
     process = ran(written(tmp_path, failing))
     refused(process, "failed with the error above")
     assert "ZeroDivisionError" in process.stderr
