@@ -285,7 +285,6 @@ def _sides(boundary: Any) -> Any:
 
 
 def _end(boundary: Any) -> Any:
-    """Return the boundary at an end of the array of a section."""
     if callable(boundary) or (isinstance(boundary, str) and boundary == ODD):
         return boundary
     return _boundary(boundary, f", {ODD!r}, a function of (rim, inside, at),")
@@ -325,7 +324,6 @@ def _each_array(
 
 
 def _values_by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
-    """Return a value for each axis, from one value, a tuple or a dict by axis."""
     if isinstance(value, Mapping):
         axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
         values = {axis % ndim: default if n is None else n for axis, n in axes.items()}

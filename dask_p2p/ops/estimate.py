@@ -66,7 +66,6 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The peak: the sum of the four sizes."""
         return self.input_bytes + self.output_bytes + self.staging_bytes + self.packed_bytes
 
     def __str__(self) -> str:
@@ -219,7 +218,6 @@ def even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int]
 
 
 def _find_section(x: Any) -> Any:
-    """Return the section that computes `x`; None if `x` is not a result of a section."""
     if not is_dask_array(x) or key_split(x.name) not in ("p2p-iterate", "p2p-spmd"):
         return None
     if is_expression(x):

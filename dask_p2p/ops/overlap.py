@@ -191,7 +191,6 @@ def _widen(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool)
 def _split_arguments(
     func: Any, args: tuple[Any, ...], depth: Any, boundary: Any
 ) -> tuple[list[DaskArray], Any, Any]:
-    """Return the arrays, depth and boundary; `args` may have depth and boundary after arrays."""
     check_function(func, "a block", "map_overlap(func, x, depth, boundary)")
     count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
     arrays, extra = list(args[:count]), list(args[count:])

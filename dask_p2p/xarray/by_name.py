@@ -219,7 +219,6 @@ def _align_levels(levels: Sequence[Any]) -> list[Any]:
 
 
 def _replace_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
-    """Return a field with other data, in these dimensions."""
     turned = level.transpose(*dims)
     result = turned.copy(deep=False, data=data).assign_coords(change_coords(level, turned))
     result.encoding = {}  # the encoding belongs to other values
@@ -341,7 +340,6 @@ def add_chunks_of_shards(
 
 
 def _checked(variable: Any, name: Hashable) -> Any:
-    """Return a variable; raise `InputError` if it has blocks of several sizes."""
     _check_one_size(variable.chunks, variable.dims, name)
     return variable
 

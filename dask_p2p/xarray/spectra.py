@@ -196,7 +196,6 @@ def _read_numbers(a: Any, name: Hashable) -> Any:
 
 
 def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
-    """Multiply by the factors of all axes."""
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
     for axis in axes:
         if axis.factor.size > 1:
@@ -205,7 +204,6 @@ def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
 
 
 def _broadcast_along(x: Any, axis: int, values: Any) -> Any:
-    """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
     module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
     dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype
     factor = functions_of(x).from_array(values.astype(dtype), chunks=x.chunks[axis])

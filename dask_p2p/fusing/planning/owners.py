@@ -143,7 +143,6 @@ def _with_tasks(
     by_position: Mapping[Key, int],
     inputs: Mapping[Key, int],
 ) -> dict[Key, int]:
-    """Return the owners of inputs and those of all tasks."""
     owners, shares = dict(inputs), _Shares(tasks.nodes, size)
     for key, node in tasks.nodes.items():
         at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
@@ -218,7 +217,6 @@ class _Work(NamedTuple):
         sizes_bytes: Mapping[Key, int],
         elements: SourceElements,
     ) -> _Work:
-        """Return the work of ranks that own the tasks."""
         moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
         made_bytes = Counter[int]()
         for key, node in tasks.nodes.items():

@@ -178,7 +178,6 @@ def _find_staying(
     reads: Mapping[Key, Sequence[Key]],
     known_keys: Container[Key],
 ) -> set[Key]:
-    """Return the keys of the tasks that stay with Dask, and of all that these read."""
     staying = set[Key]()
     for key in reversed(order):
         read = reads[key]
@@ -237,7 +236,6 @@ def _stores(node: GraphNode) -> bool:
 
 
 def _is_of(function: Any, names_and_modules: tuple[set[str], set[str]]) -> bool:
-    """Return whether a function has one of some names, and is of one of some modules."""
     names, modules = names_and_modules
     is_named = getattr(function, "__name__", "") in names
     return is_named and getattr(function, "__module__", "") in modules

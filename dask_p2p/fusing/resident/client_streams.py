@@ -85,7 +85,6 @@ class ClientStreams:
     # --- in any thread
 
     def start(self, submit: Submit) -> None:
-        """Begin to listen, and submit the gang."""
         token = uuid4().hex  # each gang has its own ranks
         receive(self.client, name_of_gang(PREFIX, token), self)
         self._future = submit(token)
@@ -184,7 +183,6 @@ class ClientStreams:
             raise SectionError("the resident gang has ended. Begin another one: step.resident(x).")
 
     def _record_end(self, future: Any) -> None:
-        """Record the end of the commit task."""
         error = future.exception() if future.status == "error" else None
         if error is None and future.status != "finished":
             error = SectionError(f"the resident gang is {future.status}. Begin another one.")
@@ -350,15 +348,12 @@ class HandleMemory:
                 )
 
     def add_call(self) -> None:
-        """Count the results of a call."""
         self._live.update(range(self._results))
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Count handles that are not used any more, by their numbers."""
         self._live.subtract(number % self._results for number in numbers)
 
 
 def _bytes_of(declared: Declared, keys: Iterable[Key]) -> int:
-    """Return the size of some blocks; 0 where chunk sizes are unknown."""
     sizes = (prod(block_shape(declared.chunks, key[1:])) for key in keys if isinstance(key, tuple))
     return sum(0 if isnan(size) else int(size) * declared.dtype.itemsize for size in sizes)

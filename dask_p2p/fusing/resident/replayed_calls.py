@@ -171,7 +171,6 @@ class _CallGraph:
         return True
 
     def __call__(self, blocks: Sequence[Array]) -> list[list[Array]]:
-        """Enqueue a call; return its output blocks by array."""
         for number, block in enumerate(blocks):
             if block is not self._last[number]:
                 self._copy(self._inputs[number], block)
@@ -353,7 +352,6 @@ class _GraphMessages(Messages):
             raise
 
     def skip(self, supersteps: Sequence[Superstep]) -> None:
-        """Send and receive an empty message in place of each one that is left."""
         for number in range(self._next, len(supersteps)):
             if supersteps[number].sends or supersteps[number].receives:
                 self._send_nothing(number, supersteps[number])
@@ -400,7 +398,6 @@ class HandleTable:
         return [sizes.view(np.uint8), *(np.asarray(memoryview(part)) for part in parts)]
 
     def restore(self, state: memoryview) -> None:
-        """Take the handles of a state."""
         (count,) = np.frombuffer(state, np.int64, 1)
         sizes = np.frombuffer(state, np.int64, count, _ITEM_BYTES)
         start, parts = (1 + len(sizes)) * _ITEM_BYTES, []
@@ -411,7 +408,6 @@ class HandleTable:
 
     @property
     def results(self) -> int:
-        """Number of results of a call."""
         return len(self._outputs)
 
     def has_one_dtype_by_shape(self) -> bool:
@@ -448,12 +444,10 @@ class HandleTable:
         return array
 
     def add(self, first: int, outputs: Sequence[Sequence[Any]]) -> None:
-        """Add the results of a call under successive numbers."""
         for number, (indices, blocks) in enumerate(zip(self._outputs, outputs, strict=True), first):
             self.handles[number] = dict(zip(indices, blocks, strict=True))
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Drop handles."""
         for number in numbers:
             self.handles.pop(number, None)
 

@@ -93,7 +93,6 @@ class Messages:
     def _sends(
         self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
     ) -> dict[int, bytearray]:
-        """Return the messages of a superstep by rank."""
         items = superstep.sends
         return {rank: packing.message(items[rank], values) for rank, packing in packed.items()}
 
@@ -110,7 +109,6 @@ class Packing:
         self.lent: dict[Lending, list[Array]] = {}
 
     def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> bytearray:
-        """Return the message with some items."""
         assembling = self._messages.assembling
         for number, item in enumerate(items):
             value = values[item.key]
@@ -161,7 +159,6 @@ class Packing:
         self._heads.append(_Sent(value.dtype, in_memory.shape, axes, head))
 
     def _head(self, memory: Lending, array: Array) -> _Head:
-        """Return the head of an array: lent if the rank reads it, else its bytes are sent."""
         return self._lent(memory, array) or self._sent(memory, array)
 
     def _lent(self, memory: Lending, array: Array) -> _Head:
@@ -252,7 +249,6 @@ class _Unpacking:
             self._take(region_head, box_shape(src), out[dst], axes)
 
     def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
-        """Return the memory of an array, and its descriptor."""
         number, descriptor = head if isinstance(head, _InMemory) else (0, head)
         return self._messages.assembling.memories[number], descriptor
 
@@ -389,7 +385,6 @@ class FailedValue:
 
     @classmethod
     def from_exception(cls, exc: Exception, rank: int) -> FailedValue:
-        """Return the value for an exception on a rank."""
         if exc.__cause__ is None:  # else its notes name the rank
             exc.add_note(f"Raised on rank {rank}.")
         error, _ = pickled_error(exc, rank)
@@ -397,6 +392,5 @@ class FailedValue:
         return cls(error)
 
     def exception(self) -> Exception:
-        """Return the exception."""
         error: Exception = loads(self.error)
         return error

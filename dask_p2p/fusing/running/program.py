@@ -80,7 +80,6 @@ class ReadyProgram:
         self._overwrites = any(step.overwrites for steps in self.steps for step in steps)
 
     def values(self, is_lent: Callable[[Any], bool]) -> CountedValues:
-        """Return the container for the values of a run."""
         if self._overwrites:
             return LiveValues(self.program.uses, is_lent)
         return CountedValues(self.program.uses)
@@ -321,7 +320,6 @@ def parts_of(value: Any) -> Iterable[Any]:
 
 
 def _globals(function: Any) -> Iterable[Any]:
-    """Return the global objects that a function refers to."""
     if not isinstance(function, FunctionType):
         return
     for code in codes_in(function.__code__):
@@ -345,7 +343,6 @@ def _is_importable(value: Any) -> bool:
 
 
 def _is_bound(function: Any) -> bool:
-    """Return whether a function is a method of an object, which it may change."""
     return not isinstance(getattr(function, "__self__", None), (type(None), type, ModuleType))
 
 
@@ -376,7 +373,6 @@ class CountedValues(dict[Key, Any]):
         self.update(blocks)
 
     def use(self, key: Key) -> None:
-        """Count one use of a value, and drop the value after its last one."""
         remaining_uses = self._uses[key] = self._uses[key] - 1
         if not remaining_uses:
             del self[key]
@@ -396,7 +392,6 @@ class LiveValues(CountedValues):
         self._live = defaultdict[int, int](int)  # by memory: number of values in it
 
     def add_inputs(self, blocks: Iterable[tuple[Key, Any]]) -> None:
-        """See `CountedValues.add_inputs`."""
         for key, block in blocks:
             self[key] = block
             self._inputs.add(_memory(block))

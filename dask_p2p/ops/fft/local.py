@@ -157,7 +157,6 @@ class LocalTransform:
         return tuple(result_shape)
 
     def _positions(self, axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-        """Return the axes of the block that correspond to these axes of the result."""
         return tuple((self.order or range(ndim)).index(axis) for axis in axes)
 
     def __call__(self, block: Array, index: Index = ()) -> Any:
@@ -225,13 +224,11 @@ class LocalTransform:
         return block.transpose(path.after)
 
     def _norm_of(self, name: str) -> str:
-        """Return the `norm` argument of one function; with `scale` set, one that does not scale."""
         if self.scale is None:
             return self.norm
         return "forward" if name.removesuffix("n") in INVERSE else "backward"
 
     def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the order of axes with the transformed axes last."""
         transformed_axes = {axis for _, axes, _ in self.steps for axis in axes}
         halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
         return tuple(sorted(order, key=lambda axis: (axis in transformed_axes, axis in halved)))

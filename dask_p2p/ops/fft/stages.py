@@ -200,7 +200,6 @@ def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
 def _checked_lengths(
     kind: str, x: DaskArray, s: Lengths, axes: Axes
 ) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the axes, and the length of the transform along each."""
     if not isinstance(s, (Sequence, type(None))):
         raise InputError(f"expected a sequence of lengths, one for each axis, got s={s!r}.")
     if axes is None:
@@ -258,7 +257,6 @@ def plan_local_transforms(
 def _steps_along(
     kind: str, special: int | None, axes: tuple[int, ...], lengths: dict[int, int]
 ) -> tuple[Step, ...]:
-    """Return the steps of a transform along axes that are whole."""
     complex_axes = tuple(axis for axis in axes if axis != special)
     name = "ifftn" if kind in INVERSE else "fftn"
     steps: list[Step] = []

@@ -220,7 +220,6 @@ class SourcePieces(tuple[Piece, ...]):
 
     @cached_property
     def indices(self) -> Sequence[tuple[Slices, Slices]]:
-        """The index of each piece in the source, and in the block."""
         return [(box_slices(src), box_slices(dst)) for _, src, dst in self]
 
 
@@ -278,7 +277,6 @@ class Lending(ABC):
     def read_pieces(
         self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
-        """Read pieces of an array of another rank, before `end` returns: if `lends_whole`."""
         raise NotImplementedError
 
     def lent_bytes(self, rank: int, size_bytes: int) -> Array | None:

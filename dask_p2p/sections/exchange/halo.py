@@ -61,7 +61,6 @@ class HaloArray:
         self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
 
     def fill_unread(self, value: Any) -> None:
-        """Set the corners that no exchange fills."""
         for box in self.layout.halo.unread:
             self.data[box_slices(box)] = value
 
@@ -175,7 +174,6 @@ class HaloLayout:
 
     @cached_property
     def local_box(self) -> Box:
-        """The whole local block, as a box in it."""
         return tuple((0, stop - start) for start, stop in self.halo.inner)
 
     @cached_property
@@ -221,7 +219,6 @@ class HaloExchange:
 
     @cached_property
     def is_worth_hiding_in_graph(self) -> bool:
-        """The same for exchanges by `enqueue`."""
         return self._moved.is_worth_hiding(self._elements, in_graph=True)
 
     def begin(
@@ -246,7 +243,6 @@ class HaloExchange:
         return Pending(halo_arrays, end, make_result)
 
     def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
-        """Fill the halos of any arrays with the layouts of this exchange."""
         for layout, data in zip(layouts, arrays, strict=True):
             layout.fill(data)
         end = self._moved.begin(arrays, False)
@@ -257,7 +253,6 @@ class HaloExchange:
                 layout.ends.fill(data)
 
     def can_enqueue(self) -> bool:
-        """Return whether `enqueue` can be used, after the first exchange, and prepare it."""
         return self._moved.can_enqueue()
 
     def enqueue(

@@ -44,7 +44,6 @@ class Partitions:
 
     @property
     def module(self) -> Any:
-        """The arrays' package."""
         return self._device.module
 
     def ranks(
@@ -245,7 +244,6 @@ class Pieces:
 
     @classmethod
     def one(cls, local_block: Array) -> Pieces:
-        """Return a complete local block as one piece."""
         ends = (0, local_block.shape[0] if local_block.ndim else 1)
         return cls(local_block.dtype, 0, ends, lambda _: local_block)
 

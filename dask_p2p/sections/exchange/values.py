@@ -61,16 +61,13 @@ class Encoded(NamedTuple):
 
     @property
     def on_device(self) -> list[Any]:
-        """The parts in the memory of a device, as arrays of bytes."""
         return [part for part in self.parts if not isinstance(part, _HOST_BYTES)]
 
     @property
     def in_host_memory(self) -> list[Any]:
-        """The other parts."""
         return [part for part in self.parts if isinstance(part, _HOST_BYTES)]
 
     def on_host(self, device: Host) -> Encoded:
-        """Return the value with all bytes in host memory."""
         return Encoded(self.description, [in_host_memory(part, device) for part in self.parts])
 
 
@@ -247,7 +244,6 @@ def in_host_memory(part: Any, device: Host) -> Any:
 
 
 def _bytes_of(array: Array, is_on_device: bool) -> Any:
-    """Return the bytes of an array: its own memory if it is contiguous."""
     if not array.size:
         return b""
     if is_on_device:

@@ -85,7 +85,6 @@ class _RankRun:
     arrays: Sequence[Sequence[Any]]
 
     def alone(self, context: TaskContext) -> Any:
-        """Run the function of the only rank."""
         ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
         with self._watch(ctx, context).record_attempt() as fields:
             with _raise_user_errors(self.rank):
@@ -154,7 +153,6 @@ class _RankRun:
     def _connect(
         self, rank_attempt: RankAttempt, order: Order, context: TaskContext
     ) -> tuple[Any, Watch]:
-        """Connect to the other ranks; return the context of the function, and its record."""
         connections = rank_attempt.connections
         connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
         reads_memory = "cma" in self.options.order("numpy")
@@ -265,7 +263,6 @@ def _leave_with_error(
 
 
 def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
-    """Return the size of a rank's outputs."""
     return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
 
 
@@ -292,7 +289,6 @@ def as_user_error(exc: BaseException, rank: int) -> Exception:
 
 
 def _dask_exceptions() -> tuple[type[Exception], ...]:
-    """Return the exception types that Dask does not pass to the user."""
     distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
     return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
@@ -342,7 +338,6 @@ def _as_section_error(exc: BaseException, rank: int) -> SectionError:
 
 
 def _describe(exc: BaseException) -> str:
-    """Return an exception's type and text."""
     text = ""
     with suppress(Exception):
         text = str(exc)[:_MOST_CHARS]

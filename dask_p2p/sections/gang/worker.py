@@ -73,7 +73,6 @@ class RankAttempt:
     # --- in the rank's thread
 
     def order_after(self, *states: str, timeout_s: float | None = None) -> Order:
-        """Wait while the order has one of the states, `timeout_s` at most; return the order."""
         with self._changed:
             self._changed.wait_for(lambda: self._order.state not in states, timeout_s)
             return self._order
@@ -130,7 +129,6 @@ class RankAttempt:
 
     @property
     def runs(self) -> bool:
-        """True while the function may run."""
         return self._order.state == "running"
 
     async def _until_done(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -230,12 +228,10 @@ class WorkerRanks:
 
     @rpc_handler
     async def forget(self, gang: str) -> dict[str, Any]:
-        """Drop the states of a gang."""
         self.saved.drop(gang)
         return {}
 
     async def register(self) -> None:
-        """Install the scheduler's plugin, once."""
         if not self._is_registered:
             await give_plugin(self.worker.scheduler)
             self._is_registered = True
@@ -290,7 +286,6 @@ class Progress:
     _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
 
     def advance(self, step: int) -> None:
-        """Set the number of steps done; log it from time to time."""
         self.step = step
         if self.logs:
             self._log(time.monotonic())

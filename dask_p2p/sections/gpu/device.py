@@ -123,7 +123,6 @@ class GpuLending(LentArrays, Lending):
     def _add(
         self, into: Array, array: Array, pieces: Sequence[Piece], axes: Sequence[int]
     ) -> list[_LargeCopy]:
-        """Add small pieces to the next launch; return the large ones."""
         large = self._batch.copy_pieces(into, array, pieces, axes)
         return [(into[box_slices(dst)], array[box_slices(src)], axes) for _, src, dst in large]
 
@@ -194,7 +193,6 @@ class GpuLending(LentArrays, Lending):
         return sum(array.nbytes for array in self._lent[rank])
 
     def _add_reads(self) -> list[_LargeCopy]:
-        """Add all small reads to the next launch; return the large ones."""
         # In diagonal order: no two ranks begin with the memory of the same one.
         rank, size = self._connections.rank_and_size
         self._reads.sort(key=lambda read: (read.rank - rank) % size)
@@ -265,7 +263,6 @@ class GraphLending(GpuLending):
 
     @property
     def is_complete(self) -> bool:
-        """True if this rank and all others read each other's memory."""
         _, size = self._connections.rank_and_size
         return len(self._near) == size - 1
 
@@ -286,7 +283,6 @@ class GraphLending(GpuLending):
             into[box_slices(box)] = np.full((), item, into.dtype)[()]
 
     def count_reads(self) -> None:
-        """Count the bytes that a replay reads from other ranks."""
         for rank, size_bytes in self._read_bytes.items():
             self._connections.count(rank, size_bytes)
 

@@ -217,7 +217,6 @@ class HaloWindows(HaloMover):
         self._slots = [slot | down for slot in slots]
 
     def _message_memory(self, rank: int, buffer: Array) -> Array:
-        """Return the buffer for messages from or to a rank."""
         if self._connections.carries(rank, buffer.nbytes):
             return buffer
         return _host_memory(buffer.nbytes)
@@ -266,7 +265,6 @@ def _buffer(memory: Array) -> Any:
 
 
 def _host_memory(size_bytes: int) -> Array:
-    """Return host memory for copies, pinned if possible."""
     with suppress(Exception):  # no pinned memory: copies are slower then
         return np.asarray(Pinned(size_bytes))[:size_bytes]
     return np.empty(size_bytes, np.uint8)

@@ -53,7 +53,6 @@ class GpuMessages:
         self._of_host = RegionExchange(connections, reads_memory)
 
     def prepare(self) -> None:
-        """Prepare exchanges, as `RegionExchange.prepare` does."""
         self._of_host.prepare()
 
     def bring(
@@ -173,7 +172,6 @@ class LentArrays:
         self._is_exported = False
 
     def _record(self, number: int) -> None:
-        """Record one of the events after the work of the stream so far."""
         if self._own_events is not None:
             self._gpu.stream.record(self._own_events.events[number])
 
@@ -249,7 +247,6 @@ class MessageLender(LentArrays, Lender):
         return copies
 
     def _mapped(self, peer: PeerMemory, descriptor: bytes) -> Any:
-        """Return another rank's array, mapped here; None if that is impossible."""
         mapped = try_share(self._gpu, partial(map_descriptor, peer, descriptor, _BYTE))
         return None if mapped is None else mapped[1][0][1]
 
@@ -284,7 +281,6 @@ class MessageLender(LentArrays, Lender):
             return in_host_memory(part, self._gpu)
 
     def _events(self) -> OwnEvents | None:
-        """Return this rank's events; None if they cannot be shared."""
         if self._own_events is None:
             self._own_events = try_share(self._gpu, lambda: OwnEvents(self._gpu, EVENTS))
         return self._own_events

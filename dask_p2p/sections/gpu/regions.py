@@ -202,7 +202,6 @@ class GpuRegions(RegionMover):
                 queue.permute(into[where], source, axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
-        """Record an event after the work of the stream so far; return it."""
         if self._events is None:  # no other rank waits
             return self._gpu.stream.record()
         return self._gpu.stream.record(self._events.events[number])
@@ -426,7 +425,6 @@ class RegionWindows:
             self._gpu.backend.permute_into(target, source, axes)
 
     def _prepared(self, call: ExchangeCall) -> _Copies:
-        """Return the copies of a call, with the regions in the present windows."""
         window, exchange, dtype = self._window, call.exchange, call.dtype
         assert window is not None, "`can_bring` has opened the windows"
         sends: list[list[_Copy]] = [[] for _ in range(SLOTS)]

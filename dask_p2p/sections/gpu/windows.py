@@ -85,7 +85,6 @@ class OwnEvents:
         }
 
     def descriptor(self, rank: int) -> bytes:
-        """Return the descriptor for a rank."""
         return json.dumps(self._descriptor).encode()
 
 
@@ -112,7 +111,6 @@ class OwnWindow(OwnEvents):
         self._descriptor["ipc_handle"] = asdict(cuda_ipc.export(self._memory))
 
     def memory(self, rank: int, slot: int) -> Array:
-        """Return the bytes of a slot."""
         start = self._starts[rank][slot]
         return self._memory[start : start + self._sizes_bytes[rank]]
 
@@ -168,12 +166,10 @@ class PeerMemory:
         return mapping.address + ipc_handle.offset_bytes
 
     def wait(self, stream: Any, number: int) -> None:
-        """Make a stream wait for the latest recording of one of the events."""
         self._runtime.streamWaitEvent(stream.ptr, self._events[number])
 
     @property
     def has_ended(self) -> bool:
-        """True if the other rank's process has ended: it reads no memory any more."""
         return PROCESSES.has_ended(self._peer.process)
 
     def _on_end(self, process: str) -> None:
@@ -247,7 +243,6 @@ class PeerWindow(PeerMemory):
         self._addresses: list[int] = [start + offset for offset in fields["starts"]]
 
     def address(self, slot: int) -> int:
-        """Return the mapped address of a slot."""
         return self._addresses[slot]
 
 
@@ -276,11 +271,9 @@ class DeviceBarrier:
             gpu.ending.append(self._end)
 
     def enqueue(self) -> None:
-        """Enqueue a barrier on the rank's stream, which is the current one."""
         self._kernel((1,), (_BARRIER_THREADS,), self._arguments)
 
     def _end(self) -> None:
-        """End all barriers of this rank's GPU, present and later ones."""
         ended = self._counters.data.ptr + COUNTERS_BYTES // 2
         runtime, copies = self._gpu.module.cuda.runtime, self._gpu.copies
         runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
@@ -355,7 +348,6 @@ def pack_descriptor(axis: int, pieces: tuple[RegionPiece, ...]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
-    """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
         (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**ipc_handle))

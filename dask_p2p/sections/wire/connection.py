@@ -65,12 +65,10 @@ class Connection:
 
     @property
     def is_unix(self) -> bool:
-        """True between two processes of one host."""
         return getattr(self.socket, "family", None) == socket.AF_UNIX
 
     @property
     def events(self) -> int:
-        """Poll events that the connection waits for."""
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
         hears = select.POLLRDHUP if self.uses_channel else 0
         is_reading = not self.has_received or (self.listens and not self._stops)
@@ -78,16 +76,13 @@ class Connection:
 
     @property
     def uses_channel(self) -> bool:
-        """True while a UCX message is in transit."""
         return self.channel is not None and self.channel.is_busy
 
     @property
     def all_received_bytes(self) -> int:
-        """Bytes received so far, those of messages included."""
         return self.received_bytes + self.mailbox.received_bytes
 
     def carries(self, size_bytes: int) -> bool:
-        """Return whether a message of this size goes by UCX."""
         return self.channel is not None and size_bytes >= tuning.current.ucx_message_bytes
 
     def channel_for(self, payload: Any) -> Channel | None:
@@ -254,7 +249,6 @@ class Connection:
         return check_call(header, (self.number, size_bytes, text), own_rank, rank)
 
     def _begin_payload(self, size_bytes: int) -> None:
-        """Begin to receive the payload of a call."""
         is_begun = self.payload is not None
         if not is_begun:
             self.payload = memoryview(bytearray(size_bytes))
@@ -341,14 +335,12 @@ class Connection:
         return self.channel is None or self.channel.has_received()
 
     def close(self) -> None:
-        """Close the connection, and drop messages in transit."""
         self.socket.close()
         if self.channel is not None:
             self.channel.close()
 
 
 def _bytes_of(buffer: Any) -> Any:
-    """Return a buffer as bytes; a GPU array already is an array of bytes."""
     if isinstance(buffer, memoryview):
         return buffer.cast("B")
     return memoryview(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer
@@ -387,7 +379,6 @@ class Channel:
         self._due_s: float | None = None  # deadline of the next part
 
     def open(self, offer: Any) -> None:
-        """Open the channel with the peer's `offer`."""
         first, closed = _OFFER.unpack(offer)
         self._messenger.reset_endpoint(self._address, closed)
         self._peers_tags = count(first)
@@ -399,7 +390,6 @@ class Channel:
             self._sending.append(self._messenger.send(self._address, part, tag, other_host=True))
 
     def receive(self, payload: Any) -> None:
-        """Begin to receive bytes that fill `payload`."""
         for part in _parts(payload):
             self._receiving.append(self._messenger.receive(part, next(self._own_tags)))
 
@@ -409,7 +399,6 @@ class Channel:
 
     @property
     def is_busy(self) -> bool:
-        """True if a message is in flight."""
         return bool(self._sending or self._receiving)
 
     def has_sent(self) -> bool:

@@ -71,11 +71,9 @@ class Connections(PointToPoint):
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """Own rank, and the number of ranks."""
         return self._rank, len(self._peers)
 
     def is_on_other_host(self, rank: int) -> bool:
-        """Return whether a rank is on another host than this one."""
         return host_of(self._peers[rank].endpoint) != host_of(self.endpoint)
 
     def carries(self, rank: int, size_bytes: int) -> bool:
@@ -92,11 +90,9 @@ class Connections(PointToPoint):
 
     @property
     def has_ended(self) -> bool:
-        """True once all further exchanges fail."""
         return self._is_woken or bool(self._failure)
 
     def close(self) -> None:
-        """Close all connections."""
         self.wake()
         self._join()
         self._setup.close()
@@ -238,7 +234,6 @@ class Connections(PointToPoint):
                     since_s = now_s
 
     def count(self, rank: int, size_bytes: int) -> None:
-        """Count bytes that came from a rank otherwise than in messages."""
         self._connections[rank].received_bytes += size_bytes
 
     @property
@@ -363,7 +358,6 @@ class GroupConnections(Connections):
 
     @property
     def is_alone(self) -> bool:  # type: ignore[override]
-        """True if the group has one rank."""
         return len(self._ranks) == 1
 
     @property
@@ -434,7 +428,6 @@ class OneRank(Connections):
         self._is_woken, self._failure, self.use_ucx = False, "", False
 
     def begin(self, *call: Any, **kwargs: Any) -> Callable[[], dict[int, memoryview]]:
-        """Return a function that returns the empty result."""
         return dict
 
 

@@ -63,7 +63,6 @@ class SentMessage:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the bytes that follow the header."""
         return sum(map(len, self.buffers[1:]))
 
     def is_done(self, sent_buffers: int) -> bool:
@@ -156,7 +155,6 @@ def offer_message(
 
 
 def _place_description(description: bytes) -> tuple[bool, list[bytes], bytes]:
-    """Return whether a description is in the header, the bytes that follow, and the header's."""
     length = len(description)
     if length <= ROOM_BYTES:
         return True, [], description

@@ -93,21 +93,18 @@ class PointToPoint(ABC):
         return connection
 
     def _connection_to(self, rank: int) -> Connection | None:
-        """Return the connection to a rank; None if that rank has yet to make it."""
         connection = self._connections.get(rank)
         if connection is None and self._rank < rank:
             connection = self.admit(rank, self._connect(rank))
         return connection
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
-        """Return an offer of arrays for a message; None if their bytes have to be sent."""
         if self.lender is None:
             return None
         self.complete()  # from now on no other thread moves messages
         return self.lender.offer(rank, arrays)
 
     def send_message(self, rank: int, message: SentMessage) -> None:
-        """Begin to send a message."""
         self.complete()
         self.has_messages = True
         self._sent[rank] += 1
@@ -163,7 +160,6 @@ class PointToPoint(ABC):
             self._post(rank, slots_message(name))
 
     def _wake(self, rank: int, connection: Connection) -> None:
-        """Wake a rank that has begun to sleep since this one filled its slot."""
         slots = connection.mailbox.slots
         if slots is not None and slots.peer_sleeps:
             self._post(rank, slots_message(b""))
@@ -180,7 +176,6 @@ class PointToPoint(ABC):
             raise self._broken(rank, exc) from exc
 
     def receive_message(self, rank: int, receive: Receive) -> None:
-        """Begin to receive the next message of a rank."""
         self.complete()
         self.has_messages = True
         connection = self._connection_to(rank)
@@ -394,12 +389,10 @@ class CurrentWait:
         self._number = self._logged = 0  # of the exchange, and of the last one in the log
 
     def begin(self, text: bytes) -> None:
-        """Record that an exchange begins."""
         self.text, self.since_s = text, inf
         self._number += 1
 
     def log_if_long(self, rank: int, size: int, waits_for: Collection[int]) -> None:
-        """Log once that a rank waits for others for long."""
         waited_s = time.perf_counter() - self.since_s
         if waited_s > self._timeout_s and self._logged != self._number:
             self._logged = self._number

@@ -49,12 +49,10 @@ class Bell:
                 os.eventfd_write(self._number, 1)
 
     def hush(self) -> None:
-        """Clear all rings so far."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._number)
 
     def close(self) -> None:
-        """Close the bell: later rings do nothing."""
         with self._lock:
             self._is_open = False
             os.close(self._number)
@@ -128,11 +126,9 @@ class Stream:
         return self._outgoing.write((data,))
 
     def recv_into(self, into: Any) -> int:
-        """Receive bytes that have arrived; return their number."""
         return self._incoming.read(memoryview(into))
 
     def is_ready(self, events: int) -> bool:
-        """Return whether one of these events of `select.poll` is ready."""
         reads = self._incoming.size_bytes > 0 or self._incoming.is_closed
         writes = self._outgoing.has_room or self._outgoing.is_closed
         return bool((reads and events & select.POLLIN) or (writes and events & select.POLLOUT))
@@ -224,7 +220,6 @@ class Strangers:
 
     @property
     def numbers(self) -> list[int]:
-        """File descriptors to poll, for `accepted`."""
         found = [stranger.made.fileno() for stranger in self._all]
         return found if self._is_full else [*found, self._listener.fileno()]
 
@@ -291,7 +286,6 @@ class Strangers:
         return found
 
     def close(self) -> None:
-        """Close the listener, and all unidentified connections."""
         self._listener.close()
         for stranger in self._all:
             stranger.made.close()
