@@ -353,7 +353,10 @@ def _read_known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
     stack = [
         key
         for key, task in graph.items()
-        if type(task).__name__ != "Future" and _is_known(scheduler.tasks.get(key), key in outputs)
+        if type(task).__name__ != "Future"
+        and (state := scheduler.tasks.get(key)) is not None
+        and state.run_spec is not None
+        and (key in outputs or state.state not in _GONE)
     ]
     tasks: dict[Key, Any] = {}
     while stack:
@@ -369,9 +372,3 @@ def _read_known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
         if state and state.who_has
     }
     return Known(tasks, sizes, Locations(holders, len(scheduler.workers)))
-
-
-def _is_known(state: Any, is_output: bool) -> bool:
-    if state is None or state.run_spec is None:
-        return False
-    return is_output or state.state not in _GONE

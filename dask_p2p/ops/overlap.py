@@ -268,10 +268,7 @@ def _map_by_dask(
     # The halo of the array with the most axes, the first of several.
     largest = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
     halo = halo_widths_of(plans[largest])
-    return _trim_blocks(y, _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis")))
-
-
-def _trim_blocks(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> DaskArray:
+    halo = _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, halo, strict=True)

@@ -101,7 +101,7 @@ class ClientStreams:
             self._add_dropped()  # first, so that ranks have them no longer than the client
             self._memory.check(self.ranks)
             self._add(CALL, arguments, first)
-            self._memory.add_call()
+            self._memory.live.update(range(self._memory.results))
             if self._keeping.is_due(self.log, self.ranks):
                 self._add(KEEP)
 
@@ -323,8 +323,8 @@ class HandleMemory:
             [_bytes_of(declared, keys) for declared, keys in zip(results, of_rank, strict=True)]
             for of_rank in outputs
         ]
-        self._results = len(results)
-        self._live = Counter[int]()  # handles by number of the result
+        self.results = len(results)
+        self.live = Counter[int]()  # handles by number of the result
 
     def check(self, ranks: Iterable[tuple[str, str, int]]) -> None:
         """Refuse one more call if a worker's handles would take too much: `MemoryLimitError`.
@@ -334,7 +334,7 @@ class HandleMemory:
         needed_bytes, limits = Counter[str](), dict[str, int]()
         for (address, _, limit_bytes), result_bytes in zip(ranks, self._bytes, strict=False):
             for number, size_bytes in enumerate(result_bytes):
-                needed_bytes[address] += (self._live[number] + 1) * size_bytes
+                needed_bytes[address] += (self.live[number] + 1) * size_bytes
             limits[address] = limit_bytes
         for address, size_bytes in needed_bytes.items():
             most_bytes = int(_MOST_MEMORY * limits[address])
@@ -347,11 +347,8 @@ class HandleMemory:
                     size_bytes - most_bytes,
                 )
 
-    def add_call(self) -> None:
-        self._live.update(range(self._results))
-
     def drop(self, numbers: Iterable[int]) -> None:
-        self._live.subtract(number % self._results for number in numbers)
+        self.live.subtract(number % self.results for number in numbers)
 
 
 def _bytes_of(declared: Declared, keys: Iterable[Key]) -> int:

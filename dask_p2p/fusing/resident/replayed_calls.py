@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from dask_p2p.backends.kernels.copies import whole_piece
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program, Superstep
 from dask_p2p.fusing.running.gang import ProgramContext, Runner, exchanging, on_device
-from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, quick_form, text_of
+from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, text_of
 from dask_p2p.fusing.running.program import ReadyProgram, parts_of
 from dask_p2p.sections.exchange.device import HOST, Host, HostLending, SourcePieces
 from dask_p2p.sections.gang.worker import Progress
@@ -177,7 +177,10 @@ class _CallGraph:
                 self._last[number] = block
         self._lending.flush()
         self._launch()
-        copies = [[self._empty_like(block) for block in array] for array in self._outputs]
+        copies = [
+            [_in_order_of(block, partial(self._gpu.empty, dtype=block.dtype)) for block in array]
+            for array in self._outputs
+        ]
         for array, source in zip(copies, self._outputs, strict=True):
             for into, block in zip(array, source, strict=True):
                 self._copy(into, block)
@@ -217,9 +220,6 @@ class _CallGraph:
         if block.nbytes:
             memory[...] = _PATTERN
         return _in_order_of(block, memory.view(block.dtype).reshape)
-
-    def _empty_like(self, block: Array) -> Array:
-        return _in_order_of(block, lambda shape: self._gpu.empty(shape, block.dtype))
 
     def _copy(self, into: Array, block: Array) -> None:
         if not _are_alike(block, into):
@@ -450,8 +450,3 @@ class HandleTable:
     def drop(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self.handles.pop(number, None)
-
-
-def message_of(value: Array) -> Any:
-    """Return a small NumPy array as an argument of a call in a message."""
-    return quick_form(value) or dumps(value)

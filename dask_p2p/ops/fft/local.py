@@ -223,11 +223,6 @@ class LocalTransform:
             block *= self.scale
         return block.transpose(path.after)
 
-    def _norm_of(self, name: str) -> str:
-        if self.scale is None:
-            return self.norm
-        return "forward" if name.removesuffix("n") in INVERSE else "backward"
-
     def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
         transformed_axes = {axis for _, axes, _ in self.steps for axis in axes}
         halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
@@ -258,7 +253,10 @@ def _plan_calls(
     for name, along, lengths in _merge_steps(transform.steps) if on_device else transform.steps:
         positions = tuple(map(best.index, along))
         arguments = (lengths, positions) if name.endswith("n") else (*lengths, *positions)
-        calls.append((name, arguments, transform._norm_of(name)))
+        norm = transform.norm
+        if transform.scale is not None:  # the call does not scale
+            norm = "forward" if name.removesuffix("n") in INVERSE else "backward"
+        calls.append((name, arguments, norm))
     before = tuple(axes[order.index(axis)] for axis in best)
     return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
 
@@ -292,17 +290,6 @@ def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return steps
     complex_step, special = sorted(steps, key=lambda step: not step[0].endswith("n"))
     return ((name, complex_step[1] + special[1], complex_step[2] + special[2]),)
-
-
-def transform_scale(kind: str, norm: str, elements: int) -> float:
-    """Return the scale factor of a transform over `elements` elements, along all of its axes.
-
-    >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "ortho", 4)
-    (0.125, 0.5)
-    """
-    if norm == "ortho":
-        return float(elements**-0.5)
-    return 1 / elements if (norm == "forward") != (kind in INVERSE) else 1.0
 
 
 @cache

@@ -33,7 +33,6 @@ from dask_p2p.ops.fft.local import (
     Step,
     find_input_chunks,
     run_stage,
-    transform_scale,
 )
 from dask_p2p.ops.fft.long_axes import LongAxis, find_long, transform_long_axis
 from dask_p2p.ops.rechunk import rechunk
@@ -239,7 +238,10 @@ def plan_local_transforms(
 ) -> list[LocalTransform | None]:
     """Return the transform of blocks at each stage; None for a stage without axes."""
     norm = norm or "backward"
-    total_scale = transform_scale(kind, norm, prod(lengths.values()))
+    elements = prod(lengths.values())
+    total_scale = 1 / elements if (norm == "forward") != (kind in INVERSE) else 1.0
+    if norm == "ortho":
+        total_scale = float(elements**-0.5)
     # Scale in the first stage: readers fetch finished blocks while later ones are scaled.
     first = min((number for number, axes in enumerate(stages) if axes), default=0)
     return [

@@ -181,17 +181,18 @@ class RegionExchange(RegionMover):
         receives = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
         received = connections.exchange(f"{call.text}, descriptors", descriptors, dict(receives))
         read = {rank: descriptor for rank, descriptor in received.items() if any(descriptor)}
+
+        def arriving_bytes(size_bytes: int) -> Array:
+            return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
+
         for rank in call.in_turn(connections, read):
             target = targets[rank]
             shape = call.exchange.shape_before(target.shape)
-            region = reads.read(rank, read[rank], shape, target, axes, self._arriving_bytes)
+            region = reads.read(rank, read[rank], shape, target, axes, arriving_bytes)
             connections.count(rank, target.nbytes)
             if region is not None:
                 NUMPY.permute_into(target, region, axes)
         return {rank for rank, descriptor in descriptors.items() if any(descriptor)}, {*read}
-
-    def _arriving_bytes(self, size_bytes: int) -> Array:
-        return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
 
 
 def regions_of(array: Array, boxes: Mapping[int, Sequence[Box]]) -> dict[int, Array]:
@@ -224,14 +225,14 @@ class Reads:
         nothing = bytes(process_memory.PROOF_BYTES)
         proof = process_memory.own_proof() if self._is_allowed else nothing
         proofs = self._connections.gather("probe of memory reads", proof)
-        self._pids = [self._readable_pid(rank, proof) for rank, proof in enumerate(proofs)]
+        self._pids = [0] * len(proofs)
+        for rank, its_proof in enumerate(proofs):
+            is_near = rank != self._rank and not self._connections.is_on_other_host(rank)
+            if is_near and self._is_allowed:
+                self._pids[rank] = process_memory.readable_pid(bytes(its_proof))
         row = bytes(map(bool, self._pids))
         rows = self._connections.gather("results of the probe of memory reads", row)
         self._readers = np.array([np.frombuffer(row, bool) for row in rows]).T
-
-    def _readable_pid(self, rank: int, proof: Any) -> int:
-        is_near = rank != self._rank and not self._connections.is_on_other_host(rank)
-        return process_memory.readable_pid(proof) if is_near and self._is_allowed else 0
 
     def reads_from(self, holder: int) -> bool:
         return bool(self._readers[holder, self._rank])

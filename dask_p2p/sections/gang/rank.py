@@ -245,6 +245,10 @@ def _start_messenger(ucx: UcxTransport | None) -> Messenger | None:
     return None
 
 
+def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
+    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
+
+
 def _leave_with_error(
     exc: Exception,  # of the function
     rank_attempt: RankAttempt,
@@ -262,10 +266,6 @@ def _leave_with_error(
     return None if is_itself and order.error == error else order
 
 
-def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
-    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
-
-
 @contextmanager
 def _raise_user_errors(rank: int) -> Iterator[None]:
     """Raise a `SectionError` for exceptions that Dask does not pass to the user."""
@@ -279,18 +279,15 @@ def _raise_user_errors(rank: int) -> Iterator[None]:
 
 def as_user_error(exc: BaseException, rank: int) -> Exception:
     """Return an exception itself; a `SectionError` for one that Dask does not pass to the user."""
-    if isinstance(exc, Exception) and not isinstance(exc, _dask_exceptions()):
+    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
+    of_dask = () if distributed is None else (distributed.Reschedule,)
+    if isinstance(exc, Exception) and not isinstance(exc, (StopIteration, *of_dask)):
         return exc
     # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
     # restart a task that raises Reschedule without end.
     named = _as_section_error(exc, rank)
     named.__cause__ = exc
     return named
-
-
-def _dask_exceptions() -> tuple[type[Exception], ...]:
-    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
-    return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
 
 def _raise_end(order: Order, options: Options) -> NoReturn:

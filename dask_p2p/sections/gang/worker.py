@@ -332,7 +332,10 @@ class Watch:
             key=self.key,
             start_s=self.start_s,
             stop_s=time.time(),
-            stages=self._stages(),
+            stages=tuple(
+                Stage(self.workers[rank], LINK, received_bytes, waited_s)
+                for rank, received_bytes, waited_s in sorted(self.connections.received)
+            ),
             worker=self.context.address,
             shape=ranks.shape(self.rank) if is_made else (),
             dtype="" if self.dtype is None else str(self.dtype),
@@ -346,7 +349,3 @@ class Watch:
             error=error[:REASON_CHARS],
             wanted_bytes=0 if is_running else None,
         )
-
-    def _stages(self) -> tuple[Stage, ...]:
-        received = sorted(self.connections.received)
-        return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

@@ -179,7 +179,11 @@ class GpuLending(LentArrays, Lending):
             self._record(READ)
         most_bytes = tuning.current.lent_bytes
         owed = [rank for rank in read if self._owed_bytes[rank] >= most_bytes]
-        full_ranks = [rank for rank in readers if self._lent_bytes(rank) >= most_bytes]
+        full_ranks = [
+            rank
+            for rank in readers
+            if sum(array.nbytes for array in self._lent[rank]) >= most_bytes
+        ]
         if owed or full_ranks:
             receives = {rank: bytearray() for rank in full_ranks}
             call = f"{text}, read by GPUs"
@@ -188,9 +192,6 @@ class GpuLending(LentArrays, Lending):
             del self._owed_bytes[rank]
         for rank in full_ranks:
             self._release(rank, len(self._lent[rank]))
-
-    def _lent_bytes(self, rank: int) -> int:
-        return sum(array.nbytes for array in self._lent[rank])
 
     def _add_reads(self) -> list[_LargeCopy]:
         # In diagonal order: no two ranks begin with the memory of the same one.

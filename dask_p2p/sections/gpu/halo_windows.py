@@ -219,7 +219,9 @@ class HaloWindows(HaloMover):
     def _message_memory(self, rank: int, buffer: Array) -> Array:
         if self._connections.carries(rank, buffer.nbytes):
             return buffer
-        return _host_memory(buffer.nbytes)
+        with suppress(Exception):  # no pinned memory: copies are slower then
+            return np.asarray(Pinned(buffer.nbytes))[: buffer.nbytes]
+        return np.empty(buffer.nbytes, np.uint8)
 
     def _in_window(self, window: OwnWindow, slot: int) -> dict[int, Packed]:
         return {
@@ -262,9 +264,3 @@ def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_Byte
 
 def _buffer(memory: Array) -> Any:
     return memory.data if isinstance(memory, np.ndarray) else memory
-
-
-def _host_memory(size_bytes: int) -> Array:
-    with suppress(Exception):  # no pinned memory: copies are slower then
-        return np.asarray(Pinned(size_bytes))[:size_bytes]
-    return np.empty(size_bytes, np.uint8)

@@ -64,10 +64,6 @@ class Connection:
     may_share_slots: bool = False  # whether this end makes slots with its first small message
 
     @property
-    def is_unix(self) -> bool:
-        return getattr(self.socket, "family", None) == socket.AF_UNIX
-
-    @property
     def events(self) -> int:
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
         hears = select.POLLRDHUP if self.uses_channel else 0
@@ -76,11 +72,8 @@ class Connection:
 
     @property
     def uses_channel(self) -> bool:
-        return self.channel is not None and self.channel.is_busy
-
-    @property
-    def all_received_bytes(self) -> int:
-        return self.received_bytes + self.mailbox.received_bytes
+        channel = self.channel
+        return channel is not None and bool(channel.sending or channel.receiving)
 
     def carries(self, size_bytes: int) -> bool:
         return self.channel is not None and size_bytes >= tuning.current.ucx_message_bytes
@@ -374,8 +367,8 @@ class Channel:
         first = _FIRST_TAG + secrets.randbits(60)
         self.offer = _OFFER.pack(first, messenger.count_closed(address))
         self._own_tags = count(first)
-        self._sending = deque[Message]()
-        self._receiving = deque[Message]()
+        self.sending = deque[Message]()
+        self.receiving = deque[Message]()
         self._due_s: float | None = None  # deadline of the next part
 
     def open(self, offer: Any) -> None:
@@ -387,36 +380,32 @@ class Channel:
         """Begin to send bytes, which must not change until `has_sent` returns True."""
         for part in _parts(payload):
             tag = next(self._peers_tags)
-            self._sending.append(self._messenger.send(self._address, part, tag, other_host=True))
+            self.sending.append(self._messenger.send(self._address, part, tag, other_host=True))
 
     def receive(self, payload: Any) -> None:
         for part in _parts(payload):
-            self._receiving.append(self._messenger.receive(part, next(self._own_tags)))
+            self.receiving.append(self._messenger.receive(part, next(self._own_tags)))
 
     def expect(self) -> None:
         """Start the deadline of the next part: the peer has begun to send."""
         self._due_s = time.monotonic() + self._timeout_s
 
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._sending or self._receiving)
-
     def has_sent(self) -> bool:
         """Return whether all messages were sent; raise `TransferError` if one failed."""
-        _drop_done(self._sending)
-        return not self._sending
+        _drop_done(self.sending)
+        return not self.sending
 
     def has_received(self) -> bool:
         """Return whether all messages have arrived; raise `TransferError` if one failed."""
-        if _drop_done(self._receiving):
+        if _drop_done(self.receiving):
             self.expect()
-        if self._receiving and self._due_s is not None and time.monotonic() > self._due_s:
+        if self.receiving and self._due_s is not None and time.monotonic() > self._due_s:
             raise TransferError(f"no bytes within {self._timeout_s:g} s", is_silence=True)
-        return not self._receiving
+        return not self.receiving
 
     def close(self) -> None:
         """Give up messages in flight. Their memory is kept until UCX no longer uses it."""
-        for message in (*self._sending, *self._receiving):
+        for message in (*self.sending, *self.receiving):
             message.give_up(self._timeout_s)
 
 

@@ -145,7 +145,9 @@ class Connections(PointToPoint):
         for to, sources in (([], below), (above, []), ([], above), (below, [])):
             receives = {source: bytearray() for source in sources}
             self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
-        self.check_messages()
+        for peer, connection in self._connections.items():
+            connection.mailbox.take_slot()
+            connection.mailbox.check_read(self._rank, peer)
 
     def begin(
         self,
@@ -226,11 +228,16 @@ class Connections(PointToPoint):
                 ready = self._wait()
             is_first = False
             for rank in ready:
-                self._advance(rank, self._connections[rank])
-                if rank not in self._waiting:
+                connection = self._connections[rank]
+                try:
+                    is_done = connection.advance(self._current.text, self._rank, rank)
+                except (OSError, TransferError) as exc:
+                    raise self._broken(rank, exc) from exc
+                if is_done:
+                    self._waiting.discard(rank)
                     now_s = time.perf_counter()
                     waited_s = now_s - max(since_s, self._current.since_s)
-                    self._connections[rank].waited_s += max(0.0, waited_s)
+                    connection.waited_s += max(0.0, waited_s)
                     since_s = now_s
 
     def count(self, rank: int, size_bytes: int) -> None:
@@ -241,7 +248,12 @@ class Connections(PointToPoint):
         """Rank, bytes received and seconds waited of each connection. Thread-safe."""
         connections = self._connections.copy().items()
         return [
-            (r, connection.all_received_bytes, connection.waited_s) for r, connection in connections
+            (
+                rank,
+                connection.received_bytes + connection.mailbox.received_bytes,
+                connection.waited_s,
+            )
+            for rank, connection in connections
         ]
 
     def _begin(self, rank: int, connection: Connection) -> None:
@@ -265,15 +277,6 @@ class Connections(PointToPoint):
                 self._waiting.discard(rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
-
-    def _advance(self, rank: int, connection: Connection) -> None:
-        """Send and receive on a connection without blocking."""
-        try:
-            is_done = connection.advance(self._current.text, self._rank, rank)
-        except (OSError, TransferError) as exc:
-            raise self._broken(rank, exc) from exc
-        if is_done:
-            self._waiting.discard(rank)
 
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""

@@ -80,13 +80,6 @@ def inline_start(tag: int, communicator: int, description: bytes) -> bytes:
     return _START.pack(tag, 0, VALUE, communicator, len(description)) + description
 
 
-def header_before(tag: int, communicator: int, description: bytes, size_bytes: int) -> bytes:
-    """Return the header of a message with the description of a value, whose bytes follow."""
-    return HEADER.pack(
-        tag, size_bytes, LABEL.pack(VALUE, communicator, len(description)) + description
-    )
-
-
 def inline_format(length: int, elements: str) -> struct.Struct:
     """Return the format of such a header with a value of these elements.
 

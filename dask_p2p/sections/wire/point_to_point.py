@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import select
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -85,7 +86,9 @@ class PointToPoint(ABC):
         connection.mailbox.rank, connection.mailbox.lender = rank, self.lender
         # The lower rank makes slots as soon as it sends a small message.
         polls = self._rank < rank and self._spin_s > 0.0 and HAS_ORDERED_STORES
-        connection.may_share_slots = polls and connection.is_unix
+        connection.may_share_slots = polls and (
+            getattr(connection.socket, "family", None) == socket.AF_UNIX
+        )
         for sent in self._unsent.pop(rank, []):
             connection.post(sent)
         for receive in self._posted.pop(rank, []):
@@ -288,7 +291,9 @@ class PointToPoint(ABC):
         if not found[1]:
             ranks = self._waiting or {*(self._awaited or ())[:1]}
             self._current.log_if_long(self._rank, len(self._peers), ranks)
-        self._check_awake()
+        if self._is_woken:
+            self._setup.bell.ring()  # so that the next wait ends, too
+            raise AttemptEndedError("the attempt has ended")
         return found
 
     def _wake_up(self) -> None:
@@ -296,17 +301,6 @@ class PointToPoint(ABC):
         for slots in self._asleep:
             slots.sleeps = False
         self._asleep.clear()
-
-    def _check_awake(self) -> None:
-        if self._is_woken:
-            self._setup.bell.ring()  # so that the next wait ends, too
-            raise AttemptEndedError("the attempt has ended")
-
-    def check_messages(self) -> None:
-        """Raise `SectionError` if this rank has not received all messages of the other ranks."""
-        for peer, connection in self._connections.items():
-            connection.mailbox.take_slot()
-            connection.mailbox.check_read(self._rank, peer)
 
 
 _LOOKS = 4  # checks for lost connections within one timeout

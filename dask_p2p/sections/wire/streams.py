@@ -324,7 +324,8 @@ def reserve_files(ranks: int, others: int) -> None:
         If the hard limit is too low for these connections and the files that are open already.
     """
     with _raising:
-        soft, hard = (_file_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
         needed = len(os.listdir("/proc/self/fd")) + ranks * others
         if needed > hard:
             raise SectionError(
@@ -333,8 +334,7 @@ def reserve_files(ranks: int, others: int) -> None:
             )
         wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * ranks)
         if soft < wanted:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
 
 
 def check_files(exc: OSError) -> None:
@@ -345,7 +345,3 @@ def check_files(exc: OSError) -> None:
             f"expected room for one more open file in a worker's process, got a limit of {soft}: "
             f"{exc}. Close files that the function opens. {_REMEDY}"
         ) from exc
-
-
-def _file_limit(limit: int) -> float:
-    return inf if limit == resource.RLIM_INFINITY else limit
