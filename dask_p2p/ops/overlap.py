@@ -217,11 +217,7 @@ def _split_arguments(
 
 
 def _map_in_assembly(
-    func: Callable[..., Any],
-    x: DaskArray,
-    plan: GridPlan,
-    trim: bool,
-    kwargs: Mapping[str, Any],
+    func: Callable[..., Any], x: DaskArray, plan: GridPlan, trim: bool, kwargs: Mapping[str, Any]
 ) -> DaskArray:
     """Return the array whose tasks assemble blocks with their halo and call the function."""
     dtype, meta = kwargs.get("dtype"), kwargs.get("meta")

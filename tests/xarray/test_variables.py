@@ -35,10 +35,7 @@ CALLS = {
     "iterate": lambda a: a.p2p.iterate(rotate, {"x": 1}, 2, fields=fields_of(a)),
 }
 #: Of arrays alone.
-TRANSFORMS = {
-    "fft": lambda a: a.p2p.fft("x"),
-    "ifft": lambda a: a.p2p.ifft("x", prefix=""),
-}
+TRANSFORMS = {"fft": lambda a: a.p2p.fft("x"), "ifft": lambda a: a.p2p.ifft("x", prefix="")}
 
 
 def fields_of(a):

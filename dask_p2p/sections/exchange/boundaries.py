@@ -311,10 +311,7 @@ def _parts(
     box = tuple((low, low + size) for low, size in zip(lows, sizes, strict=True))
     for axis, axis_ends in enumerate(boundary):
         (low, high), (before, after) = box[axis], both_ends(axis_ends)
-        for end, start, stop in (
-            (before, low, min(high, 0)),
-            (after, max(low, shape[axis]), high),
-        ):
+        for end, start, stop in ((before, low, min(high, 0)), (after, max(low, shape[axis]), high)):
             part = (*box[:axis], (start, stop), *box[axis + 1 :])
             if start < stop and box_size(part) and (end == ODD or not isinstance(end, str)):
                 yield axis, end, part

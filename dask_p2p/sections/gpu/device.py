@@ -43,10 +43,7 @@ class Gpu(GpuStreams):
     """The GPU of a rank, with its exchanges."""
 
     def __init__(
-        self,
-        connections: Connections = ONE_RANK,
-        has_windows: bool = True,
-        part_bytes: int = 0,
+        self, connections: Connections = ONE_RANK, has_windows: bool = True, part_bytes: int = 0
     ) -> None:
         super().__init__(connections, has_windows, part_bytes)
         if not connections.is_alone:

@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import (
-    InputError,
-    MemoryLimitError,
-    SectionError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import InputError, MemoryLimitError, SectionError, UnsupportedArrayError
 from dask_p2p.fusing.resident.commands import CommandQueues
 from tests.fusing.programs import array, same_bits
 from tests.fusing.support import OPERATIONS, integers, smooth

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.commands import (
-    CALL,
-    DROP,
-    FETCH,
-    KEEP,
-    CommandLog,
-    CommandQueue,
-)
+from dask_p2p.fusing.resident.commands import CALL, DROP, FETCH, KEEP, CommandLog, CommandQueue
 from tests.support import tune
 
 SIZE, MOST = 3, 12

@@ -13,14 +13,7 @@ from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connections import Connections
-from tests.sections.gpu.test_regions import (
-    PAIR,
-    SLABS,
-    fail_on_rank,
-    filled,
-    overwritten,
-    run,
-)
+from tests.sections.gpu.test_regions import PAIR, SLABS, fail_on_rank, filled, overwritten, run
 from tests.sections.gpu.test_regions import there_and_back as both_ways
 from tests.simulation.streams import RaceError
 from tests.support import pairwise, tune
@@ -41,8 +34,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "exchange"),
-    pairwise([PAIR, SLABS, RankGrid(((20, 28), (16, 24)), (2, 2))], ORDERS),
+    ("ranks", "exchange"), pairwise([PAIR, SLABS, RankGrid(((20, 28), (16, 24)), (2, 2))], ORDERS)
 )
 def test_values(gpu, in_place, ranks, exchange):
     run(gpu, ranks, partial(both_ways, gpu, times=3, exchange=exchange))

@@ -102,9 +102,7 @@ def there_and_back(gpu, ctx, local_block, times=2, **kwargs):
 @pytest.mark.parametrize(
     ("part_bytes", "ranks", "has_windows"),
     pairwise(
-        [0, PART_BYTES, 2**14],
-        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
-        [True, False],
+        [0, PART_BYTES, 2**14], [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))], [True, False]
     ),
 )
 def test_values(gpu, through_host, part_bytes, ranks, has_windows):
@@ -549,9 +547,7 @@ def one_piece_for_all(monkeypatch):
     original = PeerMemory.wait
     first = WRITTEN
     monkeypatch.setattr(
-        PeerMemory,
-        "wait",
-        lambda peer, stream, number: original(peer, stream, min(number, first)),
+        PeerMemory, "wait", lambda peer, stream, number: original(peer, stream, min(number, first))
     )
 
 
