@@ -109,7 +109,7 @@ class LockedError(Exception):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("kind", [LockedError, StopIteration])
+@pytest.mark.parametrize("kind", [LockedError, StopIteration, SystemExit])
 def test_an_exception_that_becomes_another_one_keeps_its_notes(client, kind):
     def failing(block, block_id=None):
         if block_id == (3, 0):
@@ -138,18 +138,6 @@ def rows_of(block):
 
 def first_rows(rows, block):
     return block + sum(next(row)[0] for row in rows)
-
-
-def test_an_exit_ends_no_worker(client):
-    def leaving(block):
-        raise SystemExit(3)
-
-    _, x = array()
-    y = x.map_blocks(leaving, meta=x._meta, name="leaving-blocks")
-    with pytest.raises(SectionError, match="SystemExit: 3") as caught:
-        dask_p2p.fused(y).compute()
-    assert "In task ('leaving-blocks', " in caught.value.__notes__[0]
-    assert len(client.nthreads()) == 2
 
 
 def test_two_gangs_and_other_tasks(client):
