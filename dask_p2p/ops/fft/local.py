@@ -214,9 +214,12 @@ class LocalTransform:
             options: dict[str, Any] = {"norm": norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
-                if not backend.on_device and (columns := _columns_of_call(block, name, arguments)):
-                    transform_columns(function, block, arguments[1][0], columns, norm)
-                    continue
+                if not backend.on_device and name.endswith("n"):
+                    lengths, axes = arguments
+                    is_whole = lengths == tuple(block.shape[axis] for axis in axes)
+                    if is_whole and (columns := columns_of(block, axes)):
+                        transform_columns(function, block, axes[0], columns, norm)
+                        continue
             block = function(block, *arguments, **options)
             is_own = True
         if self.scale not in (None, 1.0):
@@ -259,15 +262,6 @@ def _plan_calls(
         calls.append((name, arguments, norm))
     before = tuple(axes[order.index(axis)] for axis in best)
     return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
-
-
-def _columns_of_call(block: Any, name: str, arguments: tuple[Any, ...]) -> int:
-    """Return the number of columns that a call in host memory transforms at a time; 0: all."""
-    if not name.endswith("n"):
-        return 0
-    lengths, axes = arguments
-    is_whole = lengths == tuple(block.shape[axis] for axis in axes)
-    return columns_of(block, axes) if is_whole else 0
 
 
 def _make_contiguous(array: Any) -> Any:

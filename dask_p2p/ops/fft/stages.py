@@ -66,7 +66,11 @@ def transform_array(
     if chunks is not None or any(len(x.chunks[axis]) > 1 for axis in along):
         check_chunks_are_known(x)
     special = None if kind in ("fft", "ifft") else along[-1]
-    x = _crop(kind, x, special, lengths)
+    cropped = dict(lengths)
+    if special is not None and kind in TO_REAL:
+        cropped[special] = lengths[special] // 2 + 1
+    if any(n < x.shape[axis] for axis, n in cropped.items()):
+        x = x[tuple(slice(cropped.get(axis)) for axis in range(x.ndim))]
     between = complex_dtype(x.dtype)
     transform = plan_transform(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
     # Unknown chunk sizes remain unknown where no exchange is needed.
@@ -90,15 +94,6 @@ def transform_array(
     for number, (stage, local) in enumerate(zip(path, local_steps, strict=True)):
         x = _run_stage(x, stage, transform, local, is_first=number == 0)
     return x
-
-
-def _crop(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
-    cropped = dict(lengths)
-    if special is not None and kind in TO_REAL:
-        cropped[special] = lengths[special] // 2 + 1
-    if all(n >= x.shape[axis] for axis, n in cropped.items()):
-        return x
-    return x[tuple(slice(cropped.get(axis)) for axis in range(x.ndim))]
 
 
 def plan_transform(

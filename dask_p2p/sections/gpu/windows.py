@@ -360,21 +360,12 @@ def map_descriptor(
 ) -> tuple[int, list[tuple[int, Any]]]:
     """Return another rank's region, mapped here: its axis, and its pieces with their numbers."""
     axis, pieces = _parse_descriptor(bytes(descriptor))
-    return axis, [
-        (number, _piece(memory, ipc_handle, length, strides, dtype))
-        for number, length, strides, ipc_handle in pieces
-    ]
-
-
-def _piece(
-    memory: PeerMemory,
-    ipc_handle: cuda_ipc.IpcHandle,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: DType,
-) -> Any:
-    _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
-    return cuda_ipc.array_at(memory.mapped(ipc_handle, size_bytes), shape, strides, dtype)
+    arrays = []
+    for number, shape, strides, ipc_handle in pieces:
+        _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
+        address = memory.mapped(ipc_handle, size_bytes)
+        arrays.append((number, cuda_ipc.array_at(address, shape, strides, dtype)))
+    return axis, arrays
 
 
 # Events of a process that has ended: ends the waits of this process's streams for them.

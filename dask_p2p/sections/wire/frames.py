@@ -230,14 +230,5 @@ def _remedy(first: str, second: str) -> str:
     return "Give the same arguments, and values of one shape and dtype, on all ranks."
 
 
-def missing_message_error(own_rank: int, call: str, rank: int, its_call: str) -> SectionError:
-    """Return the error of a rank that waits for a message of one that makes a call of all ranks."""
-    return SectionError(
-        f"expected a message of rank {rank} for {call} of rank {own_rank}, but rank {rank} called "
-        f"{its_call}. Let it send first, ctx.send(value, dest={own_rank}), and make the other "
-        f"calls in the same order on all ranks."
-    )
-
-
 def _decoded(text: bytes) -> str:
     return text.rstrip(b"\0").decode(errors="replace")

@@ -16,13 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
 from dask_p2p.sections.wire.endpoint import ConnectionSetup, is_lost
 from dask_p2p.sections.wire.frames import (
     TEXT_BYTES,
     SentMessage,
-    missing_message_error,
     slots_message,
 )
 from dask_p2p.sections.wire.mailbox import (
@@ -126,7 +125,10 @@ class PointToPoint(ABC):
             self._unsent.setdefault(rank, []).append(message)
             return
         connection.post(message)
-        self._flush(rank, connection)
+        try:
+            connection.send()
+        except (OSError, TransferError) as exc:
+            raise self._broken(rank, exc) from exc
 
     def send_small(self, rank: int, frame: bytes) -> bool:
         """Send a message that fits in a slot; return False if anything has to go before it."""
@@ -204,7 +206,12 @@ class PointToPoint(ABC):
             if not receive.has_begun and connection is not None and connection.call:
                 self._move(rank, connection)  # the rank may have sent it before that call
                 if not receive.has_begun:
-                    raise missing_message_error(self._rank, call, rank, connection.call)
+                    raise SectionError(
+                        f"expected a message of rank {rank} for {call} of rank {self._rank}, but "
+                        f"rank {rank} called {connection.call}. Let it send first, "
+                        f"ctx.send(value, dest={self._rank}), and make the other calls in the "
+                        f"same order on all ranks."
+                    )
             return receive.is_complete
 
         self._awaited = rank, call
@@ -251,12 +258,6 @@ class PointToPoint(ABC):
             connection.receive_messages()
             if connection.sending:  # answers
                 connection.send()
-        except (OSError, TransferError) as exc:
-            raise self._broken(rank, exc) from exc
-
-    def _flush(self, rank: int, connection: Connection) -> None:
-        try:
-            connection.send()
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
