@@ -133,7 +133,6 @@ class AtScheduler:
         annotations: Sequence[str] = (),
         declared: Mapping[str, DeclaredBlocks] = {},
     ) -> Any:
-        """Return the graph of a gang, or one that fails; None if Dask runs its own tasks."""
         try:
             return self._fused(graph, keys, annotations, declared)
         except UnsupportedArrayError as exc:

@@ -381,14 +381,12 @@ class GpuMap:
     options: Options = field(default_factory=options)
 
     def halo(self, axis: int, index: Index) -> Range:
-        """Return the halo of the result along an axis, by the first array with this axis."""
         for argument in self.arguments:
             if (array_axis := argument.own_axis(axis, self.sizes)) is not None:
                 return argument.halo[array_axis][argument.own_index(index)[array_axis]]
         return 0, 0
 
     def result_shape(self, index: Index, length: int) -> tuple[int, ...]:
-        """Return the shape of the function's result for a part of this length, with its halo."""
         shape = list(block_shape(self.chunks, index))
         if self.reduce is None:
             shape = [n + sum(self.halo(axis, index)) for axis, n in enumerate(shape)]

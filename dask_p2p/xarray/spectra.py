@@ -160,7 +160,6 @@ def _read_frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
 
 
 def _measure_spacing(values: Any, coordinate: Any) -> tuple[float, float]:
-    """Return the first number of a coordinate, and its mean spacing."""
     labels, name = host_values(coordinate.variable), coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
     # Rounded numbers are not exactly evenly spaced.

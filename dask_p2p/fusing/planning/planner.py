@@ -219,7 +219,6 @@ class _Writer:
         return self._owners.get(key, rank) == rank
 
     def _read(self, key: Key, rank: int, superstep: int) -> None:
-        """Record that a task of a rank reads a whole value."""
         self._uses[rank][key] += 1
         if not self._is_local(key, rank):
             first = self._wholes.get((key, rank), superstep)

@@ -111,7 +111,6 @@ class ClientStreams:
             self._memory.drop(dropped)
 
     def _add(self, kind: str, *arguments: Any) -> int:
-        """Send a command; return its number."""
         self._check_runs()
         number = self.log.add(kind, *arguments)
         if not self._is_awake:
@@ -120,7 +119,6 @@ class ClientStreams:
         return number
 
     def request(self, kind: str, *arguments: Any) -> list[Any]:
-        """Send a request; return the answers of all ranks, by rank."""
         with self._changed:
             number = self._add(kind, *arguments)
             self._awaited_requests.add(number)
@@ -296,7 +294,6 @@ class KeepingRule:
         self._last_s = float("-inf")
 
     def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
-        """Return whether a checkpoint is due, after a call."""
         if log.is_keeping:
             return False
         if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints

@@ -115,7 +115,6 @@ class ResidentRunner(Runner):
         self._messages.failed_value = self._failed_value
 
     def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
-        """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._values = self._ready.values(self._assembling.is_lent)
         try:

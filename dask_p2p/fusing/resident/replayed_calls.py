@@ -51,31 +51,20 @@ _T = TypeVar("_T")
 
 
 class ReplayedCalls:
-    """The calls of one rank.
-
-    Parameters
-    ----------
-    ctx, ready
-        Context and program of the rank.
-    table
-        Its handles, which become arguments of later calls.
-    run : callable
-        Runs the program once: returns its outputs, from the inputs and the number of the call.
-    """
+    """The calls of one rank."""
 
     def __init__(
         self,
         ctx: ProgramContext,
         ready: ReadyProgram,
-        table: HandleTable,
-        run: Callable[[Sequence[Any], int], list[list[Any]]],
+        table: HandleTable,  # its handles, which become arguments of later calls
+        run: Callable[[Sequence[Any], int], list[list[Any]]],  # from inputs and number of the call
     ) -> None:
         self._ctx, self._ready, self._table, self._run = ctx, ready, table, run
         self._calls = 0
         self._replay: _CallGraph | None = None
 
     def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
-        """Return the output blocks by array, from the blocks of the inputs."""
         count, self._calls = self._calls, self._calls + 1
         first, gpu = tuning.current.replay_after_calls, self._ctx.device
         if self._replay is not None and count >= first + _VERIFIED_CALLS:
@@ -298,24 +287,14 @@ def _is_replayable(value: Any, visited: set[int]) -> bool:
 
 
 class GraphRunner(Runner):
-    """Runs a program with the same exchanges on all ranks.
-
-    Parameters
-    ----------
-    ctx, ready
-        As for `Runner`.
-    lending
-        The memory of arrays that other ranks read.
-    exchanging
-        The supersteps with an exchange of any rank.
-    """
+    """Runs a program with the same exchanges on all ranks."""
 
     def __init__(
         self,
         ctx: ProgramContext,
         ready: ReadyProgram,
-        lending: GraphLending,
-        exchanging: frozenset[int],
+        lending: GraphLending,  # the memory of arrays that other ranks read
+        exchanging: frozenset[int],  # the supersteps with an exchange of any rank
     ) -> None:
         super().__init__(ctx, ready, (HostLending(ctx.connections), lending))
         self._progress = Progress()  # that of the rank counts calls

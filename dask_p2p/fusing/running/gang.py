@@ -92,7 +92,6 @@ class Runner:
         self._enqueued = 0  # supersteps so far
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
-        """Return the output blocks of this rank by array, from the blocks of its inputs."""
         program, values = self._program, self._values
         values.add_inputs(zip(self._ready.inputs, blocks, strict=True))
         self._add_literals()
@@ -338,7 +337,6 @@ class FusedGang:
     prefix: ClassVar[str] = PREFIX
 
     def with_values(self, values: Mapping[int, Any]) -> FusedGang:
-        """Return the gang of a call with values, by number of the argument."""
         if not values:
             return self
         token = tokenize(self.own_token, sorted(values.items()))

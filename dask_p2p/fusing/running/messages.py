@@ -68,7 +68,6 @@ class Messages:
         self.failed_value: Callable[[Exception], FailedValue] | None = None
 
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
-        """Send and receive the items of a superstep; add received whole values to `values`."""
         text = text_of(number)
         memories = self.assembling.memories
         for memory in memories:
@@ -223,7 +222,6 @@ class _Unpacking:
             self._arrays = PackedArrays(message[aligned(_HEADER.size + length) :])
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
-        """Take the items of the message: values, and regions of the blocks that are assembled."""
         for number, item in enumerate(items):
             if number in self._failed:
                 key = item.received_key
@@ -286,24 +284,13 @@ _ALIGNMENT_BYTES = 16  # of the arrays in a message
 
 
 class PackedArrays:
-    """Packed arrays, in their order.
-
-    Parameters
-    ----------
-    message
-        The arrays' bytes, if they are in the message.
-    size_bytes
-        Otherwise their size.
-    read
-        Otherwise the function that reads bytes of the sender. Its arguments are a position and a
-        number of bytes.
-    """
+    """Packed arrays, in their order."""
 
     def __init__(
         self,
-        message: memoryview,
-        size_bytes: int = 0,
-        read: Callable[[int, int], memoryview] | None = None,
+        message: memoryview,  # the bytes of the arrays, if they are in it
+        size_bytes: int = 0,  # otherwise their size
+        read: Callable[[int, int], memoryview] | None = None,  # reads bytes of the sender
     ) -> None:
         self._part: memoryview | None = message
         self._start, self._stop = 0, len(message) if read is None else 0  # position of the part

@@ -59,15 +59,7 @@ class ReadyStep(NamedTuple):
 
 
 class ReadyProgram:
-    """The program of a rank, for one run or many.
-
-    Parameters
-    ----------
-    program
-        The program.
-    runs_again
-        Whether it runs again: then no run changes its functions and literals.
-    """
+    """The program of a rank, for one run; or for many, which leave functions and literals alone."""
 
     def __init__(self, program: Program, runs_again: bool = False) -> None:
         self.program, self.runs_again = program, runs_again
@@ -138,7 +130,6 @@ def _call_of_task(task: Task) -> Call:
 
 
 def _arguments_of(args: tuple[Any, ...]) -> Callable[[Mapping[Key, Any]], Any]:
-    """Return the function that returns the positional arguments of a task."""
     if len(args) > 1 and all(type(argument) is TaskRef for argument in args):
         return itemgetter(*(argument.key for argument in args))
     if not any(isinstance(argument, (GraphNode, TaskRef)) for argument in args):
@@ -212,13 +203,7 @@ _OF_PARTS = (tuple, frozenset, GraphNode, FunctionType, functools.partial)
 
 
 class Functions:
-    """The functions in the tasks of one program, each examined once.
-
-    Parameters
-    ----------
-    runs_again
-        Whether the program runs again: then pickled functions are kept.
-    """
+    """The functions in the tasks of one program, each examined once."""
 
     def __init__(self, runs_again: bool = False) -> None:
         self._runs_again = runs_again

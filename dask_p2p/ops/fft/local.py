@@ -149,7 +149,6 @@ class LocalTransform:
     def _shape(
         self, shape: tuple[int, ...], name: str, axes: tuple[int, ...], lengths: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the shape of a step's result for an input of this shape."""
         positions = self._positions(axes, len(shape))
         result_shape = list(shape)
         for position, length in zip(positions, lengths, strict=True):

@@ -283,7 +283,6 @@ def _run_stage(
     local: LocalTransform | None,
     is_first: bool,
 ) -> DaskArray:
-    """Redistribute an array to a stage's grid, and transform its blocks."""
     if local is None:
         return x if is_first else redistribute(x, tuple(range(x.ndim)), stage.chunks)
     transformed_axes = frozenset(stage.axes)

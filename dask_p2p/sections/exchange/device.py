@@ -178,7 +178,6 @@ class HaloMessages(HaloMover):
         arrays: Sequence[Array],  # local blocks with their halos
         in_background: bool,  # whether the caller computes: large messages need a thread
     ) -> Callable[[], Any] | None:
-        """Begin an exchange; return a function that completes it and unpacks the halos."""
         connections = self._connections
         if connections.is_alone:
             return None

@@ -228,7 +228,6 @@ class HaloExchange:
         # Returns results of `wait`; None: `data`.
         make_result: Callable[[HaloArray], Array] | None = None,
     ) -> Pending:
-        """Begin to fill the halos of this rank's local blocks, from those of all ranks."""
         for halo_array in halo_arrays:
             if halo_array.layout.is_in_flight:
                 raise InputError(

@@ -50,7 +50,6 @@ class SavedStates:
             return self._gangs.setdefault(gang, defaultdict(dict))
 
     def add(self, to: GangStates, rank: int, step: int, state: memoryview) -> None:
-        """Keep a state, and the newest older one."""
         with self._lock:
             to[rank][step] = state
             for old in sorted(to[rank])[:-GENERATIONS]:

@@ -116,7 +116,6 @@ class _RankRun:
         return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
 
     def _run_on_worker(self, worker: Any) -> Any:
-        """Do the work of `in_gang` on a worker."""
         from distributed.utils import sync
 
         from dask_p2p.plugins.dask_internals import PoolThread

@@ -38,15 +38,7 @@ if TYPE_CHECKING:
 
 
 class GpuMessages:
-    """Exchanges regions in messages, repeatedly.
-
-    Parameters
-    ----------
-    gpu
-        The rank's GPU.
-    connections, reads_memory
-        As for `RegionExchange`.
-    """
+    """Exchanges regions in messages, repeatedly."""
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
@@ -62,7 +54,6 @@ class GpuMessages:
         regions: dict[int, list[Array]],  # by rank of the receiver: the pieces
         targets: dict[int, Array],  # by rank of the sender
     ) -> None:
-        """Send regions to other ranks, and receive theirs into `targets`."""
         if self._connections.use_ucx and (regions or targets):
             self._by_ucx(call, axis, regions, targets)
         if regions or targets:
@@ -251,7 +242,6 @@ class MessageLender(LentArrays, Lender):
         return None if mapped is None else mapped[1][0][1]
 
     def _copied(self, peer: PeerMemory, source: Array, into: Array | None) -> Array:
-        """Enqueue the copy of another rank's array; return it."""
         gpu = self._gpu
         target = gpu.empty(source.shape, _BYTE) if into is None else into
         with gpu.reading:  # until the copy is enqueued

@@ -247,17 +247,7 @@ class PeerWindow(PeerMemory):
 
 
 class DeviceBarrier:
-    """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows.
-
-    Parameters
-    ----------
-    gpu
-        GPU of this rank.
-    window
-        Window with this rank's counter.
-    peers
-        Windows of the neighbours. Their barriers include this rank.
-    """
+    """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows."""
 
     def __init__(self, gpu: GpuStreams, window: OwnWindow, peers: Sequence[PeerWindow]) -> None:
         self._gpu, self._counters = gpu, window.counters
@@ -386,17 +376,7 @@ _LONGEST_S = 0.5  # time within which waits end
 
 
 class LostEvents:
-    """Records the events of a process that has ended, in its place.
-
-    Parameters
-    ----------
-    cuda
-        CuPy's module.
-    device : int
-        Number of the GPU on which the events were opened.
-    events : sequence of int
-        Handles of the opened events.
-    """
+    """Records the events of a process that has ended, in its place."""
 
     def __init__(self, cuda: Any, device: int, events: Sequence[int]) -> None:
         self._runtime = cuda.runtime

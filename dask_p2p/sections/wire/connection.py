@@ -121,7 +121,6 @@ class Connection:
         return is_there
 
     def post(self, message: SentMessage) -> None:
-        """Begin to send a message of `ctx.send`."""
         self.sending += message.buffers
         if message.parts:  # the peer copies them, and acknowledges
             self.mailbox.unread.append(message)

@@ -106,17 +106,8 @@ class Connections(PointToPoint):
         """Send bytes to some ranks and receive bytes from some; return received bytes by rank.
 
         All ranks that exchange data must name the same call, otherwise `SectionError` is raised.
-        `AttemptEndedError` is raised if a rank is lost, or `wake` was called.
-
-        Parameters
-        ----------
-        call
-            Text of the call, the same on all ranks.
-        sends
-            Data to send, by destination.
-        receives
-            Receive buffers, by source. A buffer must have the size of its message. None: allocate
-            one of the size in the message's header.
+        `AttemptEndedError` is raised if a rank is lost, or `wake` was called. A receive buffer
+        has the size of its message. None: it is allocated when the header arrives.
         """
         return self.begin(call, sends, receives)()
 
@@ -216,7 +207,6 @@ class Connections(PointToPoint):
         return payloads
 
     def _advance_all(self) -> None:
-        """Complete all sends and receives of the exchange."""
         since_s = time.perf_counter()
         until_s = since_s + self._spin_s
         is_first = True  # one attempt without blocking costs less than a poll
@@ -257,7 +247,6 @@ class Connections(PointToPoint):
         ]
 
     def _begin(self, rank: int, connection: Connection) -> None:
-        """Begin the sends and receives of the current exchange on a connection."""
         connection.number += 1
         try:
             if rank in self._sends:

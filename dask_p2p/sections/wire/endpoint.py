@@ -339,7 +339,6 @@ class ConnectionSetup:
         reserve_files(here, len(self._is_here) - here)
 
     def close(self) -> None:
-        """Stop listening, and give up knocks."""
         self._endpoint.close()
         for knock in self._knocks.values():
             knock.close()

@@ -100,14 +100,12 @@ class Mailbox:
     _reads: dict[bytes, int] = field(default_factory=dict)  # by proof: its process if readable
 
     def receive(self, receive: Receive) -> None:
-        """Begin to receive the next message."""
         if self.arrived:
             receive.arrival = self.arrived.popleft()
         else:
             self.receives.append(receive)
 
     def take_slot(self) -> None:
-        """Take the message in the slot, if it comes next."""
         slots, number = self.slots, self.received + 1
         if slots is not None and (slot := slots.messages).has(number):
             frame_bytes = slot.take(number)

@@ -118,11 +118,9 @@ class Stream:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
 
     def sendmsg(self, buffers: Iterable[Any]) -> int:
-        """Send bytes while there is room; return their number."""
         return self._outgoing.write(buffers)
 
     def send(self, data: Any) -> int:
-        """Send bytes while there is room; return their number."""
         return self._outgoing.write((data,))
 
     def recv_into(self, into: Any) -> int:
