@@ -232,8 +232,6 @@ class LocalTransform:
 
 
 class _CallPath(NamedTuple):
-    """The calls that transform a block with a given axis order in memory."""
-
     before: tuple[int, ...]  # permutation of the block's axes before the calls
     calls: tuple[tuple[str, tuple[Any, ...], str], ...]  # function, lengths and axes, norm
     after: tuple[int, ...]  # permutation of the axes after the calls, to the result's order
@@ -243,10 +241,7 @@ class _CallPath(NamedTuple):
 def _plan_calls(
     transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool
 ) -> _CallPath:
-    """Return the calls that transform a block.
-
-    `lies` is the order of the block's axes in memory; None: the block is in `transform.order`.
-    """
+    """Return the calls that transform a block, whose axes have the order `lies` in memory."""
     order = transform.order if lies is None else lies
     assert order is not None
     best = transform._best(order) if on_device else order
@@ -326,10 +321,7 @@ def columns_of(block: Array, axes: Sequence[int]) -> int:
 
 
 def transform_columns(function: Any, block: Array, axis: int, columns: int, norm: str) -> None:
-    """Transform a C-contiguous block in place, so many columns at a time.
-
-    `function` is `fftn` or `ifftn` of SciPy.
-    """
+    """Transform a C-contiguous block in place by SciPy, so many columns at a time."""
     n, gap = block.shape[axis], _GAP_BYTES // block.itemsize
     memory = np.empty((n, columns + gap), block.dtype)
     for matrix in block.reshape(-1, n, prod(block.shape[axis + 1 :])):
