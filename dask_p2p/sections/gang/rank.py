@@ -85,7 +85,6 @@ class _RankRun:
     arrays: Sequence[Sequence[Any]]
 
     def alone(self, context: TaskContext) -> Any:
-        """Run the function of the only rank."""
         ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
         with self._watch(ctx, context).record_attempt() as fields:
             with _raise_user_errors(self.rank):
@@ -117,7 +116,6 @@ class _RankRun:
         return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
 
     def _run_on_worker(self, worker: Any) -> Any:
-        """Do the work of `in_gang` on a worker."""
         from distributed.utils import sync
 
         from dask_p2p.plugins.dask_internals import PoolThread
@@ -154,7 +152,6 @@ class _RankRun:
     def _connect(
         self, rank_attempt: RankAttempt, order: Order, context: TaskContext
     ) -> tuple[Any, Watch]:
-        """Connect to the other ranks; return the context of the function, and its record."""
         connections = rank_attempt.connections
         connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
         reads_memory = "cma" in self.options.order("numpy")
@@ -247,6 +244,10 @@ def _start_messenger(ucx: UcxTransport | None) -> Messenger | None:
     return None
 
 
+def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
+    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
+
+
 def _leave_with_error(
     exc: Exception,  # of the function
     rank_attempt: RankAttempt,
@@ -264,11 +265,6 @@ def _leave_with_error(
     return None if is_itself and order.error == error else order
 
 
-def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
-    """Return the size of a rank's outputs."""
-    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
-
-
 @contextmanager
 def _raise_user_errors(rank: int) -> Iterator[None]:
     """Raise a `SectionError` for exceptions that Dask does not pass to the user."""
@@ -282,19 +278,15 @@ def _raise_user_errors(rank: int) -> Iterator[None]:
 
 def as_user_error(exc: BaseException, rank: int) -> Exception:
     """Return an exception itself; a `SectionError` for one that Dask does not pass to the user."""
-    if isinstance(exc, Exception) and not isinstance(exc, _dask_exceptions()):
+    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
+    of_dask = () if distributed is None else (distributed.Reschedule,)
+    if isinstance(exc, Exception) and not isinstance(exc, (StopIteration, *of_dask)):
         return exc
     # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
     # restart a task that raises Reschedule without end.
     named = _as_section_error(exc, rank)
     named.__cause__ = exc
     return named
-
-
-def _dask_exceptions() -> tuple[type[Exception], ...]:
-    """Return the exception types that Dask does not pass to the user."""
-    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
-    return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
 
 def _raise_end(order: Order, options: Options) -> NoReturn:
@@ -342,7 +334,6 @@ def _as_section_error(exc: BaseException, rank: int) -> SectionError:
 
 
 def _describe(exc: BaseException) -> str:
-    """Return an exception's type and text."""
     text = ""
     with suppress(Exception):
         text = str(exc)[:_MOST_CHARS]
