@@ -176,7 +176,6 @@ class _FirstCall:
         return returned
 
     def _sums(self) -> list[int]:
-        """Return checksums of the arguments that the function could write into."""
         if can_refuse(self._device, self._phase.function):
             return []
         return [self._device.checksum(array) for array in self._arrays]

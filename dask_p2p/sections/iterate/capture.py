@@ -226,7 +226,10 @@ class Parts:
             return "same"
         part_results = self._results(call)
         call.apply(self.block_box)
-        return "close" if self._are_close(call, part_results) else "other"
+        module = self._device.module
+        results = (self._fields[name].next_level.inner for name in call.changed)
+        pairs = zip(part_results, results, strict=True)
+        return "close" if all(is_close(module, *pair) for pair in pairs) else "other"
 
     def is_plain(self, call: Call) -> bool:
         """Return whether the code of a function shows that it depends on its arguments alone."""
@@ -242,12 +245,6 @@ class Parts:
     def _sums(self, call: Call) -> list[int]:
         data = (self._fields[name].next_level.data for name in call.changed)
         return [self._device.checksum(array) for array in data]
-
-    def _are_close(self, call: Call, expected: Sequence[Array]) -> bool:
-        """Return whether the results of a call differ from others by rounding errors only."""
-        module = self._device.module
-        results = (self._fields[name].next_level.inner for name in call.changed)
-        return all(is_close(module, *pair) for pair in zip(expected, results, strict=True))
 
 
 class Overlap:
@@ -321,5 +318,4 @@ class Overlap:
 
 
 def _has_parts(call: Call) -> bool:
-    """Return whether a part of the boundary needs halos of other ranks."""
     return call.exchange is not None and any(map(box_size, call.exchange.boxes[1:]))

@@ -63,7 +63,6 @@ class FieldValues:
         return self._series.kinds
 
     def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
-        """Yield the name of each array, its local block, and its field."""
         for name, field in self._local.fields.items():
             for number, level in enumerate(field.levels if not field.spec.is_constant else ()):
                 yield f"{name}.{number}" if field.spec.is_list else name, level.inner, field
@@ -347,7 +346,6 @@ class Descriptions:
         return self._texts[id(value)][1]
 
     def _parts(self, value: Any) -> Iterator[str]:
-        """Yield texts of the parts of a value, in an order that is always the same."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             yield f"{value.dtype.str} {value.shape}"
             yield blake2b(np.ascontiguousarray(value).tobytes()).hexdigest()
@@ -421,7 +419,6 @@ class Descriptions:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Return the names of global variables that code reads, and functions within it."""
     instructions = dis.get_instructions(code)
     names = {
         instruction.argval for instruction in instructions if instruction.opname in _READS_GLOBAL

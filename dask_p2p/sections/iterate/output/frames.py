@@ -131,7 +131,6 @@ class Frames:
         return first
 
     def _shapes(self) -> Iterator[tuple[str, tuple[tuple[int, ...], Any]]]:
-        """Yield the name, shape and dtype of each array."""
         current, arguments = self._values(), self._computed_arguments()
         for name in self._names:
             yield name, (self._lengths.get(name, ()), np.dtype(current[name].array.dtype))
@@ -225,7 +224,6 @@ class Frames:
         array.attrs.update(coordinate.attributes)
 
     def _shares_chunks(self) -> bool:
-        """Return whether this rank has a part of a chunk whose rest another rank has."""
         return any(
             rows.start < rows.stop
             and (rows.start % chunk or (rows.stop % chunk and rows.stop != length))
@@ -361,7 +359,6 @@ class Frames:
         return written
 
     def _wait(self) -> None:
-        """Wait until the thread has written its frame; raise its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
