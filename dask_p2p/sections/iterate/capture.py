@@ -32,23 +32,14 @@ class Captured:
     A graph misses all work that the function does outside its stream, and every change of a value
     other than its arguments. So `rehearse` runs the graph once on the current fields, and restores
     them. The function then does the same steps, and `difference` compares both results.
-
-    Parameters
-    ----------
-    device : Gpu
-        The GPU of the fields.
-    fields : sequence of HaloArray
-        The current fields, on which the steps operate.
-    steps : callable
-        Enqueues the steps. After them each field is in the memory where it was.
-
-    Raises
-    ------
-    InputError
-        If the steps cannot be captured.
     """
 
-    def __init__(self, device: Gpu, fields: Sequence[HaloArray], steps: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: Gpu,
+        fields: Sequence[HaloArray],  # the current ones
+        steps: Callable[[], None],  # enqueues steps that end with each field where it was
+    ) -> None:
         self._device, self._fields = device, fields
         self._replay = captured(device, steps)
         # Before other ranks wait for this one: there may be no memory.
@@ -67,7 +58,6 @@ class Captured:
         self._before = []
 
     def __call__(self) -> None:
-        """Enqueue the steps once more."""
         self._replay()
 
     def difference(self) -> str:
