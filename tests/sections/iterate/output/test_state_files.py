@@ -103,30 +103,6 @@ def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
     assert "first run there in u, t:" in text
 
 
-@pytest.mark.parametrize("stop", [3, 5])  # before its second checkpoint, or the third
-def test_of_two_runs_in_one_folder_the_first_ends(tmp_path, stop):
-    blocks = []
-
-    def first(ctx):
-        s = ctx.state(u=U[box_slices(ctx.box)])
-        for step in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
-            if step == stop and ctx.rank == 0:
-                blocks.extend(run_gang(grid(3), second))
-            s.u = s.u + 1
-
-    def second(ctx):
-        s = ctx.state(u=U[box_slices(ctx.box)])
-        for _ in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
-            s.u = s.u + 1
-        return s.u
-
-    with pytest.raises(FileError, match=r"one run at a time .* checkpoints .* got another one"):
-        run_gang(grid(2), first)
-    saved = zarr.open(tmp_path / f"step-{20:012}", mode="r")["u"][:]
-    for rank, block in enumerate(blocks):
-        assert np.array_equal(saved[box_slices(grid(3).box(rank))], block)
-
-
 def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
     def draw(stop=None, ranks=2):
         def run(ctx):
@@ -224,23 +200,3 @@ def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
     with pytest.raises(InputError, match="got n, which differs"):
         run_gang(grid(2), count)
     assert not [*tmp_path.glob("*.complete")]
-
-
-@pytest.mark.filterwarnings("ignore:ctx.steps writes a state")
-def test_bits_of_negative_zeros(tmp_path):
-    """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
-    zero = complex(-0.0, -0.0)
-
-    def run(ctx, steps):
-        u, numbers = ctx.grid_of().zeros(complex), np.full(ctx.rank + 1, zero)
-        u[...] = zero
-        s = ctx.state(u=u, t=zero, same=np.full(3, zero), own=numbers)
-        for _ in ctx.steps(steps, s, checkpoint=Checkpoint(str(tmp_path), every=1)):
-            pass
-        return b"".join(a.tobytes() for a in (s.u, np.array(s.t), s.same, s.own))
-
-    first = run_gang(grid(2), lambda ctx: run(ctx, 1))
-    assert run_gang(grid(2), lambda ctx: run(ctx, 2)) == first
-    group = zarr.open(tmp_path / f"step-{2:012}", mode="r")
-    for name, array in group.arrays():
-        assert array[...].tobytes() == np.full(array.shape, zero).tobytes(), name
