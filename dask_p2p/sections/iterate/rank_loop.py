@@ -18,7 +18,7 @@ from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
+from dask_p2p.sections.iterate.capture import Captured, Overlap, Replays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration
@@ -191,9 +191,7 @@ class FieldSteps:
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._checks = StepChecks(iteration, ctx, local)
         self.keep_values = self._checks.keep_values
-        self._overlap = Overlap(
-            iteration, Parts(iteration, ctx.device, self._fields, self.block_box)
-        )
+        self._overlap = Overlap(iteration, ctx.device, self.block_box)
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)
         self.may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
