@@ -68,7 +68,7 @@ def run_rank(
     _, context = current_worker()
     run = _RankRun(gang, rank, ranks, body, options, arrays)
     try:
-        return run.alone(context) if ranks.size == 1 else run.in_gang()
+        return run.alone(context) if ranks.size == 1 else run.of_task().in_gang()
     except DeviceLostError as exc:
         reschedule_elsewhere(context, exc)
 
@@ -92,15 +92,15 @@ class _RankRun:
             fields["nbytes"] = _size_bytes(result)
         return result
 
-    def in_gang(self) -> Any:
-        """Wait for the other ranks of the gang, and run the function together with them."""
+    def of_task(self) -> _RankRun:
+        """Return the run in the gang of this task; refuse schedulers other than the cluster's."""
         worker, _ = current_worker()
         if worker is None or (gang := self._gang_of_task()) is None:
             raise InputError(
                 f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
                 f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
             )
-        return replace(self, gang=gang)._run_on_worker(worker)
+        return replace(self, gang=gang)
 
     def _gang_of_task(self) -> str | None:
         """Return the name of the gang in this task's key; None in a task of another name.
@@ -115,13 +115,15 @@ class _RankRun:
             return None
         return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
 
-    def _run_on_worker(self, worker: Any) -> Any:
+    def in_gang(self) -> Any:
+        """Wait for the other ranks of the gang, and run the function together with them."""
         from distributed.utils import sync
 
         from dask_p2p.plugins.dask_internals import PoolThread
         from dask_p2p.plugins.worker import part_on
         from dask_p2p.sections.gang.worker import WorkerRanks
 
+        worker: Any = current_worker()[0]
         worker_ranks = sync(worker.loop, part_on, worker, WorkerRanks)
         _, context = current_worker()  # with the plugin, if it was missing
         ucx = _ucx(context, self.options, self.body.kind)
