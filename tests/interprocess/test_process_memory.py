@@ -82,9 +82,6 @@ def test_a_region_that_is_nowhere():
     runs = runs_of(8, (64,), (8,), 8)  # of no process
     with pytest.raises(OSError, match="address"):
         read_into(os.getpid(), runs, np.zeros(64))
-
-
-def test_a_region_whose_end_is_nowhere():
     with os.fdopen(os.memfd_create("pages"), "r+b") as file:
         file.truncate(2 * mmap.PAGESIZE)
         array = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
