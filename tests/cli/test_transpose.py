@@ -172,17 +172,6 @@ def test_no_such_command():
 PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
-def test_the_program_starts_a_cluster_of_its_own(image):
-    process = subprocess.run(
-        [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
-        capture_output=True,
-        text=True,
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "GB/s" in process.stdout
-    np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
-
-
 @contextlib.contextmanager
 def writing(*command):
     """Run a command in a session of its own, and give it once it writes its output."""

@@ -78,6 +78,7 @@ def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
         assert size_bytes == 8 or bytes(data) == bytes([found[-1]]) * size_bytes
     assert found == [1, 2, 3, 4]
     assert connection.mailbox.received_bytes == (0 if size_bytes == 8 else 4 * size_bytes)
+    assert slots.write(slots.sent_messages, 5, header(5)), "the slot is free again"
 
 
 @pytest.mark.parametrize("later", [header(2), HEADER.pack(1, 0, b"barrier()")])
