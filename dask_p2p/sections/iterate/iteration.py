@@ -44,6 +44,10 @@ class Iteration:
     max_time: str | None
     capture: bool | str
     kwargs: Mapping[str, Any]
+    #: Whether fields lie in host memory, and go through a GPU slab by slab.
+    is_streamed: bool = False
+    steps_per_visit: int | None = None  # of a slab; None: as memory allows
+    slab_rows: int | None = None  # the same
 
     @property
     def returns_steps(self) -> bool:

@@ -28,6 +28,7 @@ from dask_p2p.sections.iterate.output.files import FieldValues
 from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.series import NumberState, Series
 from dask_p2p.sections.iterate.step import NOTHING, Call, Returned
+from dask_p2p.sections.iterate.streaming import StreamedSteps, VisitPlan
 from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
@@ -41,11 +42,7 @@ class RunIteration(Iteration):
             step, steps = work.resume(), work.steps
             loop = Loop(ctx, self.steps, step, work.callbacks())
             while not loop.is_over:
-                if steps.may_replay and steps.replay(step, loop):
-                    step += steps.cycle
-                else:
-                    steps.make(step)
-                    step += 1
+                step += steps.make(step, loop)
                 loop.advance(step)
             returned = work.results(step)
         return {str(number): value for number, value in enumerate(returned)}
@@ -59,17 +56,22 @@ class RankWork:
         self._series = series = Series(iteration.series, iteration.steps, ctx)
         self._scalars = scalars = Scalars(iteration.scalars, ctx)
         self._numbers = NumberState(ctx.device, scalars, series)
+        plan = VisitPlan(iteration, ctx) if iteration.is_streamed else None
         self._local = local = LocalFields(
             ctx,
             iteration.shape,
             local_blocks,
-            iteration.fields,
+            iteration.fields if plan is None else plan.specs,
             iteration.constants,
             iteration.exchange,
             series.last,
             iteration.kwargs,
         )
-        self.steps = FieldSteps(iteration, ctx, local, scalars)
+        self.steps: FieldSteps | StreamedSteps
+        if plan is None:
+            self.steps = FieldSteps(iteration, ctx, local, scalars)
+        else:
+            self.steps = StreamedSteps(iteration, ctx, local, plan)
         stores = iteration.stores
         values = FieldValues(ctx, local, scalars, series, stores.chunks, iteration.settings)
         self._frames = [
@@ -197,7 +199,7 @@ class FieldSteps:
         )
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)
-        self.may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
+        self._may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
         self._graph: Captured | None = None
         is_asked = iteration.until is not None and not iteration.series
         #: Steps between those whose numbers `until` reads; 0: it reads none.
@@ -219,11 +221,13 @@ class FieldSteps:
         """Begin at a step."""
         self._first = first
 
-    def make(self, step: int) -> None:
-        """Make a step."""
+    def make(self, step: int, loop: Loop) -> int:
+        """Make a step, or replay a cycle of them; return their number."""
+        if self._may_replay and self._replay(step, loop):
+            return self.cycle
         if not self._changed:
             self._make_first()
-            return
+            return 1
         position, returned = (step - self._first) % self.cycle, NOTHING
         is_asked = self._numbers_every and not (step + 1) % self._numbers_every
         for number in range(len(self._changed)):
@@ -251,6 +255,7 @@ class FieldSteps:
             if returned.scalars:
                 self._scalars.update(returned.scalars)
         self.numbers = returned.numbers
+        return 1
 
     def _add_call(self, position: int, number: int) -> Call:
         """Return a call whose fields are where they are at this position."""
@@ -356,14 +361,14 @@ class FieldSteps:
 
     # --- captured steps
 
-    def replay(self, step: int, loop: Loop) -> bool:
+    def _replay(self, step: int, loop: Loop) -> bool:
         """Replay a cycle of steps, if it is captured and nothing else is due in it."""
         second = self._first + self.cycle
         if step == second and step + 2 * self.cycle < self._iteration.steps:
             self._graph = self._capture(step, loop)
         if self._graph is not None and step == second + self.cycle:
             self._graph = self._graph if self._replays.is_right(self._graph) else None
-        self.may_replay = step < second or self._graph is not None
+        self._may_replay = step < second or self._graph is not None
         if self._graph is None or step < second + self.cycle or not self._is_free(step, loop):
             return False
         self._graph()
