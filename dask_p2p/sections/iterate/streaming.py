@@ -9,9 +9,10 @@ leaves a region that is smaller by the depth; what is left after the last one is
     step 1         ................................
     step 2              ......................              copied out
 
-Copies in, steps and copies out are concurrent, in three streams. A slab is copied out into the rows
-that it came from, after the next slab is in, so fields need no second memory on the host. Without a
-GPU the function gets NumPy arrays, and slabs are small enough for a cache.
+Copies in, steps and copies out are concurrent, in three streams. Before the steps, rows that the
+next slab needs, too, are copied to it on the GPU. So each row goes in once and out once in a visit.
+Results go where the rows came from: fields need no second memory on the host. Without a GPU the
+function gets NumPy arrays, and slabs are small enough for a cache.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from math import prod
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,8 +60,8 @@ _FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
 class VisitPlan:
     """The number of steps of a visit, the rows of a slab, and the halos that they need.
 
-    Raises `InputError` if they do not fit the array or each other, and `MemoryLimitError` if a GPU
-    has too little memory.
+    Raises `InputError` if they do not fit the array, and `MemoryLimitError` if a GPU has too little
+    memory.
     """
 
     def __init__(self, iteration: Iteration, ctx: Context) -> None:
@@ -82,20 +84,14 @@ class VisitPlan:
         self.steps = int(ctx.allreduce(self._steps(iteration, rows, most_rows, longest), "min"))
         self.halo_rows = self.steps * sides[0]
         fitting = most_rows - 2 * self.halo_rows
-        least = max(1, self.halo_rows)
-        if self.kind == "cupy" and fitting < least and rows > 0:
+        if self.kind == "cupy" and fitting < 1:
             raise MemoryLimitError(
-                f"on_gpu='stream': expected GPU memory for slabs of {least} rows and their halos, "
-                f"got room for {most_rows} rows in all. Give a smaller steps_per_visit, or more "
-                f"ranks on other GPUs."
+                f"on_gpu='stream': expected GPU memory for a row and {2 * self.halo_rows} rows of "
+                f"its halo, got room for {most_rows} rows in all. Give a smaller steps_per_visit, "
+                f"or more ranks on other GPUs."
             )
-        asked = iteration.slab_rows
-        if asked is not None and asked < least:
-            raise InputError(
-                f"slab_rows: expected at least {least}, the halo of {self.steps} steps, got "
-                f"{asked}. Give more rows, or a smaller steps_per_visit."
-            )
-        self.slab_rows = asked or max(least, min(fitting, -(-rows // _SLABS)))
+        by_size = min(max(fitting, self.halo_rows), -(-rows // _SLABS))
+        self.slab_rows = iteration.slab_rows or max(1, by_size)
 
     def _reading(self, axis: int) -> Iterator[FieldSpec]:
         return (spec for spec in self._specs if any(spec.widest[axis]))
@@ -211,7 +207,10 @@ class StreamedSteps:
         self.block_box = self._fields[0].layout.local_box
         self.keep_values = StepChecks(iteration, ctx, local).keep_values
         self._device: Host = HOST if plan.kind == HOST.kind else SlabGpu()
-        self._is_stale, self._step = True, 0
+        self._is_stale = True
+        step = self._number = SimpleNamespace(value=0)
+        #: Without a reference to this object, as a cycle would keep the fields in memory.
+        self._step_of = lambda name: step.value
         self._layouts: dict[Any, HaloLayout | None] = {}
         self._constants: dict[str, Any] = {}  # arguments that are the same in each step
         self._slots: _HostSlots | _GpuSlots | None = None
@@ -239,34 +238,42 @@ class StreamedSteps:
         slabs: list[list[_SlabField]] = []
         for number in range(len(self._slabs) + 1):
             part = first + number
-            if number < len(self._slabs):
+            is_last = number == len(self._slabs)
+            # The slot has been copied out, of earlier visits as well.
+            is_free = [("down", part - slots.count)] if part >= slots.count else []
+            if not is_last:
                 slabs.append(self._slab_fields(self._slabs[number], count))
-                after = [("down", part - slots.count)] if part >= slots.count else []
-                with slots.action("up", part, after):
-                    self._copy_in(slots, part, slabs[-1])
+                with slots.action("up", part, is_free):
+                    self._copy_in(slots, part, *slabs[-2:])
             if number:
                 rows, slab_fields = self._slabs[number - 1], slabs[number - 1]
-                with slots.action("run", part - 1, [("up", part - 1)]):
+                with slots.action("run", part - 1, [("up", part - 1), *is_free]):
+                    if not is_last:
+                        self._share_rows(slab_fields, slabs[number])
                     self._compute(step, count, rows, slab_fields)
-                is_last = number == len(self._slabs)
-                # The next slab begins with rows of this one, as they were before the visit.
-                after = [("run", part - 1), *([] if is_last else [("up", part)])]
-                with slots.action("down", part - 1, after):
+                with slots.action("down", part - 1, [("run", part - 1)]):
                     self._copy_out(slots, rows, slab_fields)
 
     @staticmethod
-    def _copy_in(slots: Any, part: int, slab_fields: Sequence[_SlabField]) -> None:
+    def _copy_in(slots: Any, part: int, *slabs: Sequence[_SlabField]) -> None:
+        """Copy the rows in of the last one of two slabs, which the other one does not have."""
         index = 0
-        for slab in slab_fields:
-            arrays = []
+        for *before, slab in zip(*slabs, strict=True):
+            first = max((other.stop - slab.start for other in before), default=0)
             for rows in (all_rows := slab.host_rows(slab.start, slab.stop)):
-                arrays.append(slots.array(part, index, rows))
-                slots.copy_in(arrays[-1], rows)
+                slab.levels.append(slots.array(part, index, rows))
+                slots.copy_in(slab.levels[-1][first:], rows[first:])
                 index += _aligned(rows.nbytes)
-            slab.levels = arrays
             if not slab.local.spec.is_constant:
                 slab.spare = slots.array(part, index, all_rows[0])
                 index += _aligned(all_rows[0].nbytes)
+
+    def _share_rows(self, slabs: Sequence[_SlabField], next_slabs: Sequence[_SlabField]) -> None:
+        """Copy the rows to the next slab that both need, before steps change them."""
+        for slab, next_slab in zip(slabs, next_slabs, strict=True):
+            count = slab.stop - next_slab.start
+            for level, next_level in zip(slab.levels, next_slab.levels, strict=True):
+                next_level[:count] = level[len(level) - count :]
 
     @staticmethod
     def _copy_out(slots: Any, rows: tuple[int, int], slab_fields: Sequence[_SlabField]) -> None:
@@ -378,7 +385,7 @@ class StreamedSteps:
         """Make the steps of a visit on one slab."""
         fields = {slab.local.spec.name: slab for slab in slab_fields}
         for number in range(count):
-            self._step = first + number
+            self._number.value = first + number
             region = self._region(rows, count - 1 - number)
             for name in self._make_step(fields, region):
                 fields[name].rotate()
@@ -424,7 +431,7 @@ class StreamedSteps:
             (start == low, stop == high)
             for (start, stop), (low, high) in zip(region, limits, strict=True)
         )
-        position = region if functions_of(spec.boundary) or "odd" in _ends_of(spec) else None
+        position = region if functions_of(spec.boundary) else None
         key = spec.name, tuple(stop - start for start, stop in region), touches, position
         if key not in self._layouts:
             self._layouts[key] = self._layout(spec, region, touches)
@@ -453,18 +460,11 @@ class StreamedSteps:
             return None
         alone = RankGrid(tuple((b - a,) for a, b in region), (1,) * len(region))
         halo = plan_halo_exchange(alone, 0, spec.widest, planned(boundary), True)
-        ctx, shape, step = self._ctx, self._iteration.shape, self._step_number
+        ctx, shape = self._ctx, self._iteration.shape
         placed = tuple((low + a, low + b) for (low, _), (a, b) in zip(ctx.box, region, strict=True))
-        at = At(ctx.rank, shape, placed, self._device.module, step)
+        at = At(ctx.rank, shape, placed, self._device.module, self._step_of)
         ends = Ends(halo, spec.boundary, at, self._device, spec.dtype)
         return HaloLayout(halo, spec.dtype, "", device=self._device, ends=ends)
-
-    def _step_number(self, name: str) -> int:
-        return self._step
-
-
-def _ends_of(spec: FieldSpec) -> list[Any]:
-    return [end for ends in spec.boundary for end in both_ends(ends) if isinstance(end, str)]
 
 
 class _HostSlots:
