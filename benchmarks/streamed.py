@@ -116,9 +116,11 @@ def step_s(x: Any, steps: int, client: Any, **options: Any) -> float:
 @click.option("--workers", default=1, help="Workers with a GPU each.")
 @click.option("--visit", "visits", multiple=True, type=int, default=(1, 4, 8, 16))
 @click.option("--steps", default=16, help="Steps of the short run: a multiple of all visits.")
+@click.option("--rows", type=int, help="Rows of a slab.  [default: by memory]")
 @click.option("--cpu", "on_cpu", is_flag=True, help="Use NumPy, to try the program.")
 def main(
     gib: float, core_gib: float, side: int, workers: int, visits: tuple[int, ...], steps: int,
+    rows: int | None,
     on_cpu: bool,
 ) -> None:  # fmt: skip
     """Time wave steps on fields in host memory, and print a table."""
@@ -141,7 +143,11 @@ def main(
         cell_s = in_core / core[0]
         print(f"in core, {core_gib:g} GiB: {in_core * 1e3:.2f} ms a step", flush=True)
         for visit in visits:
-            options: dict[str, Any] = {"ranks": workers, "steps_per_visit": visit}
+            options: dict[str, Any] = {
+                "ranks": workers,
+                "steps_per_visit": visit,
+                "slab_rows": rows,
+            }
             streamed = step_s(
                 field(shape, workers, False), steps, client, on_gpu="stream", **options
             )

@@ -21,14 +21,14 @@ from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import Binding
-from dask_p2p.sections.iterate.iteration import Iteration
+from dask_p2p.sections.iterate.iteration import Iteration, VisitPlan
 from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
 from dask_p2p.sections.iterate.output.files import FieldValues
 from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.series import NumberState, Series
 from dask_p2p.sections.iterate.step import NOTHING, Call, Returned
-from dask_p2p.sections.iterate.streaming import StreamedSteps, VisitPlan
+from dask_p2p.sections.iterate.streaming import StreamedSteps
 from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured

@@ -19,9 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from math import prod
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -29,10 +28,10 @@ import numpy as np
 from distributed import warn
 
 from dask_p2p.backends.base import SLOTS
-from dask_p2p.backends.device import device_work, gpu_obstacle
+from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
 from dask_p2p.backends.pipelines import HostStreams, Ring
-from dask_p2p.errors import InputError, MemoryLimitError, P2PWarning
+from dask_p2p.errors import P2PWarning
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
@@ -44,108 +43,16 @@ from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.halo import HaloLayout, HaloPart
 from dask_p2p.sections.iterate.fields import FieldSpec
 from dask_p2p.sections.iterate.functions import Binding
-from dask_p2p.sections.iterate.iteration import Iteration
+from dask_p2p.sections.iterate.iteration import Iteration, VisitPlan, levels_of
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
 from dask_p2p.types import Array, Kind
 
-_CACHE_BYTES = 1 << 22  # of a slab and its results, without a GPU
-_GPU_SHARE = 0.75  # of the GPU's free memory, for the slots of slabs
-_SLABS = 8  # of a local block, at least: copies of one are concurrent with steps of another
-_MOST_STEPS = 16  # of a visit
-_LEAST_RATIO = 4  # of a slab's rows to those of its halo on one side
 _ALIGNMENT_BYTES = 512
 _FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
 
 
-class VisitPlan:
-    """The number of steps of a visit, the rows of a slab, and the halos that they need.
-
-    Raises `InputError` if they do not fit the array, and `MemoryLimitError` if a GPU has too little
-    memory.
-    """
-
-    def __init__(self, iteration: Iteration, ctx: Context) -> None:
-        self._specs, shape = iteration.fields, iteration.shape
-        ndim = len(shape)
-        #: By axis: whether slabs or ranks divide it, so that a visit needs a wide halo along it.
-        self.is_wide = [axis == 0 or ctx.grid[axis] > 1 for axis in range(ndim)]
-        sides = [max(side for spec in self._specs for side in spec.widest[a]) for a in range(ndim)]
-        #: By axis: what a step reads on each side of a point.
-        self.depth = sides
-        self.is_periodic = [
-            any("periodic" in both_ends(spec.boundary[a]) for spec in self._reading(a))
-            for a in range(ndim)
-        ]
-        widths = [(shape[a], sides[a]) for a in range(ndim) if self.is_wide[a] and sides[a]]
-        longest = min((length // width for length, width in widths), default=iteration.steps)
-        rows = ctx.box[0][1] - ctx.box[0][0]
-        self.kind: Kind = "numpy" if gpu_obstacle() is not None else "cupy"
-        most_rows = self._most_rows(ctx)
-        self.steps = int(ctx.allreduce(self._steps(iteration, rows, most_rows, longest), "min"))
-        self.halo_rows = self.steps * sides[0]
-        fitting = most_rows - 2 * self.halo_rows
-        if self.kind == "cupy" and fitting < 1:
-            raise MemoryLimitError(
-                f"on_gpu='stream': expected GPU memory for a row and {2 * self.halo_rows} rows of "
-                f"its halo, got room for {most_rows} rows in all. Give a smaller steps_per_visit, "
-                f"or more ranks on other GPUs."
-            )
-        by_size = min(max(fitting, self.halo_rows), -(-rows // _SLABS))
-        self.slab_rows = iteration.slab_rows or max(1, by_size)
-
-    def _reading(self, axis: int) -> Iterator[FieldSpec]:
-        return (spec for spec in self._specs if any(spec.widest[axis]))
-
-    def _steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
-        """Return the number of steps of a visit: as asked, or as many as slabs are thick for."""
-        asked = iteration.steps_per_visit
-        if asked is not None and longest < asked <= iteration.steps:
-            raise InputError(
-                f"steps_per_visit: expected at most {longest}, as its halo is not longer than an "
-                f"axis, got {asked}. Give a smaller number."
-            )
-        slab = min(most_rows, max(1, rows // _SLABS))
-        chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO * self.depth[0]))
-        return max(1, min(asked or chosen, longest, iteration.steps))
-
-    def _most_rows(self, ctx: Context) -> int:
-        """Return the number of rows, with halos, that fit into a slot or a cache."""
-        across = prod(stop - start for start, stop in ctx.box[1:])
-        row_bytes = sum(_levels(spec) * spec.dtype.itemsize * across for spec in self._specs)
-        limit_bytes = _CACHE_BYTES
-        if self.kind == "cupy":
-            import cupy
-
-            free_bytes, _ = cupy.cuda.runtime.memGetInfo()
-            limit_bytes = int(free_bytes * _GPU_SHARE) // SLOTS
-        return int(limit_bytes // max(1, row_bytes))
-
-    @property
-    def specs(self) -> list[FieldSpec]:
-        """The fields with halos for all steps of a visit."""
-        return list(map(self._widened, self._specs))
-
-    def _widened(self, spec: FieldSpec) -> FieldSpec:
-        widths, boundary = [*spec.widest], [*spec.boundary]
-        for axis, is_wide in enumerate(self.is_wide):
-            if not is_wide:
-                continue
-            width = self.steps * self.depth[axis]
-            if not any(widths[axis]):  # its steps do not read the halo: those of others do
-                is_other = "periodic" in both_ends(boundary[axis])
-                boundary[axis] = "none" if is_other else boundary[axis]
-                boundary[axis] = "periodic" if self.is_periodic[axis] else boundary[axis]
-            widths[axis] = width, width
-        return replace(spec, depths=(tuple(widths),) * len(spec.depths), boundary=tuple(boundary))
-
-
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _levels(spec: FieldSpec) -> int:
-    """Return the number of a field's arrays in a slab: its levels, and the next one."""
-    return len(spec.depths) + (not spec.is_constant)
 
 
 class SlabGpu(Host):
@@ -189,6 +96,13 @@ class _SlabField:
         """Return rows of all levels in host memory."""
         first = self.local.layout.halo.inner[0][0]
         return [level.data[first + start : first + stop] for level in self.local.levels]
+
+
+def _slot_bytes(slab_fields: Sequence[_SlabField]) -> int:
+    return sum(
+        _aligned(slab.host_rows(slab.start, slab.stop)[0].nbytes) * levels_of(slab.local.spec)
+        for slab in slab_fields
+    )
 
 
 class StreamedSteps:
@@ -277,12 +191,10 @@ class StreamedSteps:
 
     @staticmethod
     def _copy_out(slots: Any, rows: tuple[int, int], slab_fields: Sequence[_SlabField]) -> None:
-        start, stop = rows
-        for slab in slab_fields:
-            if not slab.local.spec.is_constant:
-                pairs = zip(slab.host_rows(start, stop), slab.levels, strict=True)
-                for host_rows, level in pairs:
-                    slots.copy_out(host_rows, level[start - slab.start : stop - slab.start])
+        for slab in (slab for slab in slab_fields if not slab.local.spec.is_constant):
+            start, stop = (row - slab.start for row in rows)
+            for host_rows, level in zip(slab.host_rows(*rows), slab.levels, strict=True):
+                slots.copy_out(host_rows, level[start:stop])
 
     def current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update halos after a step; return a function of all values of some names."""
@@ -316,11 +228,10 @@ class StreamedSteps:
         names = self._phase.binding.names - {f.spec.name for f in self._fields}
         at = self._local.at(self.block_box, self._ctx.step_for)
         self._constants = self._local.values(names, self.block_box, at)
-        sizes = [
-            self._slot_bytes(self._slab_fields(rows, self._plan.steps)) for rows in self._slabs
-        ]
+        slabs = [self._slab_fields(rows, self._plan.steps) for rows in self._slabs]
+        slot_bytes = max(map(_slot_bytes, slabs), default=0)
         if self._device is HOST:
-            return _HostSlots(max(sizes, default=0))
+            return _HostSlots(slot_bytes)
         module = self._device.module
         self._constants = {
             name: module.asarray(value) if isinstance(value, np.ndarray) else value
@@ -333,14 +244,7 @@ class StreamedSteps:
                 except (module.cuda.runtime.CUDARuntimeError, MemoryError) as exc:
                     warn_once(_warn, "iterate", CANNOT_PIN, f"{type(exc).__name__}: {exc}")
         module.cuda.Stream.null.synchronize()  # it has made the constants
-        return _GpuSlots(max(sizes, default=0), min(SLOTS, max(1, len(sizes))))
-
-    @staticmethod
-    def _slot_bytes(slab_fields: Sequence[_SlabField]) -> int:
-        return sum(
-            _aligned(slab.host_rows(slab.start, slab.stop)[0].nbytes) * _levels(slab.local.spec)
-            for slab in slab_fields
-        )
+        return _GpuSlots(slot_bytes, min(SLOTS, max(1, len(slabs))))
 
     # --- one slab
 
@@ -411,17 +315,12 @@ class StreamedSteps:
 
     def _read_box(self, spec: FieldSpec, region: Box, depth: Sequence[tuple[int, int]]) -> Box:
         """Return the box that a step on a region reads: with no halo where the boundary is none."""
-        boxes = []
+        box = []
         for axis, ((start, stop), (before, after)) in enumerate(zip(region, depth, strict=True)):
             (low, high), (first, last) = self._limits(axis), both_ends(spec.boundary[axis])
-            start, stop = start - before, stop + after
-            boxes.append(
-                (
-                    max(low, start) if first == "none" else start,
-                    min(high, stop) if last == "none" else stop,
-                )
-            )
-        return tuple(boxes)
+            low, high = low if first == "none" else -_FAR, high if last == "none" else _FAR
+            box.append((max(low, start - before), min(high, stop + after)))
+        return tuple(box)
 
     def _fill_ends(self, slab: _SlabField, region: Box) -> None:
         """Set the values beyond the ends of the array that the next step reads."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 
 import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Field, iterate
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p.errors import InputError
 from dask_p2p.geometry import box_slices
 from tests.sections.emulated import kernel, rank_tasks
 from tests.sections.gangs import run_gang
@@ -94,6 +96,18 @@ def test_values_of_several_ranks(boundary, ranks):
     assert np.array_equal(of_ranks(y, [X])[0], expected)
 
 
+@pytest.mark.parametrize("sizes", [(1, None), (2, 3), (3, 4), (4, 5)])
+def test_ends_without_halo(sizes):
+    def added(u, out):
+        before = len(u) - len(out)  # 0 at the first row
+        out[...] = u[before:]
+        out[2 - before :] += 0.5 * u[: len(u) - 2]
+
+    options = {"depth": {0: (2, 0)}, "steps": 7, "boundary": "none", "ranks": 1}
+    y = streamed(added, array(), steps_per_visit=sizes[0], slab_rows=sizes[1], **options)
+    assert np.array_equal(*computed(y, iterate(added, array(), **options)))
+
+
 def test_coupled_fields_on_two_ranks():
     fields = {"u": array(), "v": array(X + 1)}
     expected = iterate(turned, fields, 1, 5, ranks=1)
@@ -155,3 +169,76 @@ def test_values_of_an_emulated_gpu(gpu, boundary, sizes):
     assert np.array_equal(computed(y)[0], values)
     gpu.check()
     assert gpu.pageable_copies == 0
+
+
+def test_records_frames_and_checkpoints(tmp_path):
+    """A visit ends where a callback is due; a second run resumes from the first one's files."""
+
+    def largest(u):
+        return float(abs(u).max())
+
+    def options(name):
+        return {
+            "record": {"largest": Record(largest, every=3, op="max")},
+            "save": Save(tmp_path / f"{name}.zarr", every=4),
+            "checkpoint": Checkpoint(tmp_path / name, every=5),
+            "ranks": 1,
+        }
+
+    def step(u):
+        return {"u": u[1:-1, 1:-1] + 0.1 * (u[2:, 1:-1] - u[:-2, 1:-1])}
+
+    def run(name, steps, call):
+        (result,) = da.compute(
+            call(step, {"u": array()}, 1, steps, **options(name)), scheduler="sync"
+        )
+        return result
+
+    expected = run("core", 11, iterate)
+    run("streamed", 6, partial(streamed, steps_per_visit=4))
+    result = run("streamed", 11, partial(streamed, steps_per_visit=4))
+    for name, values in expected.items():
+        assert np.array_equal(result[name], values)
+    frames = [da.from_zarr(tmp_path / f"{name}.zarr", "u") for name in ("core", "streamed")]
+    assert np.array_equal(*computed(*frames))
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("on_gpu: expected None", {"on_gpu": "all"}),
+        ("on_gpu='stream', or", {"on_gpu": None, "slab_rows": 2}),
+        ("at least 1, got steps_per_visit=0", {"steps_per_visit": 0}),
+        ("steps one by one", {"capture": True}),
+        ("no overlap", {"overlap": True}),
+        ("corners=False", {"corners": False}),
+        ("as_library='torch'", {"as_library": "torch"}),
+        ("dask_p2p.Field", {"constants": (array(),)}),
+    ],
+)
+def test_refused_options(match, options):
+    def step(u, *constants, out):
+        pass
+
+    with pytest.raises(InputError, match=match):
+        iterate(step, array(), 1, 4, **{"on_gpu": "stream", **options})
+
+
+@pytest.mark.parametrize(
+    ("match", "step", "fields"),
+    [
+        ("several phases", [lambda u: {"u": u}] * 2, {"u": 0}),
+        ("got a number", lambda u, t: {"u": u, "t": t}, {"u": 0, "t": 1.0}),
+        ("'at'", lambda u, at: {"u": u}, {"u": 0}),
+        ("all periodic", lambda u, v: {"u": u}, {"u": 0, "v": Field(array(), boundary=0.0)}),
+    ],
+)
+def test_refused_functions(match, step, fields):
+    fields = {**fields, "u": array()}
+    with pytest.raises(InputError, match=match):
+        streamed(step, fields, 1, 4)
+
+
+def test_visit_longer_than_an_axis():
+    with pytest.raises(InputError, match="steps_per_visit: expected at most 12"):
+        computed(streamed(star, array(), 2, 40, steps_per_visit=13, ranks=1))
