@@ -1,7 +1,7 @@
-"""All error classes of this package: subclasses of `P2PError`, and `P2PWarning`.
+"""All errors of this package, which are in `dask_p2p` as well: `P2PError` is their base.
 
-Each message names the expected value, the actual value and the remedy. `__all__` lists the classes
-for users. The others are for code of this package and of transports.
+Each message names the expected value, the actual value and the remedy. Classes that are not in
+`__all__` are for code of this package and of transports.
 """
 
 from __future__ import annotations
@@ -71,30 +71,16 @@ Scope: TypeAlias = Literal["region", "block", "route", "holder"]
 
 
 class TransferError(P2PError):
-    """A region of a block could not be read.
-
-    Parameters
-    ----------
-    message : str
-        Names the block and the worker.
-    reason : str, optional
-        The message without these names, so that equal failures of several blocks give one warning.
-    obstacle : Obstacle, optional
-        The known reason why the transport does not work.
-    scope : {"route", "region", "block", "holder"}, optional
-        The other reads that fail for the same reason.
-    is_silence : bool, optional
-        True if no answer came in time, so that waiting for other blocks would be useless.
-    """
+    """A region of a block could not be read. The message names the block and the worker."""
 
     def __init__(
         self,
         message: str,
-        reason: str | None = None,
-        obstacle: Obstacle | None = None,
+        reason: str | None = None,  # without names, so that equal failures give one warning
+        obstacle: Obstacle | None = None,  # the known reason why the transport does not work
         *,
-        scope: Scope = "route",
-        is_silence: bool = False,
+        scope: Scope = "route",  # the other reads that fail for the same reason
+        is_silence: bool = False,  # True if no answer came in time: no use to wait for other blocks
     ) -> None:
         super().__init__(message)
         self.reason = reason or message
@@ -108,13 +94,11 @@ class TransferError(P2PError):
 class MemoryLimitError(MemoryError, P2PError):
     """A block of a result needs more memory than its worker has or can spare.
 
-    Parameters
+    Attributes
     ----------
-    message : str
-        Names the block, its memory need and the remedy.
     needed_bytes : int
         Largest memory need of the task at any time.
-    missing_bytes : int, optional
+    missing_bytes : int or None
         The part of the need that the worker can never provide. None if an allocation failed, since
         other tasks may hold the missing memory.
     """

@@ -12,11 +12,7 @@ from dask_p2p.errors import InputError
 
 
 def checked_client(client: Any) -> Any:
-    """Return an open client; by default the current one.
-
-    Raises `ValueError` without a current client, and `InputError` if the argument is closed or is
-    no client.
-    """
+    """Return an open client; by default the current one."""
     from distributed import Client, default_client
 
     client = default_client(client)
@@ -39,10 +35,7 @@ def as_integer(value: Any, otherwise: int) -> int:
 
 
 def checked_count(unit: str, least: int = 1, **argument: Any) -> int:
-    """Return a number of at least `least`, given as a keyword with its parameter's name.
-
-    Raises `InputError` for any other value.
-    """
+    """Return a number of at least `least`, given as a keyword with its parameter's name."""
     ((name, value),) = argument.items()
     count = least - 1 if isinstance(value, bool) else as_integer(value, least - 1)
     if count < least:
@@ -54,10 +47,7 @@ def checked_count(unit: str, least: int = 1, **argument: Any) -> int:
 
 
 def checked_flag(name: str, value: Any, expected: str = "True or False") -> bool:
-    """Return a Boolean parameter, of Python or NumPy.
-
-    Raises `InputError` for any other type, because a text or a number may be a mistake.
-    """
+    """Return a Boolean of Python or NumPy. A text or a number may be a mistake."""
     if type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     raise InputError(f"{name}: expected {expected}, got {value!r}.")

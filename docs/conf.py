@@ -46,9 +46,19 @@ nb_execution_raise_on_error = True
 nb_execution_timeout = 120
 
 toc_object_entries = False  # a page has one object
+default_role = "py:obj"  # of names in docstrings
 autodoc_typehints = "none"  # the docstrings contain more
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False  # autodoc does
+# The build fails if a public function or class lacks parameters, the returned
+# value, an example or related functions.
+numpydoc_validation_checks = {"EX01", "PR01", "PR02", "RT01", "SA01", "YD01"}
+numpydoc_validation_exclude = {
+    r"\.[A-Z]\w*\.",  # methods
+    r"\.errors(\.|$)",
+    r"\.results\.",
+    r"\.(CompiledFunction|Handle|MemoryEstimate|ResidentGang)$",  # results, too
+}
 
 copybutton_exclude = ".gp, .go"  # prompts and printed results
 
@@ -82,10 +92,60 @@ for _name, _text in deploy_pages.pages().items():
     (generated / "deploy" / f"{_name}.md").write_text(_text, "utf-8")
 
 
-def setup(app: Any) -> None:
+# Methods and properties of public classes that only this package reads.
+METHODS = {
+    "arrays",
+    "blocks",
+    "cancel_receive",
+    "check",
+    "check_returned",
+    "checksums",
+    "chunks",
+    "close_stores",
+    "fill",
+    "fill_unread",
+    "flush_stores",
+    "halo_exchange",
+    "indices",
+    "leaves",
+    "load",
+    "of_state",
+    "part",
+    "restore_state",
+    "save_state",
+    "size_bytes",
+    "span_s",
+    "step_for",
+    "watched",
+    "with_indices",
+}
+PROPERTIES = {"has_checkpoints", "host_need", "need", "reduces_by_messages"}
+
+
+def link_deploy(_: Any, __: str, source: list[str]) -> None:
     """Make links to the folder ``deploy`` lead to its pages in the site."""
+    source[0] = deploy_pages.linked(source[0])
 
-    def read(_: Any, __: str, source: list[str]) -> None:
-        source[0] = deploy_pages.linked(source[0])
 
-    app.connect("source-read", read)
+def skip_internal(
+    _: Any, __: str, name: str, member: Any, ___: bool, ____: Any
+) -> bool | None:
+    """Leave out the members that only this package reads."""
+    is_internal = name in (METHODS if callable(member) else PROPERTIES)
+    return True if is_internal else None
+
+
+def hide_signature(
+    _: Any, what: str, __: str, thing: Any, ___: Any, args: Any, returns: Any
+) -> tuple[str, Any] | None:
+    """Hide how classes are called that users only receive."""
+    is_class = args and what in ("class", "exception")
+    is_result = is_class and "Parameters\n" not in (thing.__doc__ or "")
+    return ("", returns) if is_result else None
+
+
+def setup(app: Any) -> None:
+    """Connect the functions of this file."""
+    app.connect("source-read", link_deploy)
+    app.connect("autodoc-skip-member", skip_internal)
+    app.connect("autodoc-process-signature", hide_signature)

@@ -96,6 +96,11 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
         If an example is not a Dask array of NumPy or CuPy blocks, or an array has Python objects.
         As for `fused`.
 
+    See Also
+    --------
+    fused : Fuse arrays once.
+    CompiledFunction.resident : Keep the ranks on their workers between calls.
+
     Notes
     -----
     Decisions of `func` that depend on Python values are made once. A loop that ends when a
@@ -163,6 +168,18 @@ class CompiledFunction:
     ----------
     ranks : int
         Number of ranks of the gang.
+
+    See Also
+    --------
+    compile : Make one.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> x = da.ones((6, 4), chunks=(2, 4))
+    >>> step = compile(lambda u: u.T + 1, x)
+    >>> step.ranks, step(x).shape
+    (1, (4, 6))
     """
 
     def __init__(
@@ -186,8 +203,20 @@ class CompiledFunction:
     def __call__(self, *arguments: Any) -> Any:
         """Return the lazy arrays that the function returns for some arguments.
 
-        Raises `InputError` or `UnsupportedArrayError` if the arguments differ from
-        the examples in number, chunks or dtype.
+        Parameters
+        ----------
+        *arguments : dask.array.Array, number or numpy.ndarray
+            One for each example, with its chunks and dtype.
+
+        Returns
+        -------
+        dask.array.Array or tuple of them
+            As the function returned them in `compile`.
+
+        Raises
+        ------
+        InputError, UnsupportedArrayError
+            If the arguments differ from the examples in number, chunks or dtype.
         """
         arrays, values = self._checked(arguments)
         register_if_possible()
@@ -214,10 +243,8 @@ class CompiledFunction:
 
         Raises
         ------
-        InputError
-            If there is no synchronous client with a cluster, or as for calls.
         InputError, UnsupportedArrayError
-            As for calls.
+            If there is no synchronous client with a cluster. Also as for calls.
 
         Notes
         -----

@@ -42,6 +42,10 @@ def explain(*collections: Any) -> str:
     InputError
         If there is no collection, or expressions of arrays and other collections are mixed.
 
+    See Also
+    --------
+    fused : Compute arrays by one gang in any case.
+
     Notes
     -----
     The scheduler decides when the collections are computed. Then the sizes of arrays on workers

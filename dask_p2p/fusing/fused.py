@@ -99,6 +99,11 @@ def fused(*arrays: DaskArray, ranks: int | None = None) -> DaskArray | tuple[Das
         At run time, if `p2p.attempts` attempts have failed, or if the workers can never run all
         ranks at the same time.
 
+    See Also
+    --------
+    compile : Fuse a function once, and call it many times.
+    explain : The decision of the option ``p2p.fuse: auto``.
+
     Notes
     -----
     An exception of a task arrives as itself, with a note that names the task. All tasks run, even

@@ -64,46 +64,43 @@ class Fallback(NamedTuple):
 class TaskRecord(NamedTuple):
     """A record of an attempt at a task: its times, its reads and its outcome."""
 
-    key: Key
-    start_s: float  # since the epoch
-    stop_s: float
+    key: Key  #: of the task
+    start_s: float  #: since the epoch
+    stop_s: float  #: since the epoch
 
-    stages: tuple[Stage, ...] = ()
-    worker: str = ""
-    shape: tuple[int, ...] = ()  # shape of the block; empty if the attempt failed
-    dtype: str = ""
-    nbytes: int = 0
+    stages: tuple[Stage, ...] = ()  #: its reads, in order
+    worker: str = ""  #: address
+    shape: tuple[int, ...] = ()  #: shape of the block; empty if the attempt failed
+    dtype: str = ""  #: dtype of the block
+    nbytes: int = 0  #: size of the block
 
-    array_shape: tuple[float, ...] | None = ()  # shape of the whole output; None: unknown
-    blocks: tuple[int, ...] = ()  # number of the whole output's blocks along each axis
-    wasted_bytes: int = 0  # bytes that arrived but had to be read again
+    array_shape: tuple[float, ...] | None = ()  #: shape of the whole output; None: unknown
+    blocks: tuple[int, ...] = ()  #: number of the whole output's blocks along each axis
+    wasted_bytes: int = 0  #: bytes that arrived but had to be read again
 
-    fallbacks: tuple[Fallback, ...] = ()
-    error: str = ""  # reason of the failure; empty if the attempt succeeded
-    kernel_s: float = 0.0  # seconds of kernels that write the worker's own blocks to the output
-    #: Seconds of `OutputSpec.epilogue`, until it returned. On a GPU its kernels may still run.
+    fallbacks: tuple[Fallback, ...] = ()  #: preferred transports that were not used
+    error: str = ""  #: reason of the failure; empty if the attempt succeeded
+    kernel_s: float = 0.0  #: seconds of kernels that write the worker's own blocks to the output
+    #: seconds of the step after the assembly, until it returned; on a GPU its kernels may still run
     epilogue_s: float = 0.0
-    #: Total bytes to read from other workers, for a running attempt; None for a finished one.
+    #: total bytes to read from other workers, for a running attempt; None for a finished one
     wanted_bytes: int | None = None
-    #: Dask's number of this run of the task. On the scheduler it is replaced by the number of the
-    #: first task of the array's run: see `RunLog`.
-    run: int = 0
-    #: "failed" or "cancelled" if the array's run has ended so. The scheduler sets it.
-    outcome: str = ""
+    run: int = 0  #: number of the array's run; until the scheduler has it, Dask's of the task's run
+    outcome: str = ""  #: "failed" or "cancelled" if the array's run has ended so
 
     # For ranks of `iterate` or `spmd`:
-    step: int = 0  # finished steps
-    steps: int = 0  # total number of steps; 0 if unknown
-    first_step: int = 0  # first step of this attempt
-    attempt: int = 0  # number of the gang's attempt, from 1
+    step: int = 0  #: finished steps
+    steps: int = 0  #: total number of steps; 0 if unknown
+    first_step: int = 0  #: first step of this attempt
+    attempt: int = 0  #: number of the gang's attempt, from 1
 
     # For blocks of `map_on_gpu`. Seconds are the GPU's, for all parts together:
-    parts: int = 0
-    up_bytes: int = 0  # bytes copied to the GPU
-    down_bytes: int = 0  # bytes copied back
-    up_s: float = 0.0  # seconds of copies to the GPU
-    function_s: float = 0.0  # seconds of the function; on a CPU until it returned
-    down_s: float = 0.0  # seconds of copies back
+    parts: int = 0  #: number of parts of the block
+    up_bytes: int = 0  #: bytes copied to the GPU
+    down_bytes: int = 0  #: bytes copied back
+    up_s: float = 0.0  #: seconds of copies to the GPU
+    function_s: float = 0.0  #: seconds of the function; on a CPU until it returned
+    down_s: float = 0.0  #: seconds of copies back
 
     @property
     def is_made(self) -> bool:

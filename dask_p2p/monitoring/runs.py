@@ -31,7 +31,7 @@ class Run:
 
     See `last_runs` for the start and the end of a run. Times are of the workers' clocks.
 
-    Parameters
+    Attributes
     ----------
     records : tuple of TaskRecord
         Records of the attempts at its blocks, sorted by start. At least one.
@@ -292,6 +292,17 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
         If `n` is not a positive number, or the client is closed.
     ValueError
         If there is no client.
+
+    See Also
+    --------
+    progress : The run under way.
+
+    Examples
+    --------
+    >>> y = dask_p2p.transpose(x).persist()  # doctest: +SKIP
+    >>> run = dask_p2p.last_runs()[0]  # doctest: +SKIP
+    >>> run.operation, run.moved_bytes, run.wall_s  # doctest: +SKIP
+    ('p2p-transpose', 96000000, 0.042)
     """
     number = checked_count("runs", n=n)
     client = checked_client(client)

@@ -124,12 +124,14 @@ def map_on_gpu(
     InputError
         If chunk sizes are unknown, or `chunks` does not fit them.
         Also if another argument is invalid, or the result's dtype cannot be found.
-    MissingPackageError
-        During the computation, if a worker lacks the library `as_library`.
     ConfigError
-        During the computation, on a worker without a GPU.
+        During the computation, on a worker without a GPU or the library `as_library`.
     BlockMismatchError
         During the computation, if `func` returns an array of another shape or dtype.
+
+    See Also
+    --------
+    map_overlap : The same for whole blocks where they are.
 
     Examples
     --------
@@ -138,9 +140,8 @@ def map_on_gpu(
     >>> y = map_on_gpu(lambda a: 2 * a + 1, x, fallback="numpy")
     >>> y.compute(scheduler="sync")
     array([ 1,  3,  5,  7,  9, 11])
-    >>> sums = map_on_gpu(
-    ...     lambda a: a.sum(keepdims=True), x, reduce=lambda a, b: a + b, fallback="numpy"
-    ... )
+    >>> options = {"reduce": lambda a, b: a + b, "fallback": "numpy"}
+    >>> sums = map_on_gpu(lambda a: a.sum(keepdims=True), x, **options)
     >>> sums.compute(scheduler="sync")
     array([ 3, 12])
     """

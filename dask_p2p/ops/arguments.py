@@ -87,10 +87,7 @@ def check_names(
 
 
 def check_array(x: DaskArray) -> None:
-    """Raise `UnsupportedArrayError` if regions of bytes cannot make up the blocks of `x`.
-
-    Also raised if `x` is not a Dask array.
-    """
+    """Raise `UnsupportedArrayError` unless `x` is a Dask array whose blocks are plain memory."""
     if not is_dask_array(x):
         names = (f"{kind.__module__.split('.')[0]}.{kind.__name__}" for kind in type(x).__mro__)
         remedy = next((_REMEDIES[name] for name in names if name in _REMEDIES), _REMEDY)
@@ -125,10 +122,7 @@ def check_known_array(x: DaskArray) -> None:
 
 
 def checked_axes(axes: Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """Return a permutation of `ndim` axes without negative numbers; None reverses the axes.
-
-    Raises `InputError` if `axes` is not a permutation.
-    """
+    """Return a permutation of `ndim` axes without negative numbers; None reverses the axes."""
     order = normalize_axes(axes, ndim)
     if order is None:
         raise InputError(
@@ -145,10 +139,7 @@ def checked_chunks(
     balance: bool = False,  # see `dask.array.rechunk`
     block_size_limit: int | None = None,
 ) -> Chunks:
-    """Return the sizes of all blocks for `chunks` in any form that `dask.array.rechunk` takes.
-
-    Raises `InputError` if `chunks` has another form or does not fit the array's shape.
-    """
+    """Return the sizes of all blocks for `chunks` in any form that `dask.array.rechunk` takes."""
     shape = tuple(map(sum, before))
     try:
         axis_chunks = _chunks_by_axis(chunks, before)
@@ -201,10 +192,7 @@ _OF_NUMPY = {"wrap": "periodic", "symmetric": "reflect", "edge": "nearest"}
 def checked_depths(
     depth: Any, shapes: Sequence[tuple[int, ...]]
 ) -> list[tuple[tuple[int, int], ...]]:
-    """Return the halo widths before and after a block: for each array, one pair for each axis.
-
-    Raises `InputError` for invalid widths, and for widths larger than the array.
-    """
+    """Return the halo widths before and after a block: for each array, one pair for each axis."""
     depths = []
     for shape, axis_depths in _each_array("depth", depth, shapes, 0):
         widths = tuple(map(_width, axis_depths))
@@ -238,10 +226,7 @@ def checked_boundaries(
     dtype: DType | None = None,
     in_section: bool = False,  # whether a pair for both ends, functions and `ODD` are possible
 ) -> list[tuple[Any, ...]]:
-    """Return the boundaries: for each array, one for each axis.
-
-    Raises `InputError` for an invalid boundary, and for a number that `dtype` cannot hold.
-    """
+    """Return the boundaries: for each array, one for each axis."""
     boundaries_by_shape = _each_array("boundary", boundary, shapes, "none")
     kind_of = _sides if in_section else _boundary
     boundaries = [tuple(map(kind_of, kinds)) for _, kinds in boundaries_by_shape]
@@ -272,7 +257,6 @@ def _holds(dtype: DType, value: Any) -> bool:
 
 
 def _sides(boundary: Any) -> Any:
-    """Return the boundary of an axis: one for both ends, or a pair."""
     if not isinstance(boundary, tuple) or len(boundary) != 2:
         return _end(boundary)
     ends = tuple(map(_end, boundary))
@@ -285,7 +269,6 @@ def _sides(boundary: Any) -> Any:
 
 
 def _end(boundary: Any) -> Any:
-    """Return the boundary at an end of the array of a section."""
     if callable(boundary) or (isinstance(boundary, str) and boundary == ODD):
         return boundary
     return _boundary(boundary, f", {ODD!r}, a function of (rim, inside, at),")
@@ -305,11 +288,7 @@ def _boundary(kind: Any, alternatives: str = ",") -> Any:
 def _each_array(
     name: str, value: Any, shapes: Sequence[tuple[int, ...]], default: Any
 ) -> list[tuple[tuple[int, ...], tuple[Any, ...]]]:
-    """Return the shape of each array, with a value for each of its axes.
-
-    A list has one entry for each array. Any other value applies to all arrays, which share their
-    first axes, as in Dask.
-    """
+    """Return the shape of each array, with a value for each axis; a list has one for each array."""
     if isinstance(value, list):
         if len(value) != len(shapes):
             raise InputError(
@@ -325,7 +304,6 @@ def _each_array(
 
 
 def _values_by_axis(name: str, value: Any, ndim: int, default: Any) -> tuple[Any, ...]:
-    """Return a value for each axis, from one value, a tuple or a dict by axis."""
     if isinstance(value, Mapping):
         axes = {axis: value[axis] for axis in value if axis in range(-ndim, ndim)}
         values = {axis % ndim: default if n is None else n for axis, n in axes.items()}

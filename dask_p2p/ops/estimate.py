@@ -54,6 +54,17 @@ class MemoryEstimate:
         Number of exchanges between the workers. The memory is that of the largest one.
     moved_bytes : int
         Bytes that all exchanges move between workers, if blocks are spread evenly.
+
+    See Also
+    --------
+    estimate : Make one.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> x = da.ones((4000, 1000), chunks=(1000, 1000))
+    >>> estimate(x, workers=4).moved_bytes / x.nbytes
+    0.75
     """
 
     workers: int
@@ -122,6 +133,11 @@ def estimate(
         If `workers` is not a positive integer, or is given for `iterate` or `spmd`, whose ranks
         are already chosen.
 
+    See Also
+    --------
+    dask_p2p.fft.estimate : The exchanges of a transform.
+    last_runs : The bytes that have moved.
+
     Examples
     --------
     >>> import dask.array as da
@@ -172,7 +188,6 @@ def estimate_exchanges(y: DaskArray, workers: int | None) -> MemoryEstimate:
 
 
 def _exchange_need(plan: Plan, output: OutputSpec, workers: int, threads: int) -> MemoryEstimate:
-    """Return the estimate of one exchange, with its transform of assembled blocks."""
     before, options, kind = _input_chunks(plan), output.options, output.kind
     item_bytes = output.dtype.itemsize
     input_bytes, _ = even_share(before, workers, item_bytes)
@@ -219,7 +234,6 @@ def even_share(chunks: Chunks, workers: int, item_bytes: int) -> tuple[int, int]
 
 
 def _find_section(x: Any) -> Any:
-    """Return the section that computes `x`; None if `x` is not a result of a section."""
     if not is_dask_array(x) or key_split(x.name) not in ("p2p-iterate", "p2p-spmd"):
         return None
     if is_expression(x):
@@ -232,7 +246,6 @@ def _find_section(x: Any) -> Any:
 
 
 def _find_gpu_map(x: Any) -> Any:
-    """Return the `GpuMap` of the tasks of `x`; None if `x` is not a result of `map_on_gpu`."""
     if not is_dask_array(x) or key_split(x.name) != FUSABLE:
         return None
     if is_expression(x):  # its task may be one with that of another array

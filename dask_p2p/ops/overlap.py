@@ -120,13 +120,20 @@ def map_overlap(
     BlockMismatchError
         During the computation, if `func` returns an array of another shape.
 
+    See Also
+    --------
+    iterate : Many steps of such a function.
+    map_on_gpu : The same for blocks of NumPy on GPUs.
+
     Examples
     --------
     >>> import dask.array as da
     >>> x = da.arange(6, chunks=3)
-    >>> map_overlap(lambda block: block.cumsum(), x, 1, boundary=0).compute(scheduler="sync")
+    >>> y = map_overlap(lambda block: block.cumsum(), x, 1, boundary=0)
+    >>> y.compute(scheduler="sync")
     array([ 0,  1,  3,  5,  9, 14])
-    >>> map_overlap(lambda a, b: a + b[::-1], x, x, depth=1).compute(scheduler="sync")
+    >>> y = map_overlap(lambda a, b: a + b[::-1], x, x, depth=1)
+    >>> y.compute(scheduler="sync")
     array([3, 3, 3, 7, 7, 7])
     """
     check_names(func, len(args), map_overlap, locals())
@@ -147,10 +154,7 @@ def map_with_halos(
     corners: bool = True,
     allow_rechunk: bool | None = None,  # for blocks smaller than the halo; None: leave them
 ) -> DaskArray:
-    """Return the result of `map_overlap`; `kwargs` are for `func` or `dask.array.map_blocks`.
-
-    Raises `InputError` if a block is smaller than its halo and `allow_rechunk` is False.
-    """
+    """Return the result of `map_overlap`; `kwargs` are for `func` or `dask.array.map_blocks`."""
     arrays, depth, boundary = _split_arguments(func, args, depth, boundary)
     lazy = unpack_collections(kwargs)[0]
     if lazy and is_of_dask_array(arrays[0]):  # fused tasks would not compute them
@@ -191,7 +195,6 @@ def _widen(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool)
 def _split_arguments(
     func: Any, args: tuple[Any, ...], depth: Any, boundary: Any
 ) -> tuple[list[DaskArray], Any, Any]:
-    """Return the arrays, depth and boundary; `args` may have depth and boundary after arrays."""
     check_function(func, "a block", "map_overlap(func, x, depth, boundary)")
     count = next((i for i, x in enumerate(args) if not is_dask_array(x)), len(args))
     arrays, extra = list(args[:count]), list(args[count:])
@@ -224,7 +227,6 @@ def _map_in_assembly(
     trim: bool,
     kwargs: Mapping[str, Any],
 ) -> DaskArray:
-    """Return the array whose tasks assemble blocks with their halo and call the function."""
     dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
     func_kwargs = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
     has_block_id = has_keyword(func, "block_id") and "block_id" not in func_kwargs
@@ -248,7 +250,6 @@ def _map_by_dask(
     trim: bool,
     kwargs: dict[str, Any],
 ) -> DaskArray:
-    """Return Dask's map of the function over arrays of blocks with halos, which it trims."""
     func, kwargs, has_block_id = _bind_keywords(func, kwargs)
     map_blocks = functions_of(arrays[0]).map_blocks
     meta = arrays[0]._meta
@@ -284,10 +285,7 @@ def _trim_blocks(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) ->
 def _bind_keywords(
     func: Callable[..., Any], kwargs: Mapping[str, Any]
 ) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Return the function with its keywords bound, the keywords for Dask, and `has_block_id`.
-
-    Keywords are bound because parameters of Dask's functions may have the same names.
-    """
+    """Return the function with its keywords bound, which Dask's may be named like, and Dask's."""
     for_dask = {
         name: value
         for name, value in kwargs.items()
@@ -299,10 +297,7 @@ def _bind_keywords(
 
 
 def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:
-    """Return the chunks of a result with empty blocks; None if no block is empty.
-
-    Also None if the result's chunks do not follow from those of the arrays.
-    """
+    """Return the chunks of a result with empty blocks; None if none is empty or unknown."""
     if kwargs.keys() & _OF_SHAPE or not any(0 in sizes for x in arrays for sizes in x.chunks):
         return None
     try:
@@ -315,7 +310,6 @@ def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -
 def _result_halo(
     halo: Sequence[tuple[tuple[int, int], ...]], y: DaskArray, drop_axis: Any, new_axis: Any
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return the halo widths along the result's axes, after dropped and inserted axes."""
     ndim = len(halo)
     dropped = _axes(drop_axis, ndim)
     result_halo = [along for axis, along in enumerate(halo) if axis not in dropped]

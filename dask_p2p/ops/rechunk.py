@@ -67,6 +67,11 @@ def transpose(
     ConfigError
         If an option has an invalid value, or an unknown option is set.
 
+    See Also
+    --------
+    rechunk : Change the chunks, and the axes in the same pass.
+    estimate : The memory that a transpose takes.
+
     Examples
     --------
     >>> import dask.array as da
@@ -145,6 +150,11 @@ def rechunk(
     ConfigError
         If an option has an invalid value, or an unknown option is set.
 
+    See Also
+    --------
+    transpose : Permute axes.
+    install : Rechunk by this package in code that calls Dask.
+
     Notes
     -----
     An array with unknown chunk sizes along unchanged axes is rechunked by Dask's own tasks.
@@ -180,10 +190,7 @@ def _rechunk_unknown(
     balance: bool,
     block_size_limit: int | None,
 ) -> DaskArray:
-    """Return an array rechunked by Dask's tasks, along axes of known chunk sizes only.
-
-    Raises `InputError` if an axis of unknown chunk sizes would change, or `chunks` does not fit.
-    """
+    """Return an array rechunked by Dask's tasks, along axes of known chunk sizes only."""
     if axes != tuple(range(x.ndim)):
         x = transpose_by_tasks(x, axes)
     try:

@@ -61,9 +61,18 @@ def register(client: Any = None) -> Any:
     ------
     ValueError, InputError
         If there is no client, or it is closed.
-    RegistrationError
+    ConfigError
         If the scheduler or a worker lacks the package, has another version of it, or runs a Dask
         release that this version does not support.
+
+    See Also
+    --------
+    local_cluster : Start a cluster with the plugins.
+
+    Examples
+    --------
+    >>> client = distributed.Client("tcp://scheduler:8786")  # doctest: +SKIP
+    >>> dask_p2p.register(client)  # doctest: +SKIP
     """
     client = checked_client(client)
     if client.asynchronous:

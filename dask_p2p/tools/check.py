@@ -76,8 +76,18 @@ def check(client: Any = None) -> Any:
 
     Raises
     ------
-    ValueError, InputError, RegistrationError
+    ValueError, InputError, ConfigError
         See `register`.
+
+    See Also
+    --------
+    last_runs : The rates and transports of runs.
+
+    Examples
+    --------
+    >>> from dask_p2p import check, local_cluster
+    >>> with local_cluster(2) as cluster:  # doctest: +SKIP
+    ...     print(check(cluster.get_client()))
     """
     client = checked_client(client)
     return client.sync(_check, client)

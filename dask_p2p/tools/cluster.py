@@ -114,13 +114,21 @@ def local_cluster(
     InputError
         If `n_workers` is not a positive integer, or there are fewer usable GPUs than workers. If
         no class takes a keyword. No process has started then.
-    MissingPackageError
-        If `protocol` names UCX, and the package distributed-ucxx is missing.
-    RegistrationError
-        As for `register`. The cluster has been closed then.
     ConfigError
-        If a script starts a cluster whenever it is imported, as each worker imports it. Start the
-        cluster below ``if __name__ == "__main__":``.
+        As for `register`; the cluster has been closed then. If `protocol` names UCX, and the
+        package distributed-ucxx is missing. If a script starts a cluster whenever it is imported,
+        as each worker imports it: start it below ``if __name__ == "__main__":``.
+
+    See Also
+    --------
+    register : Install the plugins on a cluster that another class starts.
+
+    Examples
+    --------
+    >>> from dask_p2p import local_cluster
+    >>> if __name__ == "__main__":  # doctest: +SKIP
+    ...     with local_cluster(4) as cluster, cluster.get_client():
+    ...         ...
     """
     usable = usable_gpus() if gpus is not False else []
     if gpus is None:

@@ -127,6 +127,11 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
     InputError
         If `rechunk` has another value.
 
+    See Also
+    --------
+    uninstall : End all installations.
+    explain : The decision to fuse a graph.
+
     Notes
     -----
     A process counts the installations of all its threads and libraries. When the last one ends,
@@ -166,6 +171,15 @@ def uninstall() -> None:
 
     If no such statement is running, Dask's functions are restored. Arrays that were made before do
     not change.
+
+    See Also
+    --------
+    install : Use this package in place of Dask.
+
+    Examples
+    --------
+    >>> used = install()
+    >>> uninstall()
     """
     with LOCK:
         for installation in [*ACTIVE]:

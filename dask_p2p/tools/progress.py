@@ -52,6 +52,16 @@ def progress(*results: Any, client: Client | None = None, file: TextIO | None = 
         If no result is given that runs on the cluster, or the client is closed or asynchronous.
     ValueError
         If there is no client.
+
+    See Also
+    --------
+    last_runs : The figures of runs.
+    stalled : The states of ranks that wait.
+
+    Examples
+    --------
+    >>> y = dask_p2p.transpose(x).persist()  # doctest: +SKIP
+    >>> dask_p2p.progress(y)  # doctest: +SKIP
     """
     client = checked_client(client)
     futures, out = futures_of(list(results)), sys.stdout if file is None else file
@@ -224,17 +234,26 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
         By section and rank. `print` shows a report with the rank's stack. A rank that computes
         while others wait for it is a rank to look at first.
 
-    Notes
-    -----
-    When a rank has waited for `p2p.timeouts.request`, the scheduler writes these reports to a JSON
-    file in Dask's temporary directory, once for each section, and logs a warning with its path.
-
     Raises
     ------
     InputError
         If `after` is no time, or the client is closed or asynchronous.
     ValueError
         If there is no client.
+
+    See Also
+    --------
+    progress : The steps of a section.
+
+    Notes
+    -----
+    When a rank has waited for `p2p.timeouts.request`, the scheduler writes these reports to a JSON
+    file in Dask's temporary directory, once for each section, and logs a warning with its path.
+
+    Examples
+    --------
+    >>> for report in dask_p2p.stalled():  # doctest: +SKIP
+    ...     print(report)
     """
     client = checked_client(client)
     if client.asynchronous:

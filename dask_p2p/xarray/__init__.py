@@ -2,16 +2,7 @@
 
 Importing this module adds it to arrays and datasets:
 
->>> import dask.array
->>> import xarray
 >>> import dask_p2p.xarray
->>> a = xarray.DataArray(dask.array.ones((6, 4), chunks=(2, 4)), dims=("x", "y"))
->>> a.p2p.transpose("y", "x").chunksizes
-Frozen({'y': (2, 1, 1), 'x': (6,)})
->>> a.p2p.chunk(x=-1, y=2).chunksizes
-Frozen({'x': (6,), 'y': (2, 2)})
->>> int(a.p2p.map_overlap(lambda block: block * 2, {"x": 1}, {"x": "periodic"}).sum())
-48
 """
 
 from __future__ import annotations
@@ -69,6 +60,25 @@ class P2PAccessor(Generic[T]):
     ----------
     given : xarray.DataArray or xarray.Dataset
         The array or dataset to operate on.
+
+    See Also
+    --------
+    dask_p2p.install : The same exchanges in xarray's own methods.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> import xarray as xr
+    >>> import dask_p2p.xarray
+    >>> x = da.ones((6, 4), chunks=(2, 4))
+    >>> a = xr.DataArray(x, dims=("x", "y"))
+    >>> a.p2p.transpose("y", "x").chunksizes
+    Frozen({'y': (2, 1, 1), 'x': (6,)})
+    >>> a.p2p.chunk(x=-1, y=2).chunksizes
+    Frozen({'x': (6,), 'y': (2, 2)})
+    >>> twice = a.p2p.map_overlap(lambda block: 2 * block, {"x": 1})
+    >>> int(twice.sum())
+    48
     """
 
     def __init__(self, given: T) -> None:
@@ -331,7 +341,7 @@ class P2PAccessor(Generic[T]):
         InputError
             If `chunks` names an unknown dimension, or chunks of several sizes. If chunk
             sizes of an array are unknown.
-        MissingPackageError
+        ConfigError
             If zarr is not installed.
         UnsupportedArrayError
             As for `transpose`.
@@ -339,7 +349,8 @@ class P2PAccessor(Generic[T]):
         Examples
         --------
         >>> from tempfile import TemporaryDirectory
-        >>> a = xr.DataArray(range(10), dims="x", name="a").chunk(x=(3, 3, 2, 2))
+        >>> a = xr.DataArray(range(10), dims="x", name="a")
+        >>> a = a.chunk(x=(3, 3, 2, 2))
         >>> with TemporaryDirectory() as folder:
         ...     _ = a.p2p.to_zarr(folder, consolidated=False)
         ...     xr.open_zarr(folder, consolidated=False).a.chunksizes
@@ -409,7 +420,8 @@ class P2PAccessor(Generic[T]):
 
         Examples
         --------
-        >>> wave = xr.DataArray([1.0, 0.0, -1.0, 0.0], {"x": [0.0, 0.5, 1.0, 1.5]}, ["x"])
+        >>> x = [0.0, 0.5, 1.0, 1.5]
+        >>> wave = xr.DataArray([1.0, 0.0, -1.0, 0.0], {"x": x}, ["x"])
         >>> spectrum = wave.p2p.fft()
         >>> spectrum.freq_x.values, abs(spectrum).values
         (array([-1. , -0.5,  0. ,  0.5]), array([0., 1., 0., 1.]))
@@ -428,9 +440,21 @@ class P2PAccessor(Generic[T]):
     ) -> T:
         """Invert `fft` along dimensions of the spectrum, by default all that have the prefix.
 
-        The result has an even number of elements along `real_dim`. Its coordinates are centred on
-        the attribute `direct_lag` of the frequencies, or on zero. Times are in seconds. For other
-        parameters and errors see `fft`.
+        Parameters
+        ----------
+        dim, real_dim, true_phase, true_amplitude, prefix
+            The arguments of `fft`, with dimensions of the spectrum.
+
+        Returns
+        -------
+        xarray.DataArray or xarray.Dataset
+            Its number of elements along `real_dim` is even. Its coordinates are centred on the
+            attribute `direct_lag` of the frequencies, or on zero. Times are in seconds.
+
+        Raises
+        ------
+        InputError, UnsupportedArrayError
+            The errors of `fft`.
         """
         options = (true_phase, true_amplitude, prefix)
         return self._transformed(
@@ -438,7 +462,6 @@ class P2PAccessor(Generic[T]):
         )
 
     def __repr__(self) -> str:
-        """Return a line for each method: its name, and the first line of its documentation."""
         lines: list[str] = [
             f"  {name:15} {(method.__doc__ or '').partition(chr(10))[0]}"
             for name, method in vars(P2PAccessor).items()

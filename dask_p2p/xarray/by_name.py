@@ -129,7 +129,6 @@ def _iterate_coupled(
     constants: Any,
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Iterate coupled fields of a dataset, from the names of parameters to those of variables."""
     if not isinstance(dataset, xr.Dataset):
         raise InputError(
             f"fields: expected a dataset for fields by name, got {type(dataset).__name__}. Convert "
@@ -163,7 +162,6 @@ def _iterate_coupled(
 
 
 def _series(dataset: Any, name: str, data: Any) -> tuple[list[str], Any]:
-    """Return a series of a run as a variable: its first axis has the records."""
     if name in dataset.variables:
         raise InputError(
             f"record: expected names that no variable of the dataset has, got {name!r}. Rename it."
@@ -173,7 +171,6 @@ def _series(dataset: Any, name: str, data: Any) -> tuple[list[str], Any]:
 
 
 def _name_frames(save: Any, first: Any, steps: int) -> Any:
-    """Return the stores of a run with the dimensions and coordinates of a field."""
     coords = {}
     for name in first.dims:
         if name in first.coords and not isinstance(first.indexes.get(name), pd.MultiIndex):
@@ -203,7 +200,6 @@ def _frame_steps(save: Save, steps: int) -> Any:
 
 
 def _align_levels(levels: Sequence[Any]) -> list[Any]:
-    """Return the data of fields with the dimensions and chunks of the first one."""
     first = levels[0]
     dims, arrays = first.dims, [as_dask(first.variable, first.name)]
     for level in levels[1:]:
@@ -219,7 +215,6 @@ def _align_levels(levels: Sequence[Any]) -> list[Any]:
 
 
 def _replace_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
-    """Return a field with other data, in these dimensions."""
     turned = level.transpose(*dims)
     result = turned.copy(deep=False, data=data).assign_coords(change_coords(level, turned))
     result.encoding = {}  # the encoding belongs to other values
@@ -227,7 +222,6 @@ def _replace_data(level: Any, dims: Sequence[Hashable], data: Any) -> Any:
 
 
 def _levels(data: Any, fields: Any) -> list[Any]:
-    """Return the time levels as DataArrays, the newest first."""
     if isinstance(data, xr.Dataset):
         names = [] if fields is None else _as_list(fields)
         if not names or not all(isinstance(n, Hashable) and n in data.data_vars for n in names):
@@ -341,7 +335,6 @@ def add_chunks_of_shards(
 
 
 def _checked(variable: Any, name: Hashable) -> Any:
-    """Return a variable; raise `InputError` if it has blocks of several sizes."""
     _check_one_size(variable.chunks, variable.dims, name)
     return variable
 
@@ -356,7 +349,6 @@ def _check_one_size(chunks: Chunks, dims: Sequence[Hashable], name: Hashable) ->
 
 
 def _fits(variable: Any) -> bool:
-    """Return whether each block has whole chunks of the file that the encoding describes."""
     of_file = variable.encoding.get("shards") or variable.encoding.get("chunks")
     if not isinstance(of_file, tuple) or len(of_file) != variable.ndim:
         return not of_file

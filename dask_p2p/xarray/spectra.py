@@ -160,7 +160,6 @@ def _read_frequencies(a: Any, name: Hashable, zero: int) -> tuple[Any, bool]:
 
 
 def _measure_spacing(values: Any, coordinate: Any) -> tuple[float, float]:
-    """Return the first number of a coordinate, and its mean spacing."""
     labels, name = host_values(coordinate.variable), coordinate.name
     step = (values[-1] - values[0]) / (values.size - 1) if values.size > 1 else 0.0
     # Rounded numbers are not exactly evenly spaced.
@@ -196,7 +195,6 @@ def _read_numbers(a: Any, name: Hashable) -> Any:
 
 
 def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
-    """Multiply by the factors of all axes."""
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
     for axis in axes:
         if axis.factor.size > 1:

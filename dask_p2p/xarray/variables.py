@@ -54,10 +54,7 @@ def is_in_memory(variable: Any) -> bool:
 
 
 def as_dask(variable: Any, name: Hashable) -> Any:
-    """Return the data of a variable as a Dask array, in one block if in memory.
-
-    Raises `UnsupportedArrayError` if the data wrap a Dask array, or have units.
-    """
+    """Return the data of a variable as a Dask array, in one block if in memory."""
     if is_in_memory(variable):
         variable = variable.chunk()
     check_data(variable.data, name)
@@ -90,11 +87,7 @@ def _remedy(data: Any) -> str | None:
 
 
 def check_data(data: Any, name: Hashable) -> None:
-    """Refuse arrays that are more than their values, such as arrays with units.
-
-    Raises `UnsupportedArrayError` if `data`, or a block of it, is such an array. Operations check
-    the blocks of other Dask arrays themselves.
-    """
+    """Raise `UnsupportedArrayError` for arrays that are more than values, such as with units."""
     remedy = _remedy(data)
     if remedy is None:
         return
@@ -139,10 +132,7 @@ def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
 
 
 def host_values(variable: Any) -> Any:
-    """Return the values of a variable as a NumPy array, also those in GPU memory.
-
-    xarray's ``values`` fails for CuPy arrays.
-    """
+    """Return the values of a variable as a NumPy array; xarray's ``values`` fails for CuPy."""
     if isinstance(variable, xr.IndexVariable):  # an index holds plain values
         return variable.values
     data = variable.compute().data
@@ -150,10 +140,7 @@ def host_values(variable: Any) -> Any:
 
 
 def copy_to_host(data: Any) -> Any:
-    """Return an array or dataset with copies of its CuPy arrays in host memory, lazy if they are.
-
-    xarray's functions for files fail for CuPy arrays.
-    """
+    """Return an array or dataset with copies of CuPy arrays in host memory, for xarray's files."""
 
     def copied(variable: Any) -> Any:
         if isinstance(variable, xr.IndexVariable) or not _is_on_device(variable.data):

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.programs
 QUICK = [
     ("test_overlap", 98, 250),
     ("test_rechunk", 81, 40),
-    ("test_masked", 139, 900),
     ("test_atop", 60, 50),
     ("test_reshape", 50, 30),
     ("test_shuffle", 12, 30),
@@ -25,6 +24,7 @@ LONG = [
     ("test_fft", 264, 1000),
     ("test_gufunc", 51, 80),
     ("test_linalg", 398, 2000),
+    ("test_masked", 139, 900),
     ("test_random", 60, 600),
     ("test_routines", 726, 2000),
     ("test_slicing", 124, 6000),

@@ -48,8 +48,28 @@ class Signature:
 class Handle:
     """A result of a call of a resident gang. Its blocks stay with the ranks.
 
-    The ranks drop the blocks when Python drops the handle. A handle has the attributes ``shape``,
-    ``chunks`` and ``dtype`` of a Dask array.
+    The ranks drop the blocks when Python drops the handle. Operators and functions of arrays refuse
+    a handle by an `InputError`: get its values, or compute in the compiled function.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of the array.
+    chunks : tuple of tuple of int
+        Lengths of its blocks along each axis.
+    dtype : numpy.dtype
+        Data type of the array.
+
+    See Also
+    --------
+    ResidentGang.fetch : The values as a NumPy array.
+    ResidentGang.array : The values as a Dask array.
+
+    Examples
+    --------
+    >>> with step.resident(x) as run:  # doctest: +SKIP
+    ...     handle = run(x)
+    ...     handle.shape, run.fetch(handle)
     """
 
     def __init__(self, streams: ClientStreams, number: int, declared: Declared) -> None:
@@ -103,7 +123,22 @@ class ResidentGang:
     """The ranks of a compiled function, which stay on their workers between calls.
 
     `CompiledFunction.resident` returns one. It is a context manager: the ranks begin when the
-    context is entered, and end with it. Inside of it, call the object as the function.
+    context is entered, and end with it. Inside of it, call the object as the function. It begins
+    once; entering it again raises an `InputError`.
+
+    See Also
+    --------
+    CompiledFunction.resident : Make one.
+    Handle : A result of a call.
+
+    Examples
+    --------
+    >>> import dask_p2p
+    >>> step = dask_p2p.compile(lambda u: u.T + 1, x)  # doctest: +SKIP
+    >>> with step.resident(x) as run:  # doctest: +SKIP
+    ...     u = run(x)
+    ...     u = run(u)
+    ...     values = run.fetch(u)
     """
 
     def __init__(

@@ -149,7 +149,6 @@ class LocalTransform:
     def _shape(
         self, shape: tuple[int, ...], name: str, axes: tuple[int, ...], lengths: tuple[int, ...]
     ) -> tuple[int, ...]:
-        """Return the shape of a step's result for an input of this shape."""
         positions = self._positions(axes, len(shape))
         result_shape = list(shape)
         for position, length in zip(positions, lengths, strict=True):
@@ -157,7 +156,6 @@ class LocalTransform:
         return tuple(result_shape)
 
     def _positions(self, axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-        """Return the axes of the block that correspond to these axes of the result."""
         return tuple((self.order or range(ndim)).index(axis) for axis in axes)
 
     def __call__(self, block: Array, index: Index = ()) -> Any:
@@ -231,15 +229,12 @@ class LocalTransform:
         return "forward" if name.removesuffix("n") in INVERSE else "backward"
 
     def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the order of axes with the transformed axes last."""
         transformed_axes = {axis for _, axes, _ in self.steps for axis in axes}
         halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
         return tuple(sorted(order, key=lambda axis: (axis in transformed_axes, axis in halved)))
 
 
 class _CallPath(NamedTuple):
-    """The calls that transform a block with a given axis order in memory."""
-
     before: tuple[int, ...]  # permutation of the block's axes before the calls
     calls: tuple[tuple[str, tuple[Any, ...], str], ...]  # function, lengths and axes, norm
     after: tuple[int, ...]  # permutation of the axes after the calls, to the result's order
@@ -249,10 +244,7 @@ class _CallPath(NamedTuple):
 def _plan_calls(
     transform: LocalTransform, lies: tuple[int, ...] | None, on_device: bool
 ) -> _CallPath:
-    """Return the calls that transform a block.
-
-    `lies` is the order of the block's axes in memory; None: the block is in `transform.order`.
-    """
+    """Return the calls that transform a block, whose axes have the order `lies` in memory."""
     order = transform.order if lies is None else lies
     assert order is not None
     best = transform._best(order) if on_device else order
@@ -349,10 +341,7 @@ def columns_of(block: Array, axes: Sequence[int]) -> int:
 
 
 def transform_columns(function: Any, block: Array, axis: int, columns: int, norm: str) -> None:
-    """Transform a C-contiguous block in place, so many columns at a time.
-
-    `function` is `fftn` or `ifftn` of SciPy.
-    """
+    """Transform a C-contiguous block in place by SciPy, so many columns at a time."""
     n, gap = block.shape[axis], _GAP_BYTES // block.itemsize
     memory = np.empty((n, columns + gap), block.dtype)
     for matrix in block.reshape(-1, n, prod(block.shape[axis + 1 :])):

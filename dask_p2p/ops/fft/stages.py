@@ -54,11 +54,7 @@ _NORMS = ("backward", "ortho", "forward")
 def transform_array(
     kind: str, x: DaskArray, s: Lengths, axes: Axes, norm: Norm, chunks: ChunksLike
 ) -> DaskArray:
-    """Return the transform of `x`: `kind` along the last axis, complex to complex along the others.
-
-    `kind` is the name of a one-dimensional function. For the other parameters see
-    `dask_p2p.fft.fftn`.
-    """
+    """Return the transform of `x`: `kind` along the last axis, complex along the others."""
     _check_numbers(x, kind)
     check_norm(norm)
     along, lengths = _checked_lengths(kind, x, s, axes)
@@ -119,7 +115,6 @@ def plan_transform(
 
 
 def _restore_chunks(x: DaskArray, natural: Chunks) -> Chunks | None:
-    """Return the chunks of the forward transform's input, if they fit this result; else None."""
     before = find_input_chunks(x)
     if before is None or len(before) != len(natural):
         return None
@@ -141,7 +136,6 @@ def _transform_with_long_axis(
     long: LongAxis,
     norm: Norm,
 ) -> DaskArray:
-    """Transform along the long axis by a matrix, and along the other axes by stages."""
     short_axes = tuple(axis for axis in along if axis != long.axis)
     is_special = along[-1] == long.axis
     plain = "ifft" if kind in INVERSE else "fft"
@@ -180,10 +174,7 @@ def _check_numbers(x: DaskArray, kind: str) -> None:
 
 
 def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
-    """Return `axes` without negative numbers.
-
-    Raises `InputError` if `axes` is empty, has an axis twice, or has one that the array lacks.
-    """
+    """Return `axes` without negative numbers; raise `InputError` unless each is there once."""
     try:
         numbers = tuple(index(axis) for axis in axes)
     except TypeError:
@@ -200,7 +191,6 @@ def checked_numbered_axes(axes: Any, ndim: int) -> tuple[int, ...]:
 def _checked_lengths(
     kind: str, x: DaskArray, s: Lengths, axes: Axes
 ) -> tuple[tuple[int, ...], dict[int, int]]:
-    """Return the axes, and the length of the transform along each."""
     if not isinstance(s, (Sequence, type(None))):
         raise InputError(f"expected a sequence of lengths, one for each axis, got s={s!r}.")
     if axes is None:
@@ -258,7 +248,6 @@ def plan_local_transforms(
 def _steps_along(
     kind: str, special: int | None, axes: tuple[int, ...], lengths: dict[int, int]
 ) -> tuple[Step, ...]:
-    """Return the steps of a transform along axes that are whole."""
     complex_axes = tuple(axis for axis in axes if axis != special)
     name = "ifftn" if kind in INVERSE else "fftn"
     steps: list[Step] = []
@@ -288,7 +277,6 @@ def _run_stage(
     local: LocalTransform | None,
     is_first: bool,
 ) -> DaskArray:
-    """Redistribute an array to a stage's grid, and transform its blocks."""
     if local is None:
         return x if is_first else redistribute(x, tuple(range(x.ndim)), stage.chunks)
     transformed_axes = frozenset(stage.axes)
@@ -326,8 +314,14 @@ def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None
 
     Raises
     ------
-    UnsupportedArrayError, InputError
-        See `dask_p2p.fft`.
+    UnsupportedArrayError
+        If `x` is not a Dask array.
+    InputError
+        If `x` lacks an axis, chunk sizes are unknown, or `chunks` does not fit the result.
+
+    See Also
+    --------
+    ifftshift : The shift back.
 
     Examples
     --------
@@ -338,7 +332,32 @@ def fftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None
 
 
 def ifftshift(x: DaskArray, axes: int | Axes = None, *, chunks: ChunksLike = None) -> DaskArray:
-    """Undo `fftshift`, with the same parameters."""
+    """Undo `fftshift`: move the zero frequency to the front.
+
+    Parameters
+    ----------
+    x, axes, chunks
+        The arguments of `fftshift`.
+
+    Returns
+    -------
+    dask.array.Array
+        Lazy array with the dtype and block type of `x`.
+
+    Raises
+    ------
+    UnsupportedArrayError, InputError
+        The errors of `fftshift`.
+
+    See Also
+    --------
+    fftshift : The shift forth.
+
+    Examples
+    --------
+    >>> ifftshift(fftshift(fftfreq(4, chunks=2))).compute()
+    array([ 0.  ,  0.25, -0.5 , -0.25])
+    """
     return _roll(x, axes, -1, chunks)
 
 
@@ -367,6 +386,15 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
     InputError
         If `n` is not a positive integer, or `d` is zero or not a number.
         Also if `chunks` does not fit the result.
+
+    See Also
+    --------
+    rfftfreq : The frequencies of `rfft`.
+
+    Examples
+    --------
+    >>> fftfreq(4, d=0.5, chunks=2).compute()
+    array([ 0. ,  0.5, -1. , -0.5])
     """
     n = _checked_samples(n, d)
     numbers = _arange(n, chunks, like)
@@ -374,7 +402,32 @@ def fftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = 
 
 
 def rfftfreq(n: int, d: float = 1.0, *, chunks: ChunksLike = "auto", like: Any = None) -> DaskArray:
-    """Return the frequencies of `rfft`. For parameters and errors see `fftfreq`."""
+    """Return the frequencies of `rfft`, as `numpy.fft.rfftfreq` does.
+
+    Parameters
+    ----------
+    n, d, chunks, like
+        The arguments of `fftfreq`.
+
+    Returns
+    -------
+    dask.array.Array
+        Lazy array of ``n // 2 + 1`` numbers.
+
+    Raises
+    ------
+    InputError
+        As `fftfreq`.
+
+    See Also
+    --------
+    fftfreq : The frequencies of `fft`.
+
+    Examples
+    --------
+    >>> rfftfreq(4, d=0.5, chunks=2).compute()
+    array([0. , 0.5, 1. ])
+    """
     n = _checked_samples(n, d)
     return _arange(n // 2 + 1, chunks, like) * (1.0 / (n * d))
 

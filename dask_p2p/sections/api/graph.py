@@ -235,6 +235,20 @@ class Whole:
     value : object
         A Dask array, whose blocks are sent to all ranks. In `iterate` also any computed value, such
         as a NumPy array with a table of coefficients.
+
+    See Also
+    --------
+    iterate, spmd
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import Whole, spmd
+    >>> def scaled(ctx, u, factors):
+    ...     return u * factors.sum()
+    >>> factors = Whole(da.ones(5))
+    >>> spmd(scaled, da.ones(2), factors).compute(scheduler="sync")
+    array([5., 5.])
     """
 
     value: Any

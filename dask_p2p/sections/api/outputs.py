@@ -155,15 +155,20 @@ class LocalBlock(Output):
         "same_kind". By default output i has the dtype of array i, or of the first array if there is
         no such array; only the precision of floats is converted.
 
+    See Also
+    --------
+    Array, Rows, PerRank, Same : Outputs of other shapes.
+
     Examples
     --------
     >>> import dask.array as da
     >>> from dask_p2p import LocalBlock, Same, spmd
     >>> def halves(ctx, x):
     ...     return {"half": x / 2, "sum": ctx.allreduce(x.sum())}
-    >>> made = spmd(halves, da.ones(8, chunks=4), outputs={"half": LocalBlock(), "sum": Same(0.0)})
-    >>> float(made["sum"].compute(scheduler="sync"))
-    8.0
+    >>> outputs = {"half": LocalBlock(), "sum": Same(0.0)}
+    >>> y = spmd(halves, da.ones(8, chunks=4), outputs=outputs)
+    >>> y["half"].chunks, float(y["sum"].compute(scheduler="sync"))
+    (((4, 4),), 8.0)
     """
 
     dtype: DTypeLike | None = None
@@ -200,7 +205,19 @@ class Array(Output):
     Raises
     ------
     InputError
-        If `shape` is no shape.
+        If `shape` is no shape, or `dtype` holds Python objects.
+
+    See Also
+    --------
+    dask_p2p.results.Context.grid_of : The division of a shape.
+
+    Examples
+    --------
+    >>> from dask_p2p import Array, spmd
+    >>> def zeros(ctx):
+    ...     return ctx.grid_of((4,)).zeros()
+    >>> spmd(zeros, outputs=Array((4,), float), ranks=1).compute()
+    array([0., 0., 0., 0.])
     """
 
     shape: Sequence[int]
@@ -261,7 +278,19 @@ class Rows(Output):
     Raises
     ------
     InputError
-        If `shape` is no shape.
+        If `shape` is no shape, or `dtype` holds Python objects.
+
+    See Also
+    --------
+    PerRank : The same shape from each rank.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import Rows, spmd
+    >>> y = spmd(lambda ctx, x: x[x > 2], da.arange(6), outputs=Rows(int))
+    >>> y.compute(scheduler="sync")
+    array([3, 4, 5])
     """
 
     dtype: DTypeLike
@@ -318,6 +347,16 @@ class PerRank(_OfExample):
     ------
     InputError
         If `example` holds no numbers.
+
+    See Also
+    --------
+    Same : One value of all ranks.
+
+    Examples
+    --------
+    >>> from dask_p2p import PerRank, spmd
+    >>> spmd(lambda ctx: ctx.rank, outputs=PerRank(0), ranks=1).compute()
+    array([0])
     """
 
     example: Any
@@ -345,6 +384,17 @@ class Same(_OfExample):
     ------
     InputError
         If `example` holds no numbers.
+
+    See Also
+    --------
+    PerRank : The values of all ranks.
+
+    Examples
+    --------
+    >>> from dask_p2p import Same, spmd
+    >>> y = spmd(lambda ctx: ctx.size, outputs=Same(0), ranks=1)
+    >>> int(y.compute())
+    1
     """
 
     example: Any

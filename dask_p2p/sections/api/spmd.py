@@ -151,7 +151,7 @@ def spmd(
 
     The function runs once on each *rank*. A rank has one contiguous local block of each array,
     which `func` may change. Ranks exchange data by the methods of `ctx`, a
-    `dask_p2p.sections.Context`. All ranks must call the same methods in the same order. If a
+    `dask_p2p.results.Context`. All ranks must call the same methods in the same order. If a
     worker is lost, all ranks run again.
 
     Parameters
@@ -216,11 +216,16 @@ def spmd(
         If one of `arrays` is not a Dask array of NumPy or CuPy blocks, or if both kinds are mixed.
     BlockMismatchError
         At run time, if `func` returns other arrays.
-    MissingPackageError
+    ConfigError
         At run time, if a worker lacks the library `as_library`.
     SectionError
         At run time, if the ranks' calls differ, if `p2p.attempts` attempts have failed, or if the
         workers can never run all ranks at the same time.
+
+    See Also
+    --------
+    iterate : Steps of a stencil, without messages of your own.
+    stalled : The states of ranks that wait.
 
     Examples
     --------

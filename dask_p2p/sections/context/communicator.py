@@ -39,9 +39,10 @@ from dask_p2p.types import Array
 
 
 class Communicator(Messaging):
-    """Some of the ranks of a section, from `along`, as a communicator of MPI.
+    """Some of the ranks of a section, from `Context.along`, as a communicator of MPI.
 
-    All of its ranks must call the same methods in the same order.
+    It has the methods of `Context` that exchange values, from `send` to `allreduce`. All of its
+    ranks must call the same methods in the same order.
 
     Attributes
     ----------
@@ -451,7 +452,7 @@ class Communicator(Messaging):
 
         Raises
         ------
-        MissingPackageError
+        ConfigError
             If rank 0 has no CuPy, or one without NCCL.
         SectionError
             If the ranks made different calls.

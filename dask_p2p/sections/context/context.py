@@ -46,6 +46,20 @@ class Context(Stepping, Transforms):
         Number of ranks along each axis.
     box : tuple of tuple of int
         Position of the local block in the whole array: (start, stop) of each axis.
+
+    See Also
+    --------
+    dask_p2p.spmd : Run a function with a context.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import spmd
+    >>> def centred(ctx, x):
+    ...     return x - ctx.allreduce(x.sum()) / ctx.shape[0]
+    >>> y = spmd(centred, da.arange(4.0, chunks=2))
+    >>> y.compute(scheduler="sync")
+    array([-1.5, -0.5,  0.5,  1.5])
     """
 
     def __init__(

@@ -273,8 +273,7 @@ def by_name(
 class Points:
     """A constant of `iterate`: points, such as sources and receivers.
 
-    The function receives a `dask_p2p.sections.context.grids.LocalPoints`, with the methods `add`
-    and `sample`.
+    The function receives `dask_p2p.results.LocalPoints`, with the methods `add` and `sample`.
 
     Parameters
     ----------
@@ -283,6 +282,23 @@ class Points:
     weights : {"linear", "nearest"}, optional
         The elements that a point acts on: by default its neighbours, with linear weights. "nearest"
         is the nearest element alone, the upper one of two at the same distance.
+
+    See Also
+    --------
+    iterate : Its errors include those of points: `InputError` for other shapes.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> import numpy as np
+    >>> from dask_p2p import Points, iterate
+    >>> def heated(u, source, out):
+    ...     out[:] = u
+    ...     source.add(out, 1.0)
+    >>> source = Points(np.array([[2.25]]))
+    >>> y = iterate(heated, da.zeros(4), 0, 2, constants=[source])
+    >>> y.compute(scheduler="sync")
+    array([0. , 0. , 1.5, 0.5])
     """
 
     xy: Any

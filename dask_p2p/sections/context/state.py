@@ -61,6 +61,22 @@ class State:
     """Values that change from step to step, as attributes: see `Context.state`.
 
     ``s.u = s.u + 1`` and ``s.u += 1`` both change the state `s`.
+
+    See Also
+    --------
+    dask_p2p.results.Context.steps : Save the state from time to time.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import spmd
+    >>> def count(ctx, u):
+    ...     s = ctx.state(u=u)
+    ...     for _ in ctx.steps(3, s):
+    ...         s.u += 1
+    ...     return s.u
+    >>> spmd(count, da.zeros(2)).compute(scheduler="sync")
+    array([3., 3.])
     """
 
     __slots__ = ("__dict__", "_device", "_names")

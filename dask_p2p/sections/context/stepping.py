@@ -253,7 +253,7 @@ class Stepping(Places):
             a folder of another program, and for numbers that differ between ranks.
         FileError
             If the folder of `checkpoint` cannot be written, or some workers do not see it.
-        MissingPackageError
+        ConfigError
             If `checkpoint` is given, and Zarr is not installed.
         SectionError
             If the ranks made different calls.
@@ -313,7 +313,7 @@ class Stepping(Places):
         ------
         InputError
             If `step` returns a value. Also as for `state` and `steps`.
-        FileError, MissingPackageError, SectionError
+        FileError, ConfigError, SectionError
             As for `steps`.
         """
         state = self.state(**values)

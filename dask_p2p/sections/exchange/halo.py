@@ -50,6 +50,23 @@ class HaloArray:
         The local block with its halo.
     inner : numpy.ndarray or cupy.ndarray
         The local block: a view of `data`.
+
+    See Also
+    --------
+    dask_p2p.results.Context.with_halo : Make one.
+    dask_p2p.results.Context.update_halo : Fill its halo.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import spmd
+    >>> def smooth(ctx, u):
+    ...     p = ctx.with_halo(u, depth=1, boundary="nearest")
+    ...     ctx.update_halo(p, copy=False)
+    ...     return (p.data[:-2] + p.data[2:]) / 2
+    >>> y = spmd(smooth, da.arange(4.0, chunks=2))
+    >>> y.compute(scheduler="sync")
+    array([0.5, 1. , 2. , 2.5])
     """
 
     def __init__(self, layout: HaloLayout) -> None:  # shared by arrays that are exchanged in turn

@@ -41,6 +41,23 @@ class Field:
         Dtype of the field and of the result. By default that of the array.
     corners : bool, optional
         Whether the halo includes corners. By default as in `iterate`.
+
+    See Also
+    --------
+    iterate : Its errors are those of a field.
+
+    Examples
+    --------
+    A field with a halo, and one without:
+
+    >>> import dask.array as da
+    >>> from dask_p2p import Field, iterate
+    >>> def smooth(u, rate):
+    ...     return {"u": rate * (u[:-2] + u[2:])}
+    >>> u = Field(da.arange(4.0), depth=1, boundary="nearest")
+    >>> y = iterate(smooth, {"u": u, "rate": 0.5}, depth=0, steps=1)
+    >>> y["u"].compute(scheduler="sync")
+    array([0.5, 1. , 2. , 2.5])
     """
 
     value: Any

@@ -149,6 +149,14 @@ def iterate(
 ) -> Any:
     """Apply a function repeatedly to blocks with a halo, and exchange halos between workers.
 
+    >>> import dask.array as da
+    >>> def smooth(u, out):
+    ...     out[:] = (u[:-2] + u[2:]) / 2
+    >>> x = da.arange(6, chunks=3, dtype=float)
+    >>> y = iterate(smooth, x, depth=1, steps=2, boundary="nearest")
+    >>> y.compute(scheduler="sync")
+    array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
+
     All steps are one layer of the graph. Each worker runs a rank, which has one contiguous local
     block of the array. A step costs the time of the function and of the halo exchange. For a
     mapping of fields the result is a dict of arrays; compute them by ``dask.compute(result)``.
@@ -220,7 +228,7 @@ def iterate(
         that it depends on its arguments alone, as for `capture`, and its values for parts must have
         the same bits.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
-        Order of messages in halo exchanges: see `dask_p2p.sections.Context.redistribute`.
+        Order of messages in halo exchanges: see `dask_p2p.results.Context.redistribute`.
     record : mapping, optional
         Functions of fields, constants and `at` by name, or `dask_p2p.Record` objects. Each returns
         the number of one local block after a step. The numbers of all ranks are combined, and the
@@ -308,7 +316,7 @@ def iterate(
     UnsupportedArrayError
         If a field is no Dask array of NumPy or CuPy blocks, or has Python objects; or if arrays
         are of both kinds.
-    MissingPackageError
+    ConfigError
         When it runs, if a worker lacks the library `as_library`.
     FileError
         When it runs, if a store cannot be written, or is not seen by all workers.
@@ -320,17 +328,18 @@ def iterate(
         When it runs, if the ranks do not finish within `p2p.attempts` attempts, or if the workers
         can never run all of them at the same time.
 
+    See Also
+    --------
+    spmd : Any function of the ranks, with messages.
+    map_overlap : One step, as tasks of Dask.
+    progress : The steps that are done.
+
     Examples
     --------
-    >>> import dask.array as da
-    >>> def smooth(u, out):
-    ...     out[:] = (u[:-2] + u[2:]) / 2
-    >>> x = da.arange(6, chunks=3, dtype=float)
-    >>> iterate(smooth, x, depth=1, steps=2, boundary="nearest").compute(scheduler="sync")
-    array([0.75, 1.25, 2.  , 3.  , 3.75, 4.25])
-
     Coupled fields:
 
+    >>> import dask.array as da
+    >>> x = da.arange(6, chunks=3, dtype=float)
     >>> def turn(u, v):
     ...     return {"u": u + 0.5 * v, "v": v - 0.5 * u}
     >>> made = iterate(turn, {"u": x, "v": x * 0}, depth=0, steps=2)

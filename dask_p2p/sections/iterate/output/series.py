@@ -49,6 +49,21 @@ class Record:
     dtype : dtype, optional
         Dtype of the value, by default float. An end by `until` leaves NaN in the rest of a series,
         or 0 if the dtype has no NaN.
+
+    See Also
+    --------
+    iterate : Its `InputError` and `BlockMismatchError` are those of records, too.
+    Save : Frames of whole fields.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> from dask_p2p import Record, iterate
+    >>> halve = lambda u: {"u": u / 2}
+    >>> record = {"sum": Record(lambda u: u.sum(), every=2)}
+    >>> y = iterate(halve, {"u": da.ones(8)}, 0, 4, record=record)
+    >>> y["sum"].compute(scheduler="sync")
+    array([2. , 0.5])
     """
 
     function: Callable[..., Any]

@@ -62,6 +62,32 @@ class Save:
         "dim_1" and so on. The axis of frames is "frame".
     coords : mapping, optional
         Coordinates: one-dimensional arrays of numbers by the name of an axis.
+
+    See Also
+    --------
+    Record : Series of numbers.
+    Checkpoint : Files to resume from.
+
+    Notes
+    -----
+    `iterate` and `Context.steps` check the arguments: `InputError` for a wrong one,
+    `ConfigError` without Zarr, `FileError` for a folder that a worker cannot write.
+
+    Examples
+    --------
+    >>> from tempfile import mkdtemp
+    >>> import dask.array as da
+    >>> import zarr
+    >>> from dask_p2p import Save, iterate
+    >>> halve = lambda u: {"u": u / 2}
+    >>> frames = Save(mkdtemp(), every=2)
+    >>> fields = {"u": da.ones(3)}
+    >>> y = iterate(halve, fields, depth=0, steps=4, save=frames)
+    >>> y["u"].compute(scheduler="sync")
+    array([0.0625, 0.0625, 0.0625])
+    >>> zarr.open_group(frames.path)["u"][:]
+    array([[0.25  , 0.25  , 0.25  ],
+           [0.0625, 0.0625, 0.0625]])
     """
 
     path: str | Path
@@ -122,6 +148,26 @@ class Checkpoint:
         begins, and after each new one.
     resume : bool, optional
         If False, a folder that has checkpoints is refused.
+
+    See Also
+    --------
+    Save : Frames for evaluation. Its errors are those of checkpoints, too.
+
+    Examples
+    --------
+    The second run makes two steps:
+
+    >>> from tempfile import mkdtemp
+    >>> import dask.array as da
+    >>> from dask_p2p import Checkpoint, iterate
+    >>> halve = lambda u: {"u": u / 2}
+    >>> def run(steps):
+    ...     u = da.ones(3)
+    ...     y = iterate(halve, {"u": u}, 0, steps, checkpoint=files)
+    ...     return y["u"].compute(scheduler="sync")
+    >>> files = Checkpoint(mkdtemp(), every=2)
+    >>> run(2), run(4)
+    (array([0.25, 0.25, 0.25]), array([0.0625, 0.0625, 0.0625]))
     """
 
     path: str | Path
