@@ -64,7 +64,7 @@ def kernel_s(shape: tuple[int, int, int], repeats: int = 20) -> float:
 
 
 def field(shape: tuple[int, ...], workers: int, on_gpu: bool) -> Any:
-    """Return a Dask array with a slab for each worker: noise from a short formula."""
+    """Return a Dask array with a slab for each worker."""
     chunks = tuple(-(-n // workers) if axis == 0 else n for axis, n in enumerate(shape))
     if not on_gpu:
         return da.full(shape, 0.25, dtype=np.float32, chunks=chunks)
@@ -103,7 +103,7 @@ def step_s(x: Any, steps: int, client: Any, **options: Any) -> float:
             wave, (x, x), depth=_DEPTH, steps=count, checkpoint_every=None, **options
         )
         start_s = time.perf_counter()
-        # A sum of one element: the fields are not gathered.
+        # One element: the client does not gather the fields.
         client.compute(made[0][:1, :1, :1]).result()
         seconds.append(time.perf_counter() - start_s)
     return (seconds[1] - seconds[0]) / (2 * steps)

@@ -153,10 +153,7 @@ class Loop:
         )
 
     def free_steps(self, step: int) -> int:
-        """Return the number of steps until the next one after which a callback is known to be due.
-
-        Of a loop with a number of steps: it is the last one at most.
-        """
+        """Return the number of steps until a callback is known to be due, or the loop ends."""
         assert self._steps is not None, "the caller does not end the loop"
         known = (callback.schedule.next_known_step(step) for callback in self._callbacks)
         return int(min(self._steps, *known, inf)) - step

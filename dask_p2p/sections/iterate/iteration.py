@@ -55,7 +55,7 @@ class Iteration:
     max_time: str | None
     capture: bool | str
     kwargs: Mapping[str, Any]
-    #: Whether fields lie in host memory, and go through a GPU slab by slab.
+    #: True if fields lie in host memory, and go through a GPU slab by slab.
     is_streamed: bool = False
     steps_per_visit: int | None = None  # of a slab; None: as memory allows
     slab_rows: int | None = None  # the same
@@ -194,7 +194,7 @@ class VisitPlan:
         ndim = len(shape)
         #: By axis: whether slabs or ranks divide it, so that its halo is for all steps of a visit.
         self.is_wide = [axis == 0 or ctx.grid[axis] > 1 for axis in range(ndim)]
-        #: By axis: what a step reads on each side of a point.
+        #: By axis: number of elements that a step reads on each side of a point.
         self.depth = [max(max(spec.widest[a]) for spec in self._specs) for a in range(ndim)]
         self.is_periodic = [
             any("periodic" in both_ends(s.boundary[a]) for s in self._specs if any(s.widest[a]))
@@ -221,7 +221,7 @@ class VisitPlan:
         self.slab_rows = iteration.slab_rows or max(1, by_size)
 
     def _steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
-        """Return the number of steps of a visit: as asked, or as many as slabs are thick for."""
+        """Return the number of steps of a visit: the argument, or a number for thick slabs."""
         asked = iteration.steps_per_visit
         if asked is not None and longest < asked <= iteration.steps:
             raise InputError(
