@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,6 +129,18 @@ class StepChecks:
         returned = comparison(compute, apply, blocks, read) if comparison else apply()
         self.are_due = any(map(bool, self._comparisons.values()))
         return returned
+
+
+def check_call(
+    phase: Any,
+    device: Any,
+    values: Mapping[str, Any],
+    parts: Mapping[str, Any],  # by field: its newest level, as the function receives it
+    outs: Mapping[str, Array],  # by field: the memory of its next values
+) -> list[str]:
+    """Call a function for a region; check it and return names as `StepChecks.first_call` does."""
+    inner = {name: SimpleNamespace(inner=out) for name, out in outs.items()}
+    return _FirstCall(phase, device, (), values, parts, inner.__getitem__)()[0]
 
 
 def _name(function: Any) -> str:

@@ -676,6 +676,7 @@ def _cupy(recorder):
         MemoryPointer=lambda memory, offset_bytes: SimpleNamespace(
             array=memory.array, offset_bytes=offset_bytes
         ),
+        get_current_stream=lambda: recorder.current[-1],
         get_elapsed_time=lambda start, stop: 1.0,
         MemoryPool=Pool,
         using_allocator=partial(using_allocator, recorder),

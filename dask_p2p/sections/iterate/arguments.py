@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
+from dask_p2p.backends import backend_for
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import InputError
-from dask_p2p.inputs import checked_flag
+from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.ops.arguments import check_function, check_names
+from dask_p2p.plans.halo import both_ends
 from dask_p2p.sections.api.graph import check_computed
 from dask_p2p.sections.context.grids import Points
+from dask_p2p.sections.exchange.boundaries import functions_of
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.capture import AUTO
 from dask_p2p.sections.iterate.fields import (
@@ -277,6 +281,59 @@ def checked_capture(option: Any, library: str | None, arguments: Arguments) -> b
             f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
         )
     return capture
+
+
+def check_streaming(
+    on_gpu: Any,
+    steps_per_visit: Any,
+    slab_rows: Any,
+    arguments: Arguments,
+    options: tuple[Any, Any, Any],  # capture, overlap and as_library of `iterate`
+) -> None:
+    """Raise `InputError` for arguments of `iterate` that streamed fields do not have."""
+    counts = {"steps_per_visit": steps_per_visit, "slab_rows": slab_rows}
+    given = {name: count for name, count in counts.items() if count is not None}
+    if on_gpu is None and not given:
+        return
+    if not isinstance(on_gpu, str) or on_gpu != "stream":
+        raise InputError(
+            f"on_gpu: expected None, or 'stream' for fields in host memory that go through a GPU, "
+            f"got {on_gpu!r}{''.join(f' and {name}' for name in given)}. Give on_gpu='stream', or "
+            f"leave it out."
+        )
+    for name, count in given.items():
+        checked_count(name, 1, **{name: count})
+    phase, capture, overlap, library = arguments.phases[0], *options
+    fields = arguments.fields
+    refused = {
+        "one function, got several phases": len(arguments.phases) > 1,
+        "fields that are arrays, got a number": bool(arguments.scalars),
+        "fields of one shape, got one that is longer": any(spec.extra for spec in fields),
+        "a halo with corners, got corners=False": not all(spec.corners for spec in fields),
+        "NumPy blocks, got CuPy blocks": backend_for(arguments.arrays[0]._meta).on_device,
+        "until= of records, got one of the function's numbers": phase.has_until,
+        "a function without a parameter 'at'": phase.binding.reads_at,
+        "halos of the newest time level, with a function as boundary=": any(
+            any(map(any, chain(*spec.depths[1:]))) and functions_of(spec.boundary)
+            for spec in fields
+        ),
+        "steps one by one, got capture=True": capture is True,
+        "no overlap within slabs, got overlap=True": overlap is True,
+        f"functions of NumPy and CuPy arrays, got as_library={library!r}": library is not None,
+        "constants with one value for each element as fields, dask_p2p.Field(c, depth=0), by "
+        "name, got an array": any(
+            constant.ndim is not None or isinstance(constant.value, Points)
+            for constant in arguments.constants
+        ),
+    }
+    for axis in range(len(arguments.arrays[0].shape)):
+        reading = [spec for spec in fields if any(spec.widest[axis])]
+        kinds = {"periodic" in both_ends(spec.boundary[axis]) for spec in reading}
+        refused[f"fields that are all periodic along axis {axis}, or none, got both"] = (
+            len(kinds) > 1
+        )
+    for text in (text for text, is_refused in refused.items() if is_refused):
+        raise InputError(f"on_gpu='stream': expected {text}. Change it, or leave out on_gpu=.")
 
 
 def no_names() -> InputError:

@@ -15,6 +15,7 @@ from dask_p2p.sections.exchange.regions import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.arguments import (
     check_functions,
+    check_streaming,
     checked_arguments,
     checked_capture,
     checked_time,
@@ -49,6 +50,9 @@ def iterate(
     dtype: DTypeLike | None = ...,
     capture: bool | str = ...,
     as_library: str | None = ...,
+    on_gpu: str | None = ...,
+    steps_per_visit: int | None = ...,
+    slab_rows: int | None = ...,
     **kwargs: Any,
 ) -> dict[str, Any]: ...
 
@@ -77,6 +81,9 @@ def iterate(
     dtype: DTypeLike | None = ...,
     capture: bool | str = ...,
     as_library: str | None = ...,
+    on_gpu: str | None = ...,
+    steps_per_visit: int | None = ...,
+    slab_rows: int | None = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
 
@@ -105,6 +112,9 @@ def iterate(
     dtype: DTypeLike | None = ...,
     capture: bool | str = ...,
     as_library: str | None = ...,
+    on_gpu: str | None = ...,
+    steps_per_visit: int | None = ...,
+    slab_rows: int | None = ...,
     **kwargs: Any,
 ) -> DaskArray: ...
 
@@ -132,6 +142,9 @@ def iterate(
     dtype: DTypeLike | None = None,
     capture: bool | str = "auto",
     as_library: str | None = None,
+    on_gpu: str | None = None,
+    steps_per_visit: int | None = None,
+    slab_rows: int | None = None,
     **kwargs: Any,
 ) -> Any:
     """Apply a function repeatedly to blocks with a halo, and exchange halos between workers.
@@ -264,6 +277,19 @@ def iterate(
         place of NumPy and CuPy arrays. They use the same memory. On a GPU work of PyTorch is
         enqueued on the rank's stream, and JAX's streams wait for it. JAX copies host arrays whose
         address is no multiple of 64. Functions of `boundary` receive NumPy or CuPy arrays.
+    on_gpu : {None, "stream"}, optional
+        With "stream", fields of NumPy blocks stay in host memory, and may be larger than a GPU. A
+        rank copies its local block to the GPU slab by slab along the first axis, makes several
+        steps on each slab, a *visit*, and copies it back; all three are concurrent. `func` receives
+        CuPy arrays of parts of a block, so it must compute each element from its neighbours.
+        Without a GPU it receives NumPy arrays of a size for caches. A visit ends at steps with a
+        record, frame or checkpoint. There is one function, of arrays without numbers and `at`, and
+        constants with one value for each element are `dask_p2p.Field`.
+    steps_per_visit : int, optional
+        Number of steps of a visit: halos are exchanged once for all of them, and are as many times
+        as wide. By default as memory allows, up to 16.
+    slab_rows : int, optional
+        Number of rows of a slab. By default as memory allows.
     **kwargs
         Keywords for `func`, passed unchanged. Use `functools.partial` for a keyword that `iterate`
         has too.
@@ -329,6 +355,9 @@ def iterate(
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
     arguments = arguments.in_library(library := checked_library(as_library))
     capture = checked_capture(capture, library, arguments)
+    check_streaming(on_gpu, steps_per_visit, slab_rows, arguments, (capture, overlap, library))
+    if on_gpu is not None:
+        capture = False
     iteration = RunIteration(
         phases=arguments.phases,
         fields=arguments.fields,
@@ -346,6 +375,9 @@ def iterate(
         max_time=checked_time(max_time, arguments),
         capture=capture,
         kwargs=kwargs,
+        is_streamed=on_gpu is not None,
+        steps_per_visit=steps_per_visit,
+        slab_rows=slab_rows,
     )
     options = checked_options()
     register_if_possible()

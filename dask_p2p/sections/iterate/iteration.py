@@ -8,10 +8,14 @@ from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p.plans.halo import plan_halo_exchange
+from dask_p2p.backends.base import SLOTS as STREAM_SLOTS
+from dask_p2p.backends.device import gpu_obstacle
+from dask_p2p.errors import InputError, MemoryLimitError
+from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
+from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.boundaries import functions_of, planned
 from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
@@ -22,6 +26,13 @@ from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import SeriesSpec
 from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.step import Phase
+from dask_p2p.types import Kind
+
+_CACHE_BYTES = 1 << 22  # of a slab and its results, without a GPU
+_GPU_SHARE = 0.5  # of the GPU's free memory, for slots of slabs; the function needs the rest
+_SLABS = 8  # of a local block, at least: copies of one are concurrent with steps of another
+_MOST_STEPS = 16  # of a visit
+_LEAST_RATIO = 4  # of a slab's rows to those of its halo on one side
 
 
 @dataclass(frozen=True)
@@ -44,6 +55,10 @@ class Iteration:
     max_time: str | None
     capture: bool | str
     kwargs: Mapping[str, Any]
+    #: True if fields lie in host memory, and go through a GPU slab by slab.
+    is_streamed: bool = False
+    steps_per_visit: int | None = None  # of a slab; None: as memory allows
+    slab_rows: int | None = None  # the same
 
     @property
     def returns_steps(self) -> bool:
@@ -161,3 +176,84 @@ def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
         sent=sum(map(elements_of, exchange.sends.values())) * item_bytes,
         received=sum(map(elements_of, exchange.receives.values())) * item_bytes,
     )
+
+
+class VisitPlan:
+    """The number of steps of a visit, the rows of a slab, and the halos that they need.
+
+    Raises `InputError` if they do not fit the array, and `MemoryLimitError` if a GPU has too little
+    memory.
+    """
+
+    def __init__(self, iteration: Iteration, ctx: Context) -> None:
+        self._specs, shape = iteration.fields, iteration.shape
+        ndim = len(shape)
+        #: By axis: whether slabs or ranks divide it, so that its halo is for all steps of a visit.
+        self.is_wide = [axis == 0 or ctx.grid[axis] > 1 for axis in range(ndim)]
+        #: By axis: number of elements that a step reads on each side of a point.
+        self.depth = [max(max(spec.widest[a]) for spec in self._specs) for a in range(ndim)]
+        self.is_periodic = [
+            any("periodic" in both_ends(s.boundary[a]) for s in self._specs if any(s.widest[a]))
+            for a in range(ndim)
+        ]
+        widths = [n * is_wide for n, is_wide in zip(self.depth, self.is_wide, strict=True)]
+        pairs = [(length, width) for length, width in zip(shape, widths, strict=True) if width]
+        longest = min((length // width for length, width in pairs), default=iteration.steps)
+        rows = ctx.box[0][1] - ctx.box[0][0]
+        self.kind: Kind = "numpy" if gpu_obstacle() is not None else "cupy"
+        most_rows = self._most_rows(ctx)
+        self.steps = int(ctx.allreduce(self._steps(iteration, rows, most_rows, longest), "min"))
+        #: The fields with halos for all steps of a visit.
+        self.specs = list(map(self._widened, self._specs))
+        halo_rows = self.steps * self.depth[0]
+        fitting = most_rows - 2 * halo_rows
+        if self.kind == "cupy" and fitting < 1:
+            raise MemoryLimitError(
+                f"on_gpu='stream': expected GPU memory for a row and {2 * halo_rows} rows of "
+                f"its halo, got room for {most_rows} rows in all. Give a smaller steps_per_visit, "
+                f"or more ranks on other GPUs."
+            )
+        by_size = min(max(fitting, halo_rows), -(-rows // _SLABS))
+        self.slab_rows = iteration.slab_rows or max(1, by_size)
+
+    def _steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
+        """Return the number of steps of a visit: the argument, or a number for thick slabs."""
+        asked = iteration.steps_per_visit
+        if asked is not None and longest < asked <= iteration.steps:
+            raise InputError(
+                f"steps_per_visit: expected at most {longest}, as its halo is not longer than an "
+                f"axis, got {asked}. Give a smaller number."
+            )
+        slab = min(most_rows, max(1, rows // _SLABS))
+        chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO * self.depth[0]))
+        return max(1, min(asked or chosen, longest, iteration.steps))
+
+    def _most_rows(self, ctx: Context) -> int:
+        """Return the number of rows, with halos, that fit into a slot or a cache."""
+        across = prod(stop - start for start, stop in ctx.box[1:])
+        row_bytes = sum(levels_of(spec) * spec.dtype.itemsize * across for spec in self._specs)
+        limit_bytes = _CACHE_BYTES
+        if self.kind == "cupy":
+            import cupy
+
+            free_bytes, _ = cupy.cuda.runtime.memGetInfo()
+            limit_bytes = int(free_bytes * _GPU_SHARE) // STREAM_SLOTS
+        return int(limit_bytes // max(1, row_bytes))
+
+    def _widened(self, spec: FieldSpec) -> FieldSpec:
+        widths, boundary = [*spec.widest], [*spec.boundary]
+        for axis, is_wide in enumerate(self.is_wide):
+            if not is_wide:
+                continue
+            width = self.steps * self.depth[axis]
+            if not any(widths[axis]):  # its steps do not read the halo: those of others do
+                is_other = "periodic" in both_ends(boundary[axis])
+                boundary[axis] = "none" if is_other else boundary[axis]
+                boundary[axis] = "periodic" if self.is_periodic[axis] else boundary[axis]
+            widths[axis] = width, width
+        return replace(spec, depths=(tuple(widths),) * len(spec.depths), boundary=tuple(boundary))
+
+
+def levels_of(spec: FieldSpec) -> int:
+    """Return the number of a field's arrays in a slab: its levels, and the next one."""
+    return len(spec.depths) + (not spec.is_constant)

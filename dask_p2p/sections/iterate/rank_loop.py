@@ -21,13 +21,14 @@ from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Replays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import Binding
-from dask_p2p.sections.iterate.iteration import Iteration
+from dask_p2p.sections.iterate.iteration import Iteration, VisitPlan
 from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
 from dask_p2p.sections.iterate.output.files import FieldValues
 from dask_p2p.sections.iterate.output.frames import Frames
 from dask_p2p.sections.iterate.output.series import NumberState, Series
 from dask_p2p.sections.iterate.step import NOTHING, Call, Returned
+from dask_p2p.sections.iterate.streaming import StreamedSteps
 from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
@@ -41,11 +42,7 @@ class RunIteration(Iteration):
             step, steps = work.resume(), work.steps
             loop = Loop(ctx, self.steps, step, work.callbacks())
             while not loop.is_over:
-                if steps.may_replay and steps.replay(step, loop):
-                    step += steps.cycle
-                else:
-                    steps.make(step)
-                    step += 1
+                step += steps.make(step, loop)
                 loop.advance(step)
             returned = work.results(step)
         return {str(number): value for number, value in enumerate(returned)}
@@ -59,17 +56,22 @@ class RankWork:
         self._series = series = Series(iteration.series, iteration.steps, ctx)
         self._scalars = scalars = Scalars(iteration.scalars, ctx)
         self._numbers = NumberState(ctx.device, scalars, series)
+        plan = VisitPlan(iteration, ctx) if iteration.is_streamed else None
         self._local = local = LocalFields(
             ctx,
             iteration.shape,
             local_blocks,
-            iteration.fields,
+            iteration.fields if plan is None else plan.specs,
             iteration.constants,
             iteration.exchange,
             series.last,
             iteration.kwargs,
         )
-        self.steps = FieldSteps(iteration, ctx, local, scalars)
+        self.steps: FieldSteps | StreamedSteps
+        if plan is None:
+            self.steps = FieldSteps(iteration, ctx, local, scalars)
+        else:
+            self.steps = StreamedSteps(iteration, ctx, local, plan)
         stores = iteration.stores
         values = FieldValues(ctx, local, scalars, series, stores.chunks, iteration.settings)
         self._frames = [
@@ -194,7 +196,7 @@ class FieldSteps:
         self._overlap = Overlap(iteration, ctx.device, self.block_box)
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)
-        self.may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
+        self._may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
         self._graph: Captured | None = None
         is_asked = iteration.until is not None and not iteration.series
         #: Steps between those whose numbers `until` reads; 0: it reads none.
@@ -216,11 +218,13 @@ class FieldSteps:
         # Calls have it. As a method it would make a cycle, which keeps the fields in memory.
         self._arguments = arguments
 
-    def make(self, step: int) -> None:
-        """Make a step."""
+    def make(self, step: int, loop: Loop) -> int:
+        """Make a step, or replay a cycle of them; return their number."""
+        if self._may_replay and self._replay(step, loop):
+            return self.cycle
         if not self._changed:
             self._make_first()
-            return
+            return 1
         position, returned = (step - self.first) % self.cycle, NOTHING
         is_asked = self._numbers_every and not (step + 1) % self._numbers_every
         for number in range(len(self._changed)):
@@ -248,6 +252,7 @@ class FieldSteps:
             if returned.scalars:
                 self._scalars.update(returned.scalars)
         self.numbers = returned.numbers
+        return 1
 
     def _add_call(self, position: int, number: int) -> Call:
         phase, fields = self._iteration.phases[number], self._fields
@@ -352,14 +357,14 @@ class FieldSteps:
 
     # --- captured steps
 
-    def replay(self, step: int, loop: Loop) -> bool:
+    def _replay(self, step: int, loop: Loop) -> bool:
         """Replay a cycle of steps, if it is captured and nothing else is due in it."""
         second = self.first + self.cycle
         if step == second and step + 2 * self.cycle < self._iteration.steps:
             self._graph = self._capture(step, loop)
         if self._graph is not None and step == second + self.cycle:
             self._graph = self._graph if self._replays.is_right(self._graph) else None
-        self.may_replay = step < second or self._graph is not None
+        self._may_replay = step < second or self._graph is not None
         if self._graph is None or step < second + self.cycle or not self._is_free(step, loop):
             return False
         self._graph()

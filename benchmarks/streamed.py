@@ -1,0 +1,165 @@
+"""Wave steps on fields in host memory that go through one GPU, compared with steps in core.
+
+    python -m benchmarks.streamed --gib 16 --workers 1
+    python -m benchmarks.streamed --cpu --gib 0.02 --core-gib 0.02 --side 64 --steps 8
+
+The wave is that of `benchmarks.sections_gpu`: a 25-point stencil in float32 with two time levels.
+Values of a small array are first compared with those in core, bit for bit. The bus is measured by
+copies of pinned memory in and out at the same time. The time of a step is the difference between a
+long and a short run, divided by the number of steps between them. The bound of a step is the larger
+of bus and kernel: both levels go in and out once in a visit.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+import dask.array as da
+import numpy as np
+
+import dask_p2p
+from benchmarks.rivals.wave import RADIUS, wave
+
+__all__ = ["main"]
+
+_COPIED_BYTES = 1 << 30
+_LEVELS = 2
+_DEPTH: Any = [{0: RADIUS}, 0]
+
+
+def bus_gb_s() -> float:
+    """Return the bytes in one direction each second, while as many go in the other one."""
+    import cupy
+
+    hosts = [cupy.cuda.alloc_pinned_memory(_COPIED_BYTES) for _ in range(2)]
+    memory = [cupy.empty(_COPIED_BYTES, cupy.uint8) for _ in range(2)]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    copy, kind, seconds = cupy.cuda.runtime.memcpyAsync, 4, []
+    for _ in range(4):
+        cupy.cuda.runtime.deviceSynchronize()
+        start_s = time.perf_counter()
+        for _ in range(4):
+            copy(memory[0].data.ptr, hosts[0].ptr, _COPIED_BYTES, kind, streams[0].ptr)
+            copy(hosts[1].ptr, memory[1].data.ptr, _COPIED_BYTES, kind, streams[1].ptr)
+        cupy.cuda.runtime.deviceSynchronize()
+        seconds.append(time.perf_counter() - start_s)
+    return 4 * _COPIED_BYTES / min(seconds) / 1e9
+
+
+def kernel_s(shape: tuple[int, int, int], repeats: int = 20) -> float:
+    """Return the seconds of a step of the kernel alone."""
+    import cupy
+
+    u = cupy.zeros((shape[0] + 2 * RADIUS, *shape[1:]), np.float32)
+    before, out = (cupy.zeros(shape, np.float32) for _ in range(2))
+    wave(u, before, out)
+    cupy.cuda.runtime.deviceSynchronize()
+    start_s = time.perf_counter()
+    for _ in range(repeats):
+        wave(u, before, out)
+    cupy.cuda.runtime.deviceSynchronize()
+    return (time.perf_counter() - start_s) / repeats
+
+
+def field(shape: tuple[int, ...], workers: int, on_gpu: bool) -> Any:
+    """Return a Dask array with a slab for each worker."""
+    chunks = tuple(-(-n // workers) if axis == 0 else n for axis, n in enumerate(shape))
+    if not on_gpu:
+        return da.full(shape, 0.25, dtype=np.float32, chunks=chunks)
+    return da.full(shape, 0.25, dtype=np.float32, chunks=chunks).map_blocks(_to_gpu)
+
+
+def _to_gpu(block: Any) -> Any:
+    import cupy
+
+    return cupy.asarray(block)
+
+
+def are_equal(workers: int, is_on_gpu: bool) -> bool:
+    """Return whether streamed values have the bits of values in core."""
+    u = np.random.default_rng(0).random((96, 32, 40), dtype=np.float32)
+    chunks: Any = (-(-96 // workers), 32, 40)
+    options: dict[str, Any] = {"steps": 9, "ranks": workers}
+    x = da.from_array(u, chunks=chunks)
+    sizes: dict[str, Any] = {"on_gpu": "stream", "steps_per_visit": 2, "slab_rows": 12}
+    streamed: Any = dask_p2p.iterate(wave, (x, x), depth=_DEPTH, **options, **sizes)
+    x = x.map_blocks(_to_gpu) if is_on_gpu else x
+    in_core: Any = dask_p2p.iterate(wave, (x, x), depth=_DEPTH, **options)
+    pairs = zip(da.compute(*streamed), da.compute(*map(_on_host, in_core)), strict=True)
+    return all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+def _on_host(x: Any) -> Any:
+    return x.map_blocks(lambda block: block.get() if hasattr(block, "get") else block)
+
+
+def step_s(x: Any, steps: int, client: Any, **options: Any) -> float:
+    """Return the seconds of a step of `iterate`."""
+    seconds = []
+    for count in (steps, 3 * steps):
+        made = dask_p2p.iterate(
+            wave, (x, x), depth=_DEPTH, steps=count, checkpoint_every=None, **options
+        )
+        start_s = time.perf_counter()
+        # One element: the client does not gather the fields.
+        client.compute(made[0][:1, :1, :1]).result()
+        seconds.append(time.perf_counter() - start_s)
+    return (seconds[1] - seconds[0]) / (2 * steps)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--gib", default=16.0, help="Both levels of the streamed fields, of all workers.")
+@click.option("--core-gib", default=4.0, help="The same of the fields in core.")
+@click.option("--side", default=1024, help="Length of the second and third axis.")
+@click.option("--workers", default=1, help="Workers with a GPU each.")
+@click.option("--visit", "visits", multiple=True, type=int, default=(1, 4, 8, 16))
+@click.option("--steps", default=16, help="Steps of the short run: a multiple of all visits.")
+@click.option("--rows", type=int, help="Rows of a slab.  [default: by memory]")
+@click.option("--cpu", "on_cpu", is_flag=True, help="Use NumPy, to try the program.")
+def main(
+    gib: float, core_gib: float, side: int, workers: int, visits: tuple[int, ...], steps: int,
+    rows: int | None,
+    on_cpu: bool,
+) -> None:  # fmt: skip
+    """Time wave steps on fields in host memory, and print a table."""
+    from distributed import Client
+
+    shape, core = (
+        (round(n * 2**30 / (4 * _LEVELS * side**2)), side, side) for n in (gib, core_gib)
+    )
+    with dask_p2p.local_cluster(workers, gpus=not on_cpu) as cluster, Client(cluster) as client:
+        dask_p2p.register(client)
+        print(f"values equal those in core: {are_equal(workers, not on_cpu)}", flush=True)
+        first = next(iter(client.scheduler_info()["workers"]))
+        bus = kernel = 0.0
+        if not on_cpu:
+            bus = client.submit(bus_gb_s, workers=first, pure=False).result()
+            part = shape[0] // workers // 16, side, side
+            kernel = client.submit(kernel_s, part, workers=first, pure=False).result() * 16
+            print(f"bus {bus:.1f} GB/s each way; kernel {kernel * 1e3:.2f} ms a step", flush=True)
+        in_core = step_s(field(core, workers, not on_cpu), steps, client, ranks=workers)
+        cell_s = in_core / core[0]
+        print(f"in core, {core_gib:g} GiB: {in_core * 1e3:.2f} ms a step", flush=True)
+        for visit in visits:
+            options: dict[str, Any] = {
+                "ranks": workers,
+                "steps_per_visit": visit,
+                "slab_rows": rows,
+            }
+            streamed = step_s(
+                field(shape, workers, False), steps, client, on_gpu="stream", **options
+            )
+            copy_s = _LEVELS * 4 * side**2 * shape[0] / workers / (bus * 1e9) / visit if bus else 0
+            bound = max(copy_s, kernel) or streamed
+            print(
+                f"streamed, {gib:g} GiB, {visit:2} steps a visit: {streamed * 1e3:.2f} ms a step, "
+                f"{streamed / bound:.2f} of the bound {bound * 1e3:.2f} ms, "
+                f"{streamed / (cell_s * shape[0]):.2f} of in core",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,430 @@
+"""Steps of `iterate` on fields that lie in host memory, and go through a GPU slab by slab.
+
+A *visit* makes several steps. It fills halos that are as wide as all of its steps need, and then
+takes the local block apart along the first axis. A slab goes to the GPU with its halo; each step
+leaves a region that is smaller by the depth; what is left after the last one is the slab::
+
+    rows      ---halo---|--------slab--------|---halo---
+    copied in ..........................................
+    step 1         ................................
+    step 2              ......................              copied out
+
+Copies in, steps and copies out are concurrent, in three streams. Before the steps, rows that the
+next slab needs, too, are copied to it on the GPU. So each row goes in once and out once in a visit.
+Results go where the rows came from: fields need no second memory on the host. Without a GPU the
+function gets NumPy arrays, and slabs are small enough for a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+from distributed import warn
+
+from dask_p2p.backends.base import SLOTS
+from dask_p2p.backends.device import device_work
+from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
+from dask_p2p.backends.pipelines import HostStreams, Ring
+from dask_p2p.errors import P2PWarning
+from dask_p2p.geometry import Box, box_size
+from dask_p2p.plans.halo import both_ends, plan_halo_exchange
+from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.checks import StepChecks, check_call
+from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.context.loop import Loop
+from dask_p2p.sections.exchange.boundaries import At, Ends, functions_of, planned
+from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.halo import HaloLayout, HaloPart
+from dask_p2p.sections.iterate.fields import FieldSpec
+from dask_p2p.sections.iterate.functions import Binding
+from dask_p2p.sections.iterate.iteration import Iteration, VisitPlan, levels_of
+from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.types import Array, Kind
+
+_ALIGNMENT_BYTES = 512
+_FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+class SlabGpu(Host):
+    """A GPU whose current stream does all work."""
+
+    kind: ClassVar[Kind] = "cupy"
+    has_read_only: ClassVar[bool] = False
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        array: Array = self.module.empty(tuple(shape), dtype)
+        return array
+
+    def read_only(self, array: Array) -> Array:
+        return array
+
+    def checksum(self, array: Array) -> int:
+        self.module.cuda.get_current_stream().synchronize()
+        return super().checksum(array)
+
+    def to_host(self, value: Any) -> Any:
+        return value.get()
+
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        array[...] = self.module.asarray(host_array)
+
+
+@dataclass
+class _SlabField:
+    """The arrays of a field for one slab, the newest first."""
+
+    local: LocalField
+    start: int  # the first row in them; 0 is the first row of the local block
+    stop: int
+    levels: list[Array] = field(default_factory=list)
+    spare: Any = None  # memory for the next level
+
+    def rotate(self) -> None:
+        """Make the filled memory the newest level."""
+        self.levels, self.spare = [self.spare, *self.levels[:-1]], self.levels[-1]
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [-self.start, *(start for start, _ in self.local.layout.halo.inner[1:])]
+
+    def view(self, level: Array, box: Box) -> Array:
+        """Return a box of the local block, which may reach into its halo."""
+        pairs = zip(box, self._offsets, strict=True)
+        return level[tuple(slice(start + by, stop + by) for (start, stop), by in pairs)]
+
+    def host_rows(self, start: int, stop: int) -> list[Array]:
+        """Return rows of all levels in host memory."""
+        first = self.local.layout.halo.inner[0][0]
+        return [level.data[first + start : first + stop] for level in self.local.levels]
+
+
+def _slot_bytes(slab_fields: Sequence[_SlabField]) -> int:
+    return sum(
+        _aligned(slab.host_rows(slab.start, slab.stop)[0].nbytes) * levels_of(slab.local.spec)
+        for slab in slab_fields
+    )
+
+
+class StreamedSteps:
+    """Steps of the fields of one rank that lie in host memory."""
+
+    numbers: Sequence[Any] = ()
+    first = 0  # the first step of this attempt
+
+    def __init__(
+        self, iteration: Iteration, ctx: Context, local: LocalFields, plan: VisitPlan
+    ) -> None:
+        self._iteration, self._ctx, self._local, self._plan = iteration, ctx, local, plan
+        (self._phase,) = iteration.phases
+        for spec in iteration.fields:  # the function gets halos of one step
+            local.fields[spec.name].spec = spec
+        self._fields = list(local.fields.values())
+        self.block_box = self._fields[0].layout.local_box
+        self.keep_values = StepChecks(iteration, ctx, local).keep_values
+        self._device: Host = HOST if plan.kind == HOST.kind else SlabGpu()
+        self._is_stale, self._is_checked = True, False
+        step = self._number = SimpleNamespace(value=0)
+        #: Without a reference to this object, as a cycle would keep the fields in memory.
+        self._step_of = lambda name: step.value
+        self._layouts: dict[Any, HaloLayout | None] = {}
+        self._constants: dict[str, Any] = {}  # arguments that are the same in each step
+        self._slots: _HostSlots | _GpuSlots | None = None
+        self._parts = 0  # number of slabs of all visits so far
+
+    def make(self, step: int, loop: Loop) -> int:
+        """Make the steps of a visit, until a callback is due; return their number."""
+        count = min(self._plan.steps, loop.free_steps(step))
+        self._update_halos()
+        with nullcontext() if self._device is HOST else device_work():
+            slots = self._slots = self._slots or self._make_slots()
+            try:
+                self._visit(slots, step, count)
+            finally:
+                slots.wait()  # no copy uses the fields' memory
+        self._is_stale = True
+        return count
+
+    def _visit(self, slots: _HostSlots | _GpuSlots, step: int, count: int) -> None:
+        """Queue the copies of all slabs, and make their steps."""
+        first, self._parts = self._parts, self._parts + len(self._slabs)
+        slabs: list[list[_SlabField]] = []
+        for number in range(len(self._slabs) + 1):
+            part = first + number
+            is_last = number == len(self._slabs)
+            # The slot has been copied out, of earlier visits as well.
+            is_free = [("down", part - slots.count)] if part >= slots.count else []
+            if not is_last:
+                slabs.append(self._slab_fields(self._slabs[number], count))
+                with slots.action("up", part, is_free):
+                    self._copy_in(slots, part, *slabs[-2:])
+            if number:
+                rows, slab_fields = self._slabs[number - 1], slabs[number - 1]
+                with slots.action("run", part - 1, [("up", part - 1), *is_free]):
+                    if not is_last:
+                        self._share_rows(slab_fields, slabs[number])
+                    self._compute(step, count, rows, slab_fields)
+                with slots.action("down", part - 1, [("run", part - 1)]):
+                    self._copy_out(slots, rows, slab_fields)
+
+    @staticmethod
+    def _copy_in(slots: Any, part: int, *slabs: Sequence[_SlabField]) -> None:
+        """Copy the rows in of the last one of two slabs, which the other one does not have."""
+        index = 0
+        for *before, slab in zip(*slabs, strict=True):
+            first = max((other.stop - slab.start for other in before), default=0)
+            for rows in (all_rows := slab.host_rows(slab.start, slab.stop)):
+                slab.levels.append(slots.array(part, index, rows))
+                slots.copy_in(slab.levels[-1][first:], rows[first:])
+                index += _aligned(rows.nbytes)
+            if not slab.local.spec.is_constant:
+                slab.spare = slots.array(part, index, all_rows[0])
+                index += _aligned(all_rows[0].nbytes)
+
+    def _share_rows(self, slabs: Sequence[_SlabField], next_slabs: Sequence[_SlabField]) -> None:
+        """Copy the rows to the next slab that both need, before steps change them."""
+        for slab, next_slab in zip(slabs, next_slabs, strict=True):
+            count = slab.stop - next_slab.start
+            for level, next_level in zip(slab.levels, next_slab.levels, strict=True):
+                next_level[:count] = level[len(level) - count :]
+
+    @staticmethod
+    def _copy_out(slots: Any, rows: tuple[int, int], slab_fields: Sequence[_SlabField]) -> None:
+        for slab in (slab for slab in slab_fields if not slab.local.spec.is_constant):
+            start, stop = (row - slab.start for row in rows)
+            for host_rows, level in zip(slab.host_rows(*rows), slab.levels, strict=True):
+                slots.copy_out(host_rows, level[start:stop])
+
+    def current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
+        """Update halos after a step; return a function of all values of some names."""
+        self._update_halos()
+
+        def step(name: str) -> int:
+            return max(0, self._ctx.step_for(name) - 1)
+
+        def values(binding: Binding, box: Box) -> dict[str, Any]:
+            return self._local.values(binding.names, box, self._local.at(box, step))
+
+        return values
+
+    def _update_halos(self) -> None:
+        if self._is_stale:
+            fields = (field for field in self._fields if field.has_halo)
+            updated = [field for field in fields if not field.spec.is_constant]
+            for number in range(max((len(field.levels) for field in updated), default=0)):
+                levels = [field.levels[number] for field in updated if number < len(field.levels)]
+                self._ctx.update_halo(*levels, copy=False)
+            self._is_stale = False
+
+    @cached_property
+    def _slabs(self) -> list[tuple[int, int]]:
+        """The rows of each slab in the local block."""
+        rows, thickness = self.block_box[0][1], self._plan.slab_rows
+        if not box_size(self.block_box):
+            return []
+        return [(row, min(row + thickness, rows)) for row in range(0, rows, thickness)]
+
+    def _make_slots(self) -> _HostSlots | _GpuSlots:
+        names = self._phase.binding.names - {f.spec.name for f in self._fields}
+        at = self._local.at(self.block_box, self._ctx.step_for)
+        self._constants = self._local.values(names, self.block_box, at)
+        slabs = [self._slab_fields(rows, self._plan.steps) for rows in self._slabs]
+        slot_bytes = max(map(_slot_bytes, slabs), default=0)
+        if self._device is HOST:
+            return _HostSlots(slot_bytes)
+        module = self._device.module
+        self._constants = {
+            name: module.asarray(value) if isinstance(value, np.ndarray) else value
+            for name, value in self._constants.items()
+        }
+        for level in (level for f in self._fields for level in f.levels):
+            if level.data.nbytes:
+                try:
+                    pin_while(level, level.data)
+                except (module.cuda.runtime.CUDARuntimeError, MemoryError) as exc:
+                    warn_once(_warn, "iterate", CANNOT_PIN, f"{type(exc).__name__}: {exc}")
+        module.cuda.Stream.null.synchronize()  # it has made the constants
+        return _GpuSlots(slot_bytes, min(SLOTS, max(1, len(slabs))))
+
+    # --- one slab
+
+    def _limits(self, axis: int) -> tuple[int, int]:
+        """Return the ends of the array along an axis, as positions in the local block."""
+        plan, (start, _) = self._plan, self._ctx.box[axis]
+        if plan.is_wide[axis] and plan.is_periodic[axis]:
+            return -_FAR, _FAR
+        return -start, self._iteration.shape[axis] - start
+
+    def _region(self, rows: tuple[int, int], ahead: int) -> Box:
+        """Return the box that later steps read, or whose rows they make; `ahead` is their number.
+
+        It does not end where a step would read a part of its halo beyond an end of the array.
+        """
+        plan, region = self._plan, []
+        for axis, bounds in enumerate((rows, *self.block_box[1:])):
+            (start, stop), (low, high) = bounds, self._limits(axis)
+            if plan.is_wide[axis]:
+                depth = plan.depth[axis]
+                start, stop = max(low, start - ahead * depth), min(high, stop + ahead * depth)
+                if ahead < plan.steps:
+                    start = low if start - low < depth else start
+                    stop = high if high - stop < depth else stop
+            region.append((start, stop))
+        return tuple(region)
+
+    def _slab_fields(self, rows: tuple[int, int], count: int) -> list[_SlabField]:
+        """Return the fields of a slab, with the rows that its steps need."""
+        (start, stop), (low, high) = self._region(rows, count)[0], self._limits(0)
+        slab_fields = []
+        for local in self._fields:
+            (before, after), (first, last) = local.spec.widest[0], both_ends(local.spec.boundary[0])
+            before = 0 if start > low or first == "none" else before
+            after = 0 if stop < high or last == "none" else after
+            slab_fields.append(_SlabField(local, start - before, stop + after))
+        return slab_fields
+
+    def _compute(
+        self, first: int, count: int, rows: tuple[int, int], slab_fields: Sequence[_SlabField]
+    ) -> None:
+        """Make the steps of a visit on one slab."""
+        fields = {slab.local.spec.name: slab for slab in slab_fields}
+        for number in range(count):
+            self._number.value = first + number
+            region = self._region(rows, count - 1 - number)
+            for name in self._make_step(fields, region):
+                fields[name].rotate()
+                if number + 1 < count:
+                    self._fill_ends(fields[name], region)
+
+    def _make_step(self, fields: Mapping[str, _SlabField], region: Box) -> list[str]:
+        """Call the function for a region; return the names of the fields that it changes."""
+        values, phase, parts, outs = {**self._constants}, self._phase, {}, {}
+        for name, slab in fields.items():
+            spec = slab.local.spec
+            boxes = [self._read_box(spec, region, depth) for depth in spec.depths]
+            pairs = zip(slab.levels, boxes, strict=True)
+            data = [self._device.read_only(slab.view(level, box)) for level, box in pairs]
+            values[name] = tuple(data) if spec.is_list else data[0]
+            if name in phase.fields:
+                pairs_of_axes = zip(region, boxes[0], strict=True)
+                inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in pairs_of_axes)
+                parts[name] = HaloPart(data[0], inner, ())
+                outs[name] = slab.view(slab.spare, region)
+        if not self._is_checked:
+            self._is_checked = True
+            return check_call(phase, self._device, values, parts, outs)
+        returned = phase.fill(self._device, values, outs, parts)
+        return [*phase.fields] if phase.fills_out else [*returned.blocks]
+
+    def _read_box(self, spec: FieldSpec, region: Box, depth: Sequence[tuple[int, int]]) -> Box:
+        """Return the box that a step on a region reads: with no halo where the boundary is none."""
+        box = []
+        for axis, ((start, stop), (before, after)) in enumerate(zip(region, depth, strict=True)):
+            (low, high), (first, last) = self._limits(axis), both_ends(spec.boundary[axis])
+            low, high = low if first == "none" else -_FAR, high if last == "none" else _FAR
+            box.append((max(low, start - before), min(high, stop + after)))
+        return tuple(box)
+
+    def _fill_ends(self, slab: _SlabField, region: Box) -> None:
+        """Set the values beyond the ends of the array that the next step reads."""
+        spec = slab.local.spec
+        limits = [self._limits(axis) for axis in range(len(region))]
+        touches = tuple(
+            (start == low, stop == high)
+            for (start, stop), (low, high) in zip(region, limits, strict=True)
+        )
+        position = region if functions_of(spec.boundary) else None
+        key = spec.name, tuple(stop - start for start, stop in region), touches, position
+        if key not in self._layouts:
+            self._layouts[key] = self._layout(spec, region, touches)
+        layout = self._layouts[key]
+        if layout is not None:
+            inner = layout.halo.inner
+            of_axes = zip(region, inner, layout.halo.shape, strict=True)
+            box = tuple((start - a, start - a + size) for (start, _), (a, _), size in of_axes)
+            data = slab.view(slab.levels[0], box)
+            layout.fill(data)
+            if layout.ends is not None:
+                layout.ends.fill(data)
+
+    def _layout(
+        self, spec: FieldSpec, region: Box, touches: Sequence[tuple[bool, bool]]
+    ) -> HaloLayout | None:
+        """Return the layout of a region with what lies beyond the ends; None: nothing does."""
+        boundary = tuple(
+            tuple(
+                end if is_end and any(widths) else "none"
+                for end, is_end in zip(both_ends(ends), at_ends, strict=True)
+            )
+            for ends, at_ends, widths in zip(spec.boundary, touches, spec.widest, strict=True)
+        )
+        if all(end == "none" for ends in boundary for end in ends):
+            return None
+        alone = RankGrid(tuple((b - a,) for a, b in region), (1,) * len(region))
+        halo = plan_halo_exchange(alone, 0, spec.widest, planned(boundary), True)
+        ctx, shape = self._ctx, self._iteration.shape
+        placed = tuple((low + a, low + b) for (low, _), (a, b) in zip(ctx.box, region, strict=True))
+        at = At(ctx.rank, shape, placed, self._device.module, self._step_of)
+        ends = Ends(halo, spec.boundary, at, self._device, spec.dtype)
+        return HaloLayout(halo, spec.dtype, "", device=self._device, ends=ends)
+
+
+class _HostSlots:
+    """Memory of the host for two slabs in turn: small ones stay in a cache."""
+
+    count = 2
+
+    def __init__(self, slot_bytes: int) -> None:
+        self._memory = [np.empty(slot_bytes, np.uint8) for _ in range(self.count)]
+
+    def array(self, part: int, index: int, like: Any) -> Array:
+        """Return an array with the shape and dtype of `like` in a part's slot, from a byte on."""
+        memory = self._memory[part % self.count][index:][: like.nbytes]
+        array: Array = memory.view(like.dtype).reshape(like.shape)
+        return array
+
+    def action(self, name: str, part: int, after: Any) -> Any:
+        return nullcontext()
+
+    def copy_in(self, to: Array, rows: Array) -> None:
+        np.copyto(to, rows)
+
+    copy_out = copy_in
+
+    def wait(self) -> None:
+        pass
+
+
+class _GpuSlots:
+    """Slots of a GPU for slabs in turn, and its three streams."""
+
+    def __init__(self, slot_bytes: int, count: int) -> None:
+        self.count = count
+        self._streams = HostStreams(partial(warn_once, _warn, "iterate"))
+        self._ring = Ring(self._streams, count, slot_bytes, 0)
+        with self._streams.streams["up"]:
+            for slot in self._ring.slots:
+                slot.memory[...] = 0  # rows are copied whole, with halos that no step fills
+        self._streams.synchronize()
+        self.array = self._ring.on_device
+        self.copy_in, self.copy_out = self._streams.copy_up, self._streams.copy_down
+        self.wait = self._streams.synchronize
+
+    @contextmanager
+    def action(self, name: str, part: int, after: Sequence[tuple[str, int]]) -> Iterator[None]:
+        """Return a context that queues an action of a part, after these actions of parts."""
+        with self._ring.queue_action(name, part, after) as stream, stream:
+            yield
+
+
+def _warn(text: str) -> None:
+    warn(text, P2PWarning)

@@ -1,0 +1,265 @@
+"""Fields that go through a GPU, or a cache, slab by slab: values are those of fields in memory."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import box_slices
+from tests.sections.emulated import kernel, rank_tasks
+from tests.sections.gangs import run_gang
+from tests.simulation.streams import HOST
+
+X = np.random.default_rng(0).normal(size=(24, 30))
+CHUNKS = (5, 7, 4, 8), (14, 16)
+ENDS = "periodic", "reflect", "nearest", "odd", 0.5, ("nearest", 0.5)
+
+
+def array(x=X, chunks=CHUNKS):
+    return da.from_array(x, chunks=chunks)
+
+
+def star(u, out):
+    out[...] = 0.5 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
+    out[...] += 0.3 * u[1:-1, :-2] + 0.4 * u[1:-1, 2:]
+
+
+def turned(u, v):
+    return {
+        "u": u[1:-1, 1:-1] + 0.1 * (v[2:, 2:] - v[:-2, :-2]),
+        "v": v[1:-1, 1:-1] - 0.1 * u[2:, 1:-1],
+    }
+
+
+@pytest.fixture
+def gpu(gpu, monkeypatch):
+    """An emulated GPU; the host has written the memory that is pinned."""
+    pin = gpu.pin
+
+    def written(address, size_bytes, flags):
+        pin(address, size_bytes, flags)
+        memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+        gpu.do(HOST, "the rank", writes=[np.frombuffer(memory, np.uint8)])
+
+    monkeypatch.setattr(gpu, "pin", written)
+    return gpu
+
+
+def streamed(*args, steps_per_visit=None, slab_rows=None, **kwargs):
+    sizes = {"steps_per_visit": steps_per_visit, "slab_rows": slab_rows}
+    return iterate(*args, on_gpu="stream", **sizes, **kwargs)
+
+
+def computed(*results):
+    return da.compute(*results, scheduler="sync")
+
+
+def of_ranks(y, inputs):
+    """The values of a section whose ranks are threads here."""
+    task = rank_tasks(y)[0]
+    ranks, body = task.args[2], task.body
+    outputs = [np.full(inputs[0].shape, np.nan) for _ in inputs]
+
+    def function(ctx):
+        place = box_slices(ctx.box)
+        boxes = [box_slices(box) for _, box in ranks.blocks(ctx.rank)]
+        results = body(ctx, *([x[place][box] for box in boxes] for x in inputs))
+        for output, blocks in zip(outputs, results, strict=True):
+            for box, block in zip(boxes, blocks, strict=True):
+                output[place][box] = block
+
+    run_gang(ranks, function)
+    return outputs
+
+
+@pytest.mark.parametrize("boundary", ENDS)
+@pytest.mark.parametrize("sizes", [(1, None), (2, 3), (3, 5), (3, None), (None, None)])
+def test_values_of_one_rank(boundary, sizes):
+    options = {"boundary": {0: boundary, 1: boundary}, "ranks": 1}
+    expected = iterate(star, array(), 1, 7, **options)
+    y = streamed(star, array(), 1, 7, steps_per_visit=sizes[0], slab_rows=sizes[1], **options)
+    assert np.array_equal(*computed(y, expected))
+
+
+@pytest.mark.parametrize("boundary", ENDS)
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_values_of_several_ranks(boundary, ranks):
+    options = {"boundary": {0: boundary, 1: boundary}}
+    (expected,) = computed(iterate(star, array(), 1, 8, ranks=1, **options))
+    y = streamed(star, array(), 1, 8, ranks=ranks, steps_per_visit=3, **options)
+    assert np.array_equal(of_ranks(y, [X])[0], expected)
+
+
+@pytest.mark.parametrize("sizes", [(1, None), (2, 3), (3, 4), (4, 5)])
+def test_ends_without_halo(sizes):
+    def added(u, out):
+        before = len(u) - len(out)  # 0 at the first row
+        out[...] = u[before:]
+        out[2 - before :] += 0.5 * u[: len(u) - 2]
+
+    options = {"depth": {0: (2, 0)}, "steps": 7, "boundary": "none", "ranks": 1}
+    y = streamed(added, array(), steps_per_visit=sizes[0], slab_rows=sizes[1], **options)
+    assert np.array_equal(*computed(y, iterate(added, array(), **options)))
+
+
+def test_coupled_fields_on_two_ranks():
+    fields = {"u": array(), "v": array(X + 1)}
+    expected = iterate(turned, fields, 1, 5, ranks=1)
+    (values,) = computed(expected)
+    y = streamed(turned, fields, 1, 5, ranks=2, steps_per_visit=2)
+    for output, name in zip(of_ranks(y["u"], [X, X + 1]), "uv", strict=True):
+        assert np.array_equal(output, values[name])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_cases(seed):
+    rng = np.random.default_rng(seed)
+    ndim = int(rng.integers(1, 4))
+    shape = tuple(map(int, rng.integers(9, 14, ndim)))
+    depth = {axis: tuple(map(int, rng.integers(0, 3, 2))) for axis in range(ndim)}
+    boundary = {a: ENDS[rng.integers(len(ENDS))] for a in range(ndim)}
+    chunks = tuple((n // 2 - 1, n - n // 2 + 1) for n in shape)
+
+    def step(u, c):
+        """A sum of neighbours with other weights, in an order that no rounding changes."""
+        newest, older = u
+        out = np.zeros_like(c)
+        for axis, (before, after) in depth.items():
+            for by in range(-before, after + 1):
+                place = [
+                    slice(d[0], d[0] + n) for d, n in zip(depth.values(), c.shape, strict=True)
+                ]
+                first = depth[axis][0] + by
+                place[axis] = slice(first, first + c.shape[axis])
+                out += (0.11 + 0.01 * by + 0.02 * axis) * newest[tuple(place)]
+        return {"u": out - 0.3 * older * c}
+
+    x, older, c = (rng.normal(size=shape) for _ in range(3))
+    levels, of_points = [da.from_array(a, chunks) for a in (x, older)], da.from_array(c, chunks)
+    options = {"boundary": boundary, "constants": {"c": Field(of_points, depth=0)}, "ranks": 1}
+    fields = {"u": Field(levels, depth=[depth, 0])}
+    expected = iterate(step, fields, 0, 7, **options)
+    visit = int(rng.integers(1, 4))
+    y = streamed(step, fields, 0, 7, steps_per_visit=visit, **options)
+    for u, v in zip(*(made["u"] for made in computed(y, expected)), strict=True):
+        assert np.array_equal(u, v)
+
+
+def opposite(rim, inside, at):
+    """Halos of a visit are filled on the host, those of its steps on the GPU."""
+    rim[...] = inside.apply(np.negative) if hasattr(inside, "apply") else -inside
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "reflect", "odd", 0.5])
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (3, 6), (3, None)])
+def test_values_of_an_emulated_gpu(gpu, boundary, sizes):
+    expected = iterate(star, array(), 1, 7, boundary=boundary, ranks=1)
+    (values,) = computed(expected.map_blocks(np.asarray))
+    ends = opposite if boundary == "odd" else boundary
+    y = streamed(
+        kernel(gpu, star), array(), 1, 7, boundary=ends, ranks=1,
+        steps_per_visit=sizes[0], slab_rows=sizes[1],
+    )  # fmt: skip
+    assert np.array_equal(computed(y)[0], values)
+    gpu.check()
+    assert gpu.pageable_copies == 0
+
+
+def overwriting(u, out):
+    u[0] = 2
+    out[...] = u[1:-1, 1:-1]
+
+
+def incomplete(u, out):
+    out[1:] = u[2:-1, 1:-1]
+
+
+@pytest.mark.parametrize("step", [overwriting, incomplete])
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_first_call_is_checked(gpu, step, is_on_gpu):
+    function = kernel(gpu, step) if is_on_gpu else step
+    with pytest.raises((InputError, BlockMismatchError), match="only reads|to fill"):
+        computed(streamed(function, array(), 1, 4, ranks=1))
+
+
+def test_records_frames_and_checkpoints(tmp_path):
+    """A visit ends where a callback is due; a second run resumes from the first one's files."""
+
+    def largest(u):
+        return float(abs(u).max())
+
+    def options(name):
+        return {
+            "record": {"largest": Record(largest, every=3, op="max")},
+            "save": Save(tmp_path / f"{name}.zarr", every=4),
+            "checkpoint": Checkpoint(tmp_path / name, every=5),
+            "ranks": 1,
+        }
+
+    def step(u):
+        return {"u": u[1:-1, 1:-1] + 0.1 * (u[2:, 1:-1] - u[:-2, 1:-1])}
+
+    def run(name, steps, call):
+        (result,) = da.compute(
+            call(step, {"u": array()}, 1, steps, **options(name)), scheduler="sync"
+        )
+        return result
+
+    expected = run("core", 11, iterate)
+    run("streamed", 6, partial(streamed, steps_per_visit=4))
+    result = run("streamed", 11, partial(streamed, steps_per_visit=4))
+    for name, values in expected.items():
+        assert np.array_equal(result[name], values)
+    frames = [da.from_zarr(tmp_path / f"{name}.zarr", "u") for name in ("core", "streamed")]
+    assert np.array_equal(*computed(*frames))
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        ("on_gpu: expected None", {"on_gpu": "all"}),
+        ("on_gpu='stream', or", {"on_gpu": None, "slab_rows": 2}),
+        ("at least 1, got steps_per_visit=0", {"steps_per_visit": 0}),
+        ("steps one by one", {"capture": True}),
+        ("no overlap", {"overlap": True}),
+        ("corners=False", {"corners": False}),
+        ("as_library='torch'", {"as_library": "torch"}),
+        ("dask_p2p.Field", {"constants": (array(),)}),
+    ],
+)
+def test_refused_options(match, options):
+    def step(u, *constants, out):
+        pass
+
+    with pytest.raises(InputError, match=match):
+        iterate(step, array(), 1, 4, **{"on_gpu": "stream", **options})
+
+
+OLDER = Field([array(), array()], depth=1, boundary=opposite)
+
+
+@pytest.mark.parametrize(
+    ("match", "step", "fields"),
+    [
+        ("several phases", [lambda u: {"u": u}] * 2, {"u": 0}),
+        ("got a number", lambda u, t: {"u": u, "t": t}, {"u": 0, "t": 1.0}),
+        ("'at'", lambda u, at: {"u": u}, {"u": 0}),
+        ("newest time level", lambda u, v: {"u": u}, {"u": 0, "v": OLDER}),
+        ("all periodic", lambda u, v: {"u": u}, {"u": 0, "v": Field(array(), boundary=0.0)}),
+    ],
+)
+def test_refused_functions(match, step, fields):
+    fields = {**fields, "u": array()}
+    with pytest.raises(InputError, match=match):
+        streamed(step, fields, 1, 4)
+
+
+def test_visit_longer_than_an_axis():
+    with pytest.raises(InputError, match="steps_per_visit: expected at most 12"):
+        computed(streamed(star, array(), 2, 40, steps_per_visit=13, ranks=1))
