@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from dask_p2p import fft as fft
     from dask_p2p.fusing.compiled import CompiledFunction as CompiledFunction
     from dask_p2p.fusing.compiled import compile as compile  # noqa: A004
-    from dask_p2p.fusing.explanation import explain as explain
     from dask_p2p.fusing.fused import fused as fused
+    from dask_p2p.fusing.optimizer import explain as explain
     from dask_p2p.fusing.resident.client import Handle as Handle
     from dask_p2p.fusing.resident.client import ResidentGang as ResidentGang
     from dask_p2p.monitoring.runs import last_runs as last_runs
@@ -75,7 +75,7 @@ _FUNCTIONS = {
     "check": "dask_p2p.tools.check",
     "compile": "dask_p2p.fusing.compiled",
     "estimate": "dask_p2p.ops.estimate",
-    "explain": "dask_p2p.fusing.explanation",
+    "explain": "dask_p2p.fusing.optimizer",
     "fused": "dask_p2p.fusing.fused",
     "install": "dask_p2p.tools.dropin",
     "iterate": "dask_p2p.sections.iterate.iterate",

@@ -153,7 +153,8 @@ class P2PWarning(UserWarning):
     """An operation works, but not as requested or not at the expected speed."""
 
 
-_REPOSITORY = "git+https://github.com/dask-p2p/dask-p2p"
+#: Address of the package, as `project.urls` in pyproject.toml has it.
+REPOSITORY = "https://github.com/dask-p2p/dask-p2p"
 
 
 def install_command(extra: str) -> str:
@@ -162,7 +163,7 @@ def install_command(extra: str) -> str:
     >>> install_command("xarray")
     "pip install 'dask-p2p[xarray] @ git+https://github.com/dask-p2p/dask-p2p'"
     """
-    return f"pip install 'dask-p2p[{extra}] @ {_REPOSITORY}'"
+    return f"pip install 'dask-p2p[{extra}] @ git+{REPOSITORY}'"
 
 
 @contextmanager

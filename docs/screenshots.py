@@ -11,12 +11,9 @@ The second command writes ``docs/images/p2p-page.png``, and ``p2p-page-dark.png`
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 import time
-from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import click
 import dask
@@ -25,8 +22,8 @@ from distributed import Client, LocalCluster, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring.records import TaskRecord, packed, unpacked
-from dask_p2p.monitoring.runs import runs_of
+from dask_p2p.monitoring.records import packed, unpacked
+from dask_p2p.monitoring.runs import fetch_records, runs_of
 from tests.browser import chromium, until, visit
 
 RUNS = 5  # in a picture: the last four of `compute`, and the running `iterate`
@@ -60,11 +57,11 @@ def record(
             dask_p2p.iterate(heat, field, {0: 1}, steps=steps)
         )
         while True:
-            found = client.run_on_scheduler(newest_records)
-            if runs_of(found)[0].steps > 0.6 * steps:
+            task_records = client.sync(fetch_records, client, RUNS)
+            if runs_of(task_records)[0].steps > 0.6 * steps:
                 break
             time.sleep(0.02)
-        records.write_bytes(packed(found))
+        records.write_bytes(packed(task_records))
         wait(running)
 
 
@@ -87,14 +84,6 @@ def compute(client: Client, side: int, workers: int, gpus: bool) -> da.Array:
         for y in runs:
             wait(client.persist(y))
     return field
-
-
-async def newest_records(dask_scheduler: Any) -> list[TaskRecord]:
-    """Return the records of the newest runs, those of running tasks included."""
-    plugin = dask_scheduler.plugins[PLUGIN_NAME]
-    running = await asyncio.gather(*map(plugin._fetch, plugin.ready()))
-    runs = runs_of([*plugin._records, *chain.from_iterable(running)])[:RUNS]
-    return [record for run in runs for record in run.records]
 
 
 def heat(u, out):

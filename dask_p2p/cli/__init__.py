@@ -26,6 +26,7 @@ _COMMANDS = {
     "check": ("cluster", "Show transports and speeds between workers, and any problems."),
     "demo": ("cluster", "Transpose a generated array, and check every value."),
     "rechunk": ("files", "Write the array of a file with other chunks."),
+    "runs": ("cluster", "Print the last runs of a cluster, once or every few seconds."),
     "transpose": ("files", "Transpose the array of a file into another file."),
 }
 
@@ -40,9 +41,7 @@ class _LazyGroup(click.Group):
         if cmd_name not in _COMMANDS:
             return None
         module = importlib.import_module(f"dask_p2p.cli.{_COMMANDS[cmd_name][0]}")
-        command = getattr(module, cmd_name)
-        if not isinstance(command, click.Command):
-            raise TypeError(f"{module.__name__}.{cmd_name} is not a click command")
+        command: click.Command = getattr(module, cmd_name)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -58,7 +57,7 @@ def p2p() -> None:
 
 CONNECT_S = 10  # longest wait of a command for its scheduler
 WORKERS_S = 10  # longest wait of a command for the first worker
-
+COUNT = click.IntRange(min=1)
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +66,6 @@ _CPU_WORKERS = 4
 _MEMORY_FACTOR = 2.5
 _CPU_SIDE, _GPU_SIDE = 6000, 32768  # rows of the default matrix
 _MEMORY_SHARE = 8  # the default matrix takes at most 1 / 8 of the free memory
-
-
-COUNT = click.IntRange(min=1)
 
 workers_option = click.option(
     "--workers",
@@ -185,12 +181,9 @@ def own_cluster(workers: int, **options: Any) -> Iterator[Any]:
         local_cluster(workers, silence_logs=logging.CRITICAL, **options) as cluster,
         Client(cluster, set_as_default=False) as client,
     ):
-        client.run(_log_no_callbacks)  # Dask silences only its own loggers
+        # Dask silences only its own loggers.
+        client.run(lambda: logging.getLogger("tornado.application").setLevel(logging.CRITICAL))
         yield client
-
-
-def _log_no_callbacks() -> None:
-    logging.getLogger("tornado.application").setLevel(logging.CRITICAL)
 
 
 def connect(scheduler: str) -> Any:

@@ -1,9 +1,10 @@
-"""``dask p2p demo``: transposes a matrix by this package and by Dask's methods, and checks it."""
+"""``dask p2p`` commands on a cluster: `demo` times transposes, `check` links, `runs` lists runs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from math import prod
@@ -18,8 +19,9 @@ from distributed import wait
 
 from dask_p2p import cli
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import install_command
+from dask_p2p.errors import REPOSITORY, install_command
 from dask_p2p.geometry import split_evenly
+from dask_p2p.monitoring.feed import fetch_runs_text
 from dask_p2p.monitoring.runs import cells, last_runs, text_table
 from dask_p2p.ops.rechunk import transpose
 from dask_p2p.plans import slab_chunks
@@ -34,10 +36,7 @@ _LEGEND = (
     "first: the first run, on a new cluster; median: of later runs; GB/s: read and written; wrong: "
     "wrong elements; times as long: the median divided by that of dask_p2p."
 )
-_NEXT = (
-    "Next: https://github.com/dask-p2p/dask-p2p/blob/main/docs/tutorial.md, and `dask p2p check` "
-    "on your cluster."
-)
+_NEXT = f"Next: {REPOSITORY}/blob/main/docs/tutorial.md, and `dask p2p check` on your cluster."
 
 
 @click.command()
@@ -77,7 +76,11 @@ def demo(size: int | None, workers: int | None, cpu: bool) -> None:
                         reason = str(exc).partition("\n")[0]
                         click.echo(f"{name} failed: {type(exc).__name__}: {reason}")
                     if name == _OURS:
-                        _print_moved(client)
+                        run = cells(last_runs(client, 1)[0])
+                        click.echo(
+                            f"Moved {run['moved']}, least possible {run['least']}; pairs of "
+                            f"workers by transport: {run['transports']}."
+                        )
         _print_results(results, side, dtype)
 
 
@@ -99,7 +102,6 @@ def _rechunk(method: str, x: DaskArray) -> DaskArray:
 
 
 def _print_introduction(client: Any, spec: cli.ClusterSpec, side: int, dtype: Any) -> None:
-    """Print the workers, the matrix and the algorithm."""
     click.echo(f"Started {cli.devices_text(spec, device_names(client, spec.kind))}.")
     if find_spec("bokeh") is None:
         click.echo(f"Dashboard: none without bokeh. Run: {install_command('dashboard')}")
@@ -133,14 +135,6 @@ def _time_method(
         times_s.append(time.perf_counter() - start_s)
     wrong_count = count_wrong(y, shape, (1, 0), kind, dtype)
     return times_s, int(wrong_count.compute())  # raises the error of a failed task
-
-
-def _print_moved(client: Any) -> None:
-    run = cells(last_runs(client, 1)[0])
-    click.echo(
-        f"Moved {run['moved']}, least possible {run['least']}; pairs of workers by transport: "
-        f"{run['transports']}."
-    )
 
 
 def _print_results(results: Mapping[str, tuple[list[float], int]], side: int, dtype: Any) -> None:
@@ -184,6 +178,31 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
     click.echo(report)
     if any(link.error for link in report.links):
         ctx.exit(1)
+
+
+@click.command()
+@click.option("--scheduler", metavar="ADDRESS", required=True, help="Cluster of the runs.")
+@click.option("--count", type=cli.COUNT, default=20, show_default=True, help="Number of runs.")
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Print them again after each pause of SECONDS, until Ctrl-C.",
+)
+def runs(scheduler: str, count: int, watch: float | None) -> None:
+    """Print the last runs of a cluster, the newest first, as the page /p2p lists them.
+
+    For hosts where no browser reaches Dask's dashboard, such as login nodes.
+    """
+    with cli.one_line_errors(), cli.connect(scheduler) as client, suppress(KeyboardInterrupt):
+        while True:
+            text = client.sync(fetch_runs_text, client, count)
+            if watch is not None:
+                click.clear()
+            click.echo(text)
+            if watch is None:
+                return
+            time.sleep(watch)
 
 
 def _cluster(scheduler: str | None, workers: int | None, cpu: bool) -> Any:

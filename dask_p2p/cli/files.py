@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from math import prod
@@ -135,7 +134,7 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
             yield client
 
 
-@contextmanager
+@contextlib.contextmanager
 def stoppable() -> Iterator[Callable[[], bool]]:
     """Return a context in which Ctrl-C, SIGTERM and SIGHUP set a flag: the command can clean up.
 
@@ -145,9 +144,6 @@ def stoppable() -> Iterator[Callable[[], bool]]:
     with SIGHUP ignored; it stays ignored.
     """
     stop_request = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop_request.is_set  # only the main thread may set signal handlers
-        return
 
     def ask(number: int, _: object) -> None:
         # A terminal that closes sends SIGHUP, and so does its shell: the second is no impatience.
@@ -166,7 +162,7 @@ def stoppable() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-@contextmanager
+@contextlib.contextmanager
 def ctrl_c_later() -> Iterator[None]:
     """Return a context that defers Ctrl-C and SIGHUP; processes started inside never receive them.
 

@@ -305,7 +305,6 @@ class CompiledFunction:
         return client.compute(Delayed(commit_of(name), graph, layer=name))
 
     def _checked(self, arguments: Sequence[Any]) -> tuple[dict[int, DaskArray], dict[int, Any]]:
-        """Return the arrays and the values among some arguments, by number of the argument."""
         declarations, like = self._signature.arguments, self._signature.like
         if len(arguments) != len(declarations):
             is_mixed = any(isinstance(declared, DeclaredValue) for declared in declarations)

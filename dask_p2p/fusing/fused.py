@@ -296,7 +296,6 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
 
 
 def _has_copy(task: Any) -> bool:
-    """Return whether a task has that of an argument among its own arguments."""
     if isinstance(task, (list, tuple)):
         return any(map(_has_copy, task))
     if isinstance(task, dict):
@@ -314,7 +313,6 @@ class ArraysGraph:
     read: ReadGraph  # all tasks, with those that ranks run set apart
 
     def random_layers(self) -> dict[Any, Any]:
-        """Return the layers of `dask.array.random`, by name; None for those of expressions."""
         nodes = {**self.read.tasks.nodes, **self.read.dask_tasks}
         names = {name_of(key) for key, node in nodes.items() if is_random(node)}
         return {name: self.layers.layers.get(name) for name in names}

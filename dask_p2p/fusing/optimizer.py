@@ -1,4 +1,4 @@
-"""The functions that optimise the graphs of Dask arrays where `p2p.fuse` is set.
+"""The functions that optimise graphs where `p2p.fuse` is set, and `explain`, their choice in words.
 
 The client sends such a function with the graph. The scheduler calls it, in a thread of its own.
 """
@@ -17,6 +17,7 @@ from weakref import WeakSet, WeakValueDictionary
 
 import dask
 from dask.array.optimization import optimize
+from dask.base import collections_to_expr, unpack_collections
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import ensure_dict
@@ -24,7 +25,8 @@ from dask.utils import ensure_dict
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.task import PLUGIN_NAME, current_worker
-from dask_p2p.errors import P2PError, RegistrationError, UnsupportedArrayError
+from dask_p2p.errors import InputError, P2PError, RegistrationError, UnsupportedArrayError
+from dask_p2p.fusing.option import arrays_of
 from dask_p2p.fusing.planning.owners import Locations
 from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
 from dask_p2p.fusing.planning.tasks import ANNOTATIONS, name_of
@@ -37,8 +39,15 @@ from dask_p2p.fusing.suitability import (
     optimized,
     substitute_tasks,
 )
+from dask_p2p.graph.arrays import is_expression
+from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
-from dask_p2p.plugins.registration import connection_of, current_client, register_if_possible
+from dask_p2p.plugins.registration import (
+    connection_of,
+    current_client,
+    register_if_possible,
+    workers_of,
+)
 from dask_p2p.types import Key, Kind
 
 logger = logging.getLogger(__name__)
@@ -76,11 +85,9 @@ class Optimizer:
     kinds: set[Kind] = field(default_factory=set, compare=False)  # filled: of the arrays' blocks
 
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
-        """Return the graph for schedulers of this process, and for `dask.optimize`: Dask's own."""
         return optimize(graph, keys)
 
     def of_expression(self, expr: Any, keys: Any) -> Any:
-        """Return the graph of an expression in this process: Dask's own."""
         return expr.__dask_graph__()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -126,7 +133,6 @@ class AtScheduler:
         annotations: Sequence[str] = (),
         declared: Mapping[str, DeclaredBlocks] = {},
     ) -> Any:
-        """Return the graph of a gang, or one that fails; None if Dask runs its own tasks."""
         try:
             return self._fused(graph, keys, annotations, declared)
         except UnsupportedArrayError as exc:
@@ -172,6 +178,83 @@ class AtScheduler:
             gangs.substitutes[gang] = partial(substitute_tasks, graph)
         logger.debug("computes %s", choice)
         return fused_graph
+
+
+def explain(*collections: Any) -> str:
+    """Return how the option ``p2p.fuse: auto`` would compute collections, and why.
+
+    Parameters
+    ----------
+    *collections : Dask collections
+        Arrays, xarray objects, or other collections of arrays, that one call would compute. Others
+        among them, such as delayed values, are computed by Dask's tasks in any case.
+
+    Returns
+    -------
+    str
+        Either "by one gang", with the number of tasks, ranks and exchanges; or "by Dask's tasks",
+        with the rule that the graph does not meet.
+
+    Raises
+    ------
+    InputError
+        If there is no collection, or expressions of arrays and other collections are mixed.
+
+    See Also
+    --------
+    fused : Compute arrays by one gang in any case.
+
+    Notes
+    -----
+    The scheduler decides when the collections are computed. Then the sizes of arrays on workers
+    count, too, and tasks that the scheduler has already stay with Dask.
+
+    Examples
+    --------
+    >>> import dask.array as da
+    >>> explain(da.ones(3)).split(":")[0]
+    "by Dask's tasks"
+    """
+    explained, _ = unpack_collections(*collections)
+    if not explained:
+        raise InputError("expected at least one Dask collection, got none. Call explain(x).")
+    expr = collections_to_expr(explained)
+    parts = arrays_of(expr)
+    # Delayed values have any attribute.
+    if not parts and any(is_dask_array(x) and is_expression(x) for x in explained):
+        raise InputError(
+            "expected collections of one library, got expressions and others. Explain them one by "
+            "one."
+        )
+    if not parts:
+        with dask.config.set({"p2p.fuse": "off"}):  # those that Dask optimises as arrays
+            explained = [x for x in explained if x.__dask_optimize__ is optimize]
+        parts = [x if hasattr(x, "_meta") else None for x in explained]
+    if not parts:
+        return "by Dask's tasks: expected Dask arrays, or collections of them, got none"
+    try:
+        optimizers = [optimizer_for("auto", part) for part in parts]
+        for obstacle in optimizers[0].obstacles:
+            raise UnsupportedArrayError(obstacle)
+        cluster = cluster_of(workers_of(current_client()).values())
+        options, kinds = checked_options(), optimizers[0].kinds
+        graph, keys, declared = _graph_of(explained, expr)
+        return str(choice_of(graph, keys, cluster, options, kinds, declared=declared))
+    except UnsupportedArrayError as exc:
+        return f"by Dask's tasks: {exc}"
+
+
+def _graph_of(collections: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
+    """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
+
+    The third value has the declared blocks of expressions, by name.
+    """
+    if arrays_of(expr):
+        planned = expr.optimize()
+        keys = list(flatten(planned.__dask_keys__()))
+        return planned.__dask_graph__(), keys, blocks_of_expression(planned)
+    graph = HighLevelGraph.merge(*(collection.__dask_graph__() for collection in collections))
+    return graph, [collection.__dask_keys__() for collection in collections], {}
 
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
@@ -256,7 +339,6 @@ def _obstacle(mode: str, x: Any) -> str:
 
 
 def _scheduler(identity: str) -> Any:
-    """Return the scheduler of this process with an identity; None if there is none."""
     if "distributed" not in sys.modules:
         return None
     from distributed import Scheduler
@@ -274,7 +356,10 @@ def _read_known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
     stack = [
         key
         for key, task in graph.items()
-        if type(task).__name__ != "Future" and _is_known(scheduler.tasks.get(key), key in outputs)
+        if type(task).__name__ != "Future"
+        and (state := scheduler.tasks.get(key)) is not None
+        and state.run_spec is not None
+        and (key in outputs or state.state not in _GONE)
     ]
     tasks: dict[Key, Any] = {}
     while stack:
@@ -290,9 +375,3 @@ def _read_known(graph: Any, outputs: Container[Key], scheduler: Any) -> Known:
         if state and state.who_has
     }
     return Known(tasks, sizes, Locations(holders, len(scheduler.workers)))
-
-
-def _is_known(state: Any, is_output: bool) -> bool:
-    if state is None or state.run_spec is None:
-        return False
-    return is_output or state.state not in _GONE

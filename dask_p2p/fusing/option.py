@@ -86,7 +86,6 @@ class FusedExpression:
         return self.optimizer.of_expression(self.expr, self.keys)
 
     def __dask_annotations__(self) -> Any:
-        """Return the annotations of the tasks, for the scheduler."""
         return self.expr.__dask_annotations__()
 
 

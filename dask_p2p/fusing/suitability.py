@@ -122,7 +122,6 @@ def check_layers(layers: Mapping[str, Any], outputs: int, cluster: Cluster) -> N
 
 
 def _is_of_values(layer: Any) -> bool:
-    """Return whether a layer has futures or arrays alone, which are no tasks."""
     return not isinstance(layer, Blockwise) and all(
         isinstance(task, (DataNode, np.ndarray)) or type(task).__name__ == "Future"
         for task in layer.values()
@@ -284,7 +283,6 @@ def tasks_of_dask(tasks: FusedTasks) -> float:
 
 
 def _index(key: Key) -> object:
-    """Return the index of a block; an empty one for values that are not blocks."""
     return key[1:] if isinstance(key, tuple) else ()
 
 
@@ -403,7 +401,6 @@ def _raised(error: Exception) -> NoReturn:
 
 
 def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:
-    """Return the tasks of a graph, and its layers."""
     if not isinstance(graph, HighLevelGraph):
         return unfused(graph), {}
     layers = {name: tasks_of_layer(layer, options) for name, layer in graph.layers.items()}

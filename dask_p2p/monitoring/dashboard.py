@@ -17,8 +17,9 @@ from distributed.dashboard.core import BokehApplication
 from distributed.dashboard.scheduler import template_variables
 from tornado.ioloop import IOLoop
 
+from dask_p2p.errors import REPOSITORY
 from dask_p2p.monitoring.charts import PARTS, Columns
-from dask_p2p.monitoring.feed import TABLE, Feed, Picture, picture
+from dask_p2p.monitoring.feed import TABLE, Feed, Picture, has_figures, picture
 
 # The plots and the table are bokeh models. The colours suit light and dark pages. All other
 # styles come from bokeh's theme and the page.
@@ -29,22 +30,22 @@ _FELL_BACK = "#e8553d"
 _PARTS = (_FAINT, "#e69f00", "#3d8fd1", "#1fa37a")  # distinct also for colour-blind readers
 _MOST_LABELLED = 16  # most workers for labels of cells, and for outlines of bars
 _LINK_TIPS = {
-    "reader": "@reader",
-    "holder": "@holder",
-    "GB/s": "@gbs{0.00} by @transport, @share{0%} of the best",
-    "bytes": "@text",
-    "waited": "@waited_s{0.000} s",
-    "tasks": "@tasks",
-    "fell back": "@fallback",
+    "Reader": "@reader",
+    "Holder": "@holder",
+    "Speed": "@gbs{0.00} GB/s by @transport, @share{0%} of its fastest link",
+    "Bytes by transport": "@text",
+    "Time that tasks waited": "@waited_s{0.000} s",
+    "Tasks": "@tasks",
+    "Transports that failed": "@fallback",
 }
 _STAGE_TIPS = {
-    "": "@part",
-    "of": "@name, block @block",
-    "on": "@worker",
-    "from": "@holder by @transport",
-    "bytes": "@nbytes{0.00 ib}",
-    "seconds": "@seconds{0.0000}",
-    "failed": "@error",
+    "Activity": "@part",
+    "Task": "@name, block @block",
+    "Worker": "@worker",
+    "Read from": "@holder by @transport",
+    "Bytes": "@nbytes{0.00 ib}",
+    "Time": "@seconds{0.0000} s",
+    "Failure": "@error",
 }
 _PROGRESS = """
 <progress value="<%= value %>" style="width: 50%; accent-color:
@@ -56,11 +57,11 @@ _TABLE_CSS = """
   background: none !important; color: inherit !important; border-color: #80808040 !important;
 }
 """
+_NARROW_CSS = "@media (max-width: 900px) { :host { flex-direction: column !important; } }"
 _TABS_CSS = ".bk-tab { color: inherit; } .bk-tab.bk-active { color: #3d8fd1; background: none; }"
 # Pixels in the table of runs.
 _CHARACTER, _PADDING, _PROGRESS_WIDTH, _MOST_WIDTH = 6, 14, 100, 220
 _MOST_MEASURED = 20  # rows
-_NO_TEXTS = {"", "0", "-"}  # cells of a column that is not shown
 
 
 def _figure(name: str, tips: dict[str, str], **style: Any) -> Any:
@@ -78,8 +79,12 @@ class LinksPlot:
 
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-links")
-        axes = {"x_axis_label": "holder", "y_axis_label": "reader", "x_range": models.FactorRange()}
-        frame = {"tools": "", "toolbar_location": None, "min_width": 380}
+        axes = {
+            "x_axis_label": "Holder: worker that has the blocks",
+            "y_axis_label": "Reader: worker that reads them",
+            "x_range": models.FactorRange(),
+        }
+        frame = {"tools": "", "toolbar_location": None}
         self.root = _figure("p2p-links-plot", _LINK_TIPS, **axes, **frame)
         center = {"x": "holder", "y": "reader", "source": self._source}
         colour = linear_cmap("share", _PALETTE, low=0, high=1, nan_color=_FAINT)
@@ -89,7 +94,7 @@ class LinksPlot:
         middle = {"text_align": "center", "text_baseline": "middle", "text_font_size": "12px"}
         self._labels = self.root.text(**center, text="label", text_color=ink, **middle)
         bar = cells.construct_color_bar(
-            title="speed, relative to the fastest link of the same transport (numbers: GB/s)",
+            title="Speed in GB/s; colour: relative to the fastest link of the same transport",
             formatter=models.NumeralTickFormatter(format="0%"),
         )
         bar.update(background_fill_color=None, height=8, padding=4)
@@ -115,7 +120,7 @@ class StagesPlot:
 
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-stages")
-        axis = {"x_axis_label": "seconds", "x_range": models.Range1d(0, 1), "min_width": 480}
+        axis = {"x_axis_label": "Seconds since the first task", "x_range": models.Range1d(0, 1)}
         tools = {"tools": "xpan,xwheel_zoom,xbox_zoom,reset", "active_scroll": "xwheel_zoom"}
         self.root = _figure("p2p-stages-plot", _STAGE_TIPS, **axis, **tools)
         fill = {"fill_color": factor_cmap("part", _PARTS, PARTS), "line_color": "#ffffff"}
@@ -143,8 +148,8 @@ class StepsPlot:
 
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-steps")
-        tips = {"steps/s": "@rate{0.000}", "step": "@step", "seconds": "@seconds{0.0}"}
-        axes = {"x_axis_label": "seconds", "y_axis_label": "steps a second", "min_width": 480}
+        tips = {"Steps per second": "@rate{0.000}", "Step": "@step", "Seconds": "@seconds{0.0}"}
+        axes = {"x_axis_label": "Seconds since the start", "y_axis_label": "Steps per second"}
         frame = {"tools": "", "toolbar_location": None}
         frame |= {name: models.Range1d(0, 1) for name in ("x_range", "y_range")}
         self.root = _figure("p2p-steps-plot", tips, **axes, **frame)
@@ -165,9 +170,9 @@ class WaitingPlot:
 
     def __init__(self) -> None:
         self._source = models.ColumnDataSource(name="p2p-waiting")
-        tips = {"rank": "@rank", "on": "@worker", "waited": "@text", "step": "@step"}
-        axes = {"x_axis_label": "share of time", "x_range": (0, 1), "y_axis_label": "rank"}
-        frame = {"tools": "", "toolbar_location": None, "min_width": 380}
+        tips = {"Rank": "@rank", "Worker": "@worker", "Waited": "@text", "Step": "@step"}
+        axes = {"x_axis_label": "Share of its time that the rank waited", "y_axis_label": "Rank"}
+        frame = {"tools": "", "toolbar_location": None, "x_range": (0, 1)}
         self.root = _figure("p2p-waiting-plot", tips, **axes, **frame)
         self.root.xaxis.formatter = models.NumeralTickFormatter(format="0%")
         of_rank = {"y": "rank", "source": self._source}
@@ -198,16 +203,16 @@ class RunsTable:
         self._columns = [
             models.TableColumn(
                 field=name,
-                title=name,
+                title=f'<span title="{meaning}">{name}</span>',
                 width=0,
                 formatter=formatters.get(name, escaped),
             )
-            for name in TABLE
+            for name, meaning in TABLE.items()
         ]
         unchanged = dict.fromkeys(("sortable", "reorderable", "selectable"), False)
         self.root = models.DataTable(source=self._source, columns=self._columns)
         self.root.update(name="p2p-runs-table", stylesheets=[_TABLE_CSS], **unchanged)
-        self.root.update(index_position=None, sizing_mode="stretch_both")
+        self.root.update(index_position=None, sizing_mode="stretch_both", autosize_mode="none")
 
     def draw(self, picture: Picture) -> None:
         for table_column in self._columns:
@@ -225,8 +230,8 @@ def _width(column: Any, values: Sequence[Any]) -> tuple[int, bool]:
     if column.field == "progress":
         return _PROGRESS_WIDTH, True
     texts = [str(value) for value in values[:_MOST_MEASURED]]
-    width = _PADDING + _CHARACTER * max(map(len, [column.title, *texts]))
-    return min(width, _MOST_WIDTH), not texts or not {*texts} <= _NO_TEXTS
+    width = _PADDING + _CHARACTER * max(map(len, [column.field, *texts]))
+    return min(width, _MOST_WIDTH), not texts or has_figures(texts)
 
 
 class Page:
@@ -243,7 +248,13 @@ class Page:
         self._section = ""  # name of the newest run, if it was a section with steps
         tabs = [
             models.TabPanel(
-                title=title, child=row(plot.root, other_plot.root, sizing_mode="stretch_both")
+                title=title,
+                child=row(
+                    plot.root,
+                    other_plot.root,
+                    sizing_mode="stretch_both",
+                    stylesheets=[_NARROW_CSS],
+                ),
             )
             for title, plot, other_plot in (
                 ("Links and stages", links, stages),
@@ -264,6 +275,7 @@ class Page:
             self._tabs.active = int(bool(picture.section))
 
 
+_GUIDE = f"{REPOSITORY}/blob/main/docs/how-to/dashboard.md"
 _PAGE, _PLOT = "p2p", "individual-p2p-"
 _PLOTS = {
     "links": LinksPlot,
@@ -283,8 +295,9 @@ _HEAD = """
   .navbar li a { color: #e0e0e0; }
   {% endif %}
   #p2p { height: calc(100% - 1.2rem); }
+  @media (max-width: 900px) { #p2p { height: 1100px; } }
   #p2p-theme { text-align: right; font-size: 0.8rem; height: 1.2rem; }
-  #p2p-theme a { color: inherit; }
+  #p2p-theme a { color: inherit; margin-left: 1em; }
 </style>
 <script>
   if (!location.search.includes("theme=") && matchMedia("(prefers-color-scheme: dark)").matches)
@@ -294,7 +307,8 @@ _HEAD = """
 _PAGE_TEMPLATE = env.from_string(
     '{% extends "base.html" %}{% block extra_resources %}' + _HEAD + "{% endblock %}"
     '{% block content %}<div id="p2p-theme">'
-    '<a href="?theme={{ other_theme }}">{{ other_theme }}</a></div>'
+    '<a href="?theme={{ other_theme }}">{{ other_theme }}</a>'
+    f'<a href="{_GUIDE}" title="Guide to this page" target="_blank">?</a></div>'
     '<div id="p2p">{{ plot_div }}</div>{{ plot_script }}{% endblock %}'
 )
 _PLOT_TEMPLATE = "{% block postamble %}" + _HEAD + "{% endblock %}"

@@ -24,17 +24,31 @@ from dask_p2p.monitoring.charts import (
     waiting_chart,
 )
 from dask_p2p.monitoring.records import RecordStore, TaskRecord
-from dask_p2p.monitoring.runs import Run, cells, runs_of
+from dask_p2p.monitoring.runs import Run, cells, fetch_records_and_tasks, runs_of, text_table
 
 INTERVAL_S_PER_WORKER = 2e-3  # a request takes the scheduler a quarter of this time
 
 #: Shortest interval between two requests to a worker.
 INTERVAL_S = 0.5
-#: Visible columns of the table of runs. It also has ``name`` and ``state``.
-TABLE = (
-    *("start", "operation", "shape", "dtype", "blocks", "progress", "moved", "least"),
-    *("longest task", "wall", "GB/s", "transports", "attempts", "fallbacks", "steps", "waited"),
-)
+#: Visible columns of the table of runs, with their meanings. It also has ``name`` and ``state``.
+TABLE = {
+    "start": "Time when the first task of the run started",
+    "operation": "Prefix of the names of its tasks",
+    "shape": "Shape of the output array",
+    "dtype": "Data type of the output array",
+    "blocks": "Finished blocks, of all blocks along each axis; or ranks of a section",
+    "progress": "Finished share of the blocks or steps; then the outcome",
+    "moved": "Bytes that workers read from other workers so far",
+    "least": "Bytes that had to move, without any read again after a failure",
+    "longest task": "Time of the longest task",
+    "wall": "Time from the start of the first task to the end of the last one",
+    "GB/s": "1e9 bytes moved per second, by all workers together",
+    "transports": "Number of pairs of workers by transport",
+    "attempts": "Attempts at tasks; more than blocks after failures",
+    "fallbacks": "Pairs of workers that fell back to another transport",
+    "steps": "Steps that all ranks have finished, and their mean speed",
+    "waited": "Share of its time, and time per step, that the slowest rank waited for others",
+}
 
 _FORGET_S = 10.0  # maximum age of the records of running tasks
 _SIZE = 10_000  # number of records and stages in a picture
@@ -70,9 +84,7 @@ class Feed:
         self,
         records: RecordStore,  # the scheduler's
         workers: Callable[[], Iterable[str]],  # returns the addresses of reachable workers
-        ask: Callable[
-            [str], Awaitable[list[TaskRecord] | None]
-        ],  # returns records of running tasks
+        ask: Callable[[str], Awaitable[list[TaskRecord] | None]],  # records of running tasks
         tasks: Callable[[str], Tasks],  # returns the tasks of an output array, by its name
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -166,31 +178,43 @@ def picture(
     return Picture(*charts, newest, running)
 
 
+def has_figures(values: Iterable[Any]) -> bool:
+    """Return whether a column of the table has figures for any of its runs; else it is hidden."""
+    return not {*map(str, values)} <= {"", "0", "-"}
+
+
+async def fetch_runs_text(client: Any, n: int) -> str:
+    """Return the page's table of a cluster's newest `n` runs, as text for a terminal."""
+    records, tasks = await fetch_records_and_tasks(client, n)
+    columns = picture(records, tasks={name: Tasks(*counts) for name, counts in tasks.items()}).runs
+    columns["progress"] = [
+        f"{value:.0%}" if state == "running" else state
+        for value, state in zip(columns["progress"], columns["state"], strict=True)
+    ]
+    shown = [name for name in TABLE if has_figures(columns[name])]
+    rows = zip(*(columns[name] for name in shown), strict=True)
+    return text_table([shown, *rows]) if records else "no runs"
+
+
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
     """Return a row of the table. Progress is a number from 0 to 1."""
     state = "running" if run.state == "done" and tasks.left else run.state
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
     if run.under_way or tasks.left:
-        row["progress"] = _step_progress(run) if run.latest else _task_progress(run, tasks)
+        row["progress"] = _progress(run, tasks)
     row["start"] = time.strftime("%H:%M:%S", time.localtime(run.start_s))
     return run.name, state, *(row[name] for name in TABLE)
 
 
-def _task_progress(run: Run, tasks: Tasks) -> float:
-    """Return the fraction of finished tasks; an unfinished one counts by its bytes in place."""
+def _progress(run: Run, tasks: Tasks) -> float:
+    """Return the finished fraction of a section's steps, or of tasks by their bytes in place."""
+    if run.latest:  # commit tasks and inputs do not count: ranks do all the work
+        fractions = {record.key: 1.0 for record in run.made}
+        for record in run.under_way:
+            fractions[record.key] = record.step / record.steps if record.steps else 0.0
+        return min(1.0, sum(fractions.values()) / max(prod(run.blocks), len(fractions)))
     finished_tasks = float(max(tasks.total - tasks.left, len(run.made)))
     for record in run.under_way:
         placed_bytes = sum(stage.nbytes for stage in record.stages)
         finished_tasks += placed_bytes / record.wanted_bytes if record.wanted_bytes else 0.0
     return min(1.0, finished_tasks / max(tasks.total, len(run.made) + len(run.under_way)))
-
-
-def _step_progress(run: Run) -> float:
-    """Return the fraction of steps that the ranks of a section have finished.
-
-    The commit task and the inputs do not count: the ranks do all the work.
-    """
-    fractions = {record.key: 1.0 for record in run.made}
-    for record in run.under_way:
-        fractions[record.key] = record.step / record.steps if record.steps else 0.0
-    return min(1.0, sum(fractions.values()) / max(prod(run.blocks), len(fractions)))

@@ -314,13 +314,21 @@ def last_runs(client: Any = None, n: int = 10) -> Any:
 
 
 async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
-    """Return the records of a cluster's newest `n` runs; with None, all records.
+    """Return the records of a cluster's newest `n` runs; with None, all records."""
+    records, _ = await fetch_records_and_tasks(client, n)
+    return records
 
-    The list is empty if the scheduler lacks the plugin.
+
+async def fetch_records_and_tasks(
+    client: Any, n: int | None
+) -> tuple[list[TaskRecord], dict[str, tuple[int, int]]]:
+    """Return the records of the newest `n` runs, and the total and unfinished tasks by array.
+
+    Both are empty if the scheduler lacks the plugin.
     """
     reply = await getattr(client.scheduler, RECORDS_OP)(n=n)
     if reply is None:  # Dask's reply to an unknown operation
-        return []
+        return [], {}
     if reply.get("status", "ok") != "ok":
         raise InputError(f"the scheduler rejected the request for {n} runs: {reply.get('message')}")
     if reply["silent"]:
@@ -329,12 +337,22 @@ async def fetch_records(client: Any, n: int | None = None) -> list[TaskRecord]:
             f"these workers are missing. Call again when they answer, or close them."
         )
         warnings.warn(text, P2PWarning, stacklevel=2)
-    return unpacked(reply["records"])
+    return unpacked(reply["records"]), reply["tasks"]
 
 
 def cells(run: Run) -> dict[str, str]:
     """Return the cells of a run's row, by column. A cell that does not apply is empty."""
     blocks, is_section = " x ".join(map(str, run.blocks)) or "1", bool(run.latest)
+    transports = ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items())
+    waited = f"{run.waited_share:.0%}"
+    if run.steps:  # of the rank that waited longest
+        waited = waits_text(run.waited_share, max(r.waited_per_step_s for r in run.latest))
+    attempt = max((record.attempt for record in run.latest), default=0)
+    steps = (
+        [f"{run.steps} of {run.all_steps}, mean {run.steps_per_s:.3g}/s"] if run.all_steps else []
+    )
+    if attempt > 1:
+        steps.append(f"attempt {attempt}")
     return {
         "operation": run.operation,
         "state": "" if run.state == "done" else run.state,
@@ -346,31 +364,12 @@ def cells(run: Run) -> dict[str, str]:
         "longest task": "" if is_section else format_duration(run.longest_task_s),
         "wall": format_duration(run.wall_s),
         "GB/s": "" if is_section else f"{run.gbs:.3g}",
-        "transports": "" if is_section else _transports(run),
+        "transports": "" if is_section else transports or "-",
         "attempts": str(run.attempts),
         "fallbacks": str(len(run.fallbacks)),
-        "steps": _steps(run),
-        "waited": _waited(run) if is_section else "",
+        "steps": ", ".join(steps),
+        "waited": waited if is_section else "",
     }
-
-
-def _steps(run: Run) -> str:
-    """Return the ranks' steps and speed, and the number of the attempt from the second on."""
-    steps = run.all_steps
-    attempt = max((record.attempt for record in run.latest), default=0)
-    text = f"{run.steps} of {steps}, mean {run.steps_per_s:.3g}/s" if steps else ""
-    return ", ".join(filter(None, [text, f"attempt {attempt}" if attempt > 1 else ""]))
-
-
-def _transports(run: Run) -> str:
-    return ", ".join(f"{name} {pairs}" for name, pairs in run.transports.items()) or "-"
-
-
-def _waited(run: Run) -> str:
-    """Return the waits of the rank that waited longest: their share, and in a step."""
-    if not run.steps:
-        return f"{run.waited_share:.0%}"
-    return waits_text(run.waited_share, max(r.waited_per_step_s for r in run.latest))
 
 
 def waits_text(share: float, per_step_s: float) -> str:

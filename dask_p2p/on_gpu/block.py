@@ -65,7 +65,6 @@ class GpuMapFunction:
 
     @drops_frames
     def __call__(self, block_id: Index, *blocks: Any, keywords: Mapping[str, Any]) -> Any:
-        """Return the output block of this index."""
         arrays, kind = self._check_blocks(block_id, blocks)
         if self.mapped.has_block_id:
             keywords = {**keywords, "block_id": block_id}
@@ -95,7 +94,6 @@ class GpuMapFunction:
             reschedule_elsewhere(context, exc)
 
     def _check_blocks(self, block_id: Index, blocks: Sequence[Any]) -> tuple[list[Array], Kind]:
-        """Return the input blocks as arrays, and their kind."""
         arrays = [
             checked_block(as_array(block), x.own_index(block_id), x.shape(block_id), x.dtype)
             for block, x in zip(blocks, self.mapped.arguments, strict=True)
@@ -348,19 +346,16 @@ class Argument:
     halo: tuple[tuple[Range, ...], ...]  # by axis and by block along it: halo widths of the block
 
     def own_index(self, index: Index) -> Index:
-        """Return the index of this array's block for an output block."""
         along = zip(index[len(index) - len(self.chunks) :], self.chunks, strict=True)
         return tuple(i if len(sizes) > 1 else 0 for i, sizes in along)
 
     def shape(self, index: Index) -> tuple[int, ...]:
-        """Return the shape of this array's block for an output block, with its halo."""
         own_index = self.own_index(index)
         sizes = block_shape(self.chunks, own_index)
         halo = (along[i] for along, i in zip(self.halo, own_index, strict=True))
         return tuple(n + before + after for n, (before, after) in zip(sizes, halo, strict=True))
 
     def own_axis(self, axis: int, sizes: Chunks) -> int | None:
-        """Return this array's axis for an axis of the output; None if it is broadcast along it."""
         array_axis = axis - len(sizes) + len(self.chunks)
         is_whole = array_axis < 0 or sum(self.chunks[array_axis]) != sum(sizes[axis])
         return None if is_whole else array_axis
@@ -386,14 +381,12 @@ class GpuMap:
     options: Options = field(default_factory=options)
 
     def halo(self, axis: int, index: Index) -> Range:
-        """Return the halo of the result along an axis, by the first array with this axis."""
         for argument in self.arguments:
             if (array_axis := argument.own_axis(axis, self.sizes)) is not None:
                 return argument.halo[array_axis][argument.own_index(index)[array_axis]]
         return 0, 0
 
     def result_shape(self, index: Index, length: int) -> tuple[int, ...]:
-        """Return the shape of the function's result for a part of this length, with its halo."""
         shape = list(block_shape(self.chunks, index))
         if self.reduce is None:
             shape = [n + sum(self.halo(axis, index)) for axis, n in enumerate(shape)]
@@ -401,7 +394,6 @@ class GpuMap:
         return tuple(shape)
 
     def plan(self, index: Index, part_bytes: int | None = None) -> PartPlan:
-        """Return the division of the block with this index into parts."""
         inputs = []
         for x in self.arguments:
             axis = x.own_axis(self.axis, self.sizes)

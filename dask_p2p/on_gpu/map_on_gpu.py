@@ -44,7 +44,6 @@ from dask_p2p.types import (
     DepthLike,
     DType,
     DTypeLike,
-    Kind,
 )
 
 
@@ -152,7 +151,19 @@ def map_on_gpu(
     library = checked_library(as_library)
     inputs = checked_arrays(arrays)
     sizes = common_chunks(inputs)
-    along = checked_axis(axis, len(sizes))
+    along = 0 if axis is None else as_integer(axis, len(sizes))
+    if not -len(sizes) <= along < len(sizes):
+        raise InputError(f"expected one of the {len(sizes)} axes of the output, got axis={axis!r}.")
+    along %= len(sizes)
+    if fallback not in (None, "numpy"):
+        raise InputError(
+            f"expected fallback=None, or 'numpy' to call the function with NumPy arrays on workers "
+            f"without a GPU, got {fallback!r}."
+        )
+    try:
+        most_part_bytes = parse_positive_bytes(part_bytes)
+    except ValueError as exc:
+        raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
     depths, beyond = checked_halo(inputs, sizes, depth, boundary)
     has_block_id = has_keyword(func, "block_id") and "block_id" not in kwargs
     func = wrap_in_library(func, library)
@@ -170,8 +181,8 @@ def map_on_gpu(
         ),
         axis=along,
         sizes=sizes,
-        fallback=checked_fallback(fallback),
-        part_bytes=checked_part_bytes(part_bytes),
+        fallback=fallback,
+        part_bytes=most_part_bytes,
         dtype=checked_dtype(func, inputs, meta, dtype, {**kwargs, **block_ids}),
         chunks=checked_output(chunks, sizes, along, reduce is not None),
         reduce=reduce,
@@ -301,14 +312,6 @@ def checked_halo(
     return depths, of_each(checked_boundaries, boundary)
 
 
-def checked_axis(axis: Any, ndim: int) -> int:
-    """Return the axis as a number from 0; None is the first axis."""
-    number = 0 if axis is None else as_integer(axis, ndim)
-    if not -ndim <= number < ndim:
-        raise InputError(f"expected one of the {ndim} axes of the output, got axis={axis!r}.")
-    return number % ndim
-
-
 def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> Chunks:
     """Return the chunks of the output."""
     ones = tuple((1,) * len(s) if a == axis and is_reduced else s for a, s in enumerate(sizes))
@@ -334,24 +337,6 @@ def checked_output(chunks: Any, sizes: Chunks, axis: int, is_reduced: bool) -> C
             f"or pass reduce=."
         )
     return block_sizes
-
-
-def checked_fallback(fallback: Any) -> Kind | None:
-    """Return the kind of arrays for the function on a worker without a GPU."""
-    if fallback not in (None, "numpy"):
-        raise InputError(
-            f"expected fallback=None, or 'numpy' to call the function with NumPy arrays on workers "
-            f"without a GPU, got {fallback!r}."
-        )
-    return None if fallback is None else "numpy"
-
-
-def checked_part_bytes(part_bytes: Any) -> int:
-    """Return the largest size of a part."""
-    try:
-        return parse_positive_bytes(part_bytes)
-    except ValueError as exc:
-        raise InputError(f"{exc}, got part_bytes={part_bytes!r}.") from None
 
 
 def checked_dtype(

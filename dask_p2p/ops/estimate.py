@@ -77,7 +77,6 @@ class MemoryEstimate:
 
     @property
     def total_bytes(self) -> int:
-        """The peak: the sum of the four sizes."""
         return self.input_bytes + self.output_bytes + self.staging_bytes + self.packed_bytes
 
     def __str__(self) -> str:

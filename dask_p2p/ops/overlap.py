@@ -221,11 +221,7 @@ def _split_arguments(
 
 
 def _map_in_assembly(
-    func: Callable[..., Any],
-    x: DaskArray,
-    plan: GridPlan,
-    trim: bool,
-    kwargs: Mapping[str, Any],
+    func: Callable[..., Any], x: DaskArray, plan: GridPlan, trim: bool, kwargs: Mapping[str, Any]
 ) -> DaskArray:
     dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
     func_kwargs = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
@@ -270,10 +266,7 @@ def _map_by_dask(
     # The halo of the array with the most axes, the first of several.
     largest = max(range(len(arrays)), key=lambda i: arrays[i].ndim)
     halo = halo_widths_of(plans[largest])
-    return _trim_blocks(y, _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis")))
-
-
-def _trim_blocks(y: DaskArray, halo: tuple[tuple[tuple[int, int], ...], ...]) -> DaskArray:
+    halo = _result_halo(halo, y, kwargs.get("drop_axis"), kwargs.get("new_axis"))
     chunks = tuple(
         tuple(n - before - after for n, (before, after) in zip(sizes, along, strict=True))
         for sizes, along in zip(y.chunks, halo, strict=True)

@@ -194,11 +194,13 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Fetch new records from the workers, and return those of the newest `n` runs, or all.
 
         ``records`` are in the form of `packed`; ``silent`` lists workers that did not answer.
+        ``tasks`` has the `Tasks` of each array.
         """
         records, silent = await self._fetch_all()
         if n is not None:
             records = [record for run in runs_of(records)[:n] for record in run.records]
-        return {"records": packed(records), "silent": silent}
+        tasks = {name: self._count_tasks(name) for name in {record.name for record in records}}
+        return {"records": packed(records), "silent": silent, "tasks": tasks}
 
     @rpc_handler
     async def progress(self, keys: Any, names: Any) -> dict[str, Any]:

@@ -48,13 +48,7 @@ _REMEDY = (
 
 
 class StepChecks:
-    """The checks of the functions of one rank of `iterate`, in its first steps.
-
-    Attributes
-    ----------
-    are_due : bool
-        Whether the next call of a function in a step is compared.
-    """
+    """The checks of the functions of one rank of `iterate`, in its first steps."""
 
     def __init__(self, iteration: Any, ctx: Any, local: Any) -> None:
         self._device, self._local = ctx.device, local
@@ -72,6 +66,7 @@ class StepChecks:
             )
             for phase in iteration.phases
         }
+        #: Whether the next call of a function in a step is compared.
         self.are_due = any(map(bool, self._comparisons.values()))
         self._ctx, self._functions, self._is_named = ctx, iteration.functions, False
         has_states = iteration.period is not None and ctx.size > 1
@@ -176,7 +171,6 @@ class _FirstCall:
         return returned
 
     def _sums(self) -> list[int]:
-        """Return checksums of the arguments that the function could write into."""
         if can_refuse(self._device, self._phase.function):
             return []
         return [self._device.checksum(array) for array in self._arrays]

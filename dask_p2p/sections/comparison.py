@@ -48,7 +48,6 @@ class PositionWatch(NamedTuple):
     shift: Sequence[int] = ()  # by axis
 
     def __call__(self, at: Any) -> Any:
-        """Return the position for a copy of a function."""
         return at.watched(self.reads, self.shift)
 
 
@@ -84,7 +83,6 @@ class FunctionCopies:
         return digest.digest()
 
     def __call__(self) -> tuple[Any, ...]:
-        """Return the next copies."""
         buffers = (b if isinstance(b, memoryview) else bytearray(b) for b in self._buffers)
         copies: tuple[Any, ...] = _Unpickler(
             io.BytesIO(self._pickled or b""), buffers=buffers
@@ -142,33 +140,17 @@ def is_close(module: Any, array: Array, expected: Array) -> bool:
 
 
 class Comparison:
-    """Compares calls of a function for a block with calls of copies for a part of the block.
-
-    Parameters
-    ----------
-    name
-        Name of the function in warnings.
-    block, remedy
-        Name of the block, and sentences with another way, for warnings.
-    box
-        Bounds of the block.
-    is_divided
-        By axis, whether its elements are divided between ranks.
-    values
-        The function and its arguments that a call may change.
-    module
-        Module of the arrays.
-    """
+    """Compares calls of a function for a block with calls of copies for a part of the block."""
 
     def __init__(
         self,
-        name: str,
-        block: str,
-        remedy: str,
-        box: Box,
-        is_divided: Sequence[bool],
-        values: Sequence[Any],
-        module: Any = np,
+        name: str,  # of the function in warnings
+        block: str,  # its name in warnings
+        remedy: str,  # sentences with another way, for warnings
+        box: Box,  # bounds of the block
+        is_divided: Sequence[bool],  # by axis: whether its elements are divided between ranks
+        values: Sequence[Any],  # the function and its arguments that a call may change
+        module: Any = np,  # of the arrays
     ) -> None:
         self._name, self._block, self._remedy, self._module = name, block, remedy, module
         lengths = zip(box_shape(box), is_divided, strict=True)
@@ -178,30 +160,19 @@ class Comparison:
         self._copies = FunctionCopies(*values if any(self._lengths) else ())
         self._calls_left = _MOST_CALLS if any(self._lengths) and self._copies else 0
 
-    def __bool__(self) -> bool:
-        """Return whether the next call is compared."""
+    def __bool__(self) -> bool:  # whether the next call is compared
         return self._calls_left > 0
 
     def __call__(
         self,
         compute: Compute,
-        call: Callable[[], T],
-        arrays: Callable[[T], Any],
-        read: Sequence[Array] | None = None,
+        call: Callable[[], T],  # calls the function for the whole block
+        arrays: Callable[[T], Any],  # returns the arrays for the whole block, from that value
+        read: Sequence[Array] | None = None,  # that the function reads; by default its values
     ) -> T:
         """Return the value of a call for the whole block; warn if it depends on the block.
 
-        Parameters
-        ----------
-        compute
-            Returns the arrays that copies of the values compute for a box.
-        call
-            Calls the function for the whole block.
-        arrays
-            Returns the arrays for the whole block, from the value of `call`.
-        read
-            Arrays that the function reads, by default its values. If they are uniform, the next
-            call is compared, too.
+        If the arrays that it reads are uniform, the next call is compared, too.
         """
         part = None
         with suppress(Exception):  # of a function for blocks of this size alone
@@ -212,7 +183,10 @@ class Comparison:
             with suppress(Exception):
                 if self._depends(compute, part, self._cut(arrays(value))):
                     self._warn()
-                elif not self._shows(arrays(value) if read is None else read):
+                elif not any(
+                    a.size and bool(a.min() != a.max())  # else a mean is the same as each element
+                    for a in (arrays(value) if read is None else read)
+                ):
                     self._calls_left = call_count
         return value
 
@@ -222,10 +196,6 @@ class Comparison:
             f"its result depends on the number of ranks. {self._remedy}",
             P2PWarning,
         )
-
-    def _shows(self, arrays: Sequence[Array]) -> bool:
-        """Return whether a mean differs from some elements."""
-        return any(a.size and bool(a.min() != a.max()) for a in arrays)
 
     def _depends(self, compute: Compute, part: Sequence[Array], cut: Sequence[Array]) -> bool:
         """Return whether values depend on the division of the array into blocks."""

@@ -95,9 +95,9 @@ def check(client: Any = None) -> Any:
 
 async def _check(client: Any) -> Report:
     await register(client)
-    statuses, host_links = await client.run(_status), await client.run(_host_link)
+    statuses = await client.run(_status)
     addresses = sorted(statuses)
-    workers = [statuses[address] | host_links.get(address, {}) for address in addresses]
+    workers = [statuses[address] for address in addresses]
     kinds = {worker["kind"] for worker in workers}
     kind = kinds.pop() if len(kinds) == 1 else NUMPY.name
     links: list[Link] = []
@@ -141,7 +141,12 @@ class Report:
         if len({worker["host"] for worker in self.workers}) > 1:
             tables["Between hosts"] = _host_rows(self.workers, self.links)
         if self.links:
-            cells = {(link.reader, link.holder): _cell(link) for link in self.links}
+            cells = {
+                (link.reader, link.holder): "none"
+                if link.transport is None
+                else f"{link.transport} {link.gbs:.3g} {link.latency_s * 1e3:.2f}"
+                for link in self.links
+            }
             addresses = [worker["address"] for worker in self.workers]
             tables["Transport, GB/s of one large block, ms of a small block"] = [
                 ("from", *map(str, range(len(addresses)))),
@@ -229,12 +234,6 @@ def _host_rows(
             )
         )
     return rows
-
-
-def _cell(link: Link) -> str:
-    if link.transport is None:
-        return "none"
-    return f"{link.transport} {link.gbs:.3g} {link.latency_s * 1e3:.2f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,28 +345,25 @@ def _worker_problems(
 # --- on the workers ---
 
 
-def _status(dask_worker: Any) -> dict[str, Any]:
-    """Return this worker's entry in a `Report`, without the rates of copies."""
-    status: dict[str, Any] = {
-        "address": dask_worker.address,
-        "host": socket.gethostname(),
-        "kind": NUMPY.name,
-        "versions": versions(),
-    }
-    return status | worker_backend().device_status()
-
-
-async def _host_link(dask_worker: Any) -> dict[str, Any]:
-    """Return the rates of copies between this worker's memory and its GPU, if it has one."""
+async def _status(dask_worker: Any) -> dict[str, Any]:
+    """Return this worker's entry in a `Report`, with the rates of copies to a GPU and from it."""
     causes: list[str] = []
 
-    def measured() -> HostLink | None:
+    def measure() -> HostLink | None:
         with contextlib.suppress(MemoryError):  # no GPU memory is left
             return worker_backend().host_link(lambda problem, cause: causes.append(cause))
         return None
 
-    rates = await asyncio.to_thread(measured)
-    return {"host_link": rates, "cannot_pin": next(iter(causes), None)}
+    rates = await asyncio.to_thread(measure)
+    return {
+        "address": dask_worker.address,
+        "host": socket.gethostname(),
+        "kind": NUMPY.name,
+        "versions": versions(),
+        **worker_backend().device_status(),
+        "host_link": rates,
+        "cannot_pin": next(iter(causes), None),
+    }
 
 
 async def _measure_from(
@@ -432,22 +428,17 @@ class _WorkerPair:
         return best
 
     def _time(self, repeats: int) -> tuple[float, str]:
-        """Return the least time of a probe block, and its transport."""
-        best_s, transport = float("inf"), ""
-        for _ in range(repeats):
-            start_s = time.perf_counter()
-            region, transport = self._bring_probe()
-            best_s = min(best_s, time.perf_counter() - start_s)
-        check_probe(region)
-        return best_s, transport
-
-    def _bring_probe(self) -> tuple[Any, str]:
-        """Read a probe block as a task would; return the block, and its transport."""
+        """Return the least time of a probe block, read as a task would, and its transport."""
         key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
         name, index = key[0], key[1:]  # as for a block of an array with this name
         shape, box = (self.nbytes,), ((0, self.nbytes),)
         plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, box, box),))
         output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)
-        assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
-        block = assembly.run()
-        return block, assembly.sources.stages[-1].transport
+        best_s, transport = float("inf"), ""
+        for _ in range(repeats):
+            start_s = time.perf_counter()
+            assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
+            region, transport = assembly.run(), assembly.sources.stages[-1].transport
+            best_s = min(best_s, time.perf_counter() - start_s)
+        check_probe(region)
+        return best_s, transport

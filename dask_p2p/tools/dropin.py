@@ -203,7 +203,11 @@ def _replace_all() -> None:
 
     _replace(distributed.shuffle, "rechunk_p2p", partial(try_replace, "rechunk", rechunked))
     # `da.rechunk` is the function, not the module.
-    _replace(sys.modules["dask.array.rechunk"], "_choose_rechunk_method", _choose_method)
+    _replace(
+        sys.modules["dask.array.rechunk"],
+        "_choose_rechunk_method",
+        lambda before, after, **_: "p2p" if is_taken_in_any_case(before, after) else None,
+    )
     is_expression = da._array_expr_enabled()
     where = "dask.array._array_expr._overlap" if is_expression else "dask.array.overlap"
     for owner in (da, import_module(where)):
@@ -242,10 +246,6 @@ def _replace_package_stores(package: Any) -> None:
     with LOCK:
         if _replaced:  # not uninstalled by another thread
             _replace_stores(package, package.io)
-
-
-def _choose_method(before: Any, after: Any, threshold: Any = None) -> str | None:
-    return "p2p" if is_taken_in_any_case(before, after) else None
 
 
 def _restore_unless_needed() -> None:

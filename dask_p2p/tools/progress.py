@@ -263,16 +263,10 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
     except (TypeError, ValueError):
         raise InputError(f"after: expected a time like '10 s', got {after!r}.") from None
     replies = client.run(_rank_reports, on_error="ignore")
-    return _select_stalled(
-        [RankReport(**report) for worker_reports in replies.values() for report in worker_reports],
-        least_s,
-    )
-
-
-def _select_stalled(reports: Sequence[RankReport], least_s: float) -> list[RankReport]:
+    reports = [RankReport(**report) for of_worker in replies.values() for report in of_worker]
     gangs = {report.gang for report in reports if report.waited_s >= least_s}
-    chosen = [report for report in reports if report.gang in gangs]
-    return sorted(chosen, key=lambda report: (report.gang, report.rank))
+    stalled_reports = [report for report in reports if report.gang in gangs]
+    return sorted(stalled_reports, key=lambda report: (report.gang, report.rank))
 
 
 def _rank_reports(dask_worker: Any) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from weakref import WeakSet
 from dask import config
 from dask.array.core import normalize_chunks
 from dask.array.slicing import normalize_index
+from distributed import Lock
 
 from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.geometry import Chunks, block_bounds
@@ -53,8 +54,8 @@ def store(
     if are_pairs and all(map(is_dask_array, arrays)) and any(map(is_zarr_array, stores)):
         areas = [*map(_area, arrays, stores, selections)]
         arrays = [*map(_align_to_units, arrays, stores, areas)]
-        if not _is_cluster_lock(lock) and _share_units(stores, areas):
-            lock = True
+        if not isinstance(lock, Lock) and _share_units(stores, areas):
+            lock = True  # of the cluster
         sources = arrays[0] if is_one else arrays
         targets = stores[0] if is_one else stores
         regions = selections
@@ -167,15 +168,10 @@ def _without_numbers(area: Sequence[range | int]) -> list[range]:
 # --- whole units
 
 
-def _units(target: Any) -> Sequence[int]:
-    units: Sequence[int] = target.shards or target.chunks
-    return units
-
-
 def _align_to_units(x: DaskArray, target: Any, area: Area) -> DaskArray:
     if area is None:
         return x
-    pairs = zip(_units(target), area, strict=True)
+    pairs = zip(target.shards or target.chunks, area, strict=True)
     units = [size for size, rows in pairs if isinstance(rows, range)]
     chunks = aligned_chunks(x.chunks, units, _without_numbers(area))
     return x if chunks == x.chunks else _rechunk_by_exchange(x, chunks)
@@ -187,18 +183,12 @@ def _rechunk_by_exchange(x: DaskArray, chunks: Chunks) -> DaskArray:
     return rechunk_by_tasks(x, chunks) if result is None else result
 
 
-def _is_cluster_lock(lock: Any) -> bool:
-    from distributed import Lock
-
-    return lock is True or isinstance(lock, Lock)
-
-
 def _share_units(targets: Sequence[Any], areas: Sequence[Area]) -> bool:
     """Return whether tasks may write to one unit of a Zarr array."""
     writes = [pair for pair in zip(targets, areas, strict=True) if is_zarr_array(pair[0])]
     return any(area is None for _, area in writes) or any(
         first.store_path == second.store_path
-        and all(map(_share_unit, area or (), other_area or (), _units(first)))
+        and all(map(_share_unit, area or (), other_area or (), first.shards or first.chunks))
         for (first, area), (second, other_area) in combinations(writes, 2)
     )
 

@@ -196,19 +196,16 @@ def _read_numbers(a: Any, name: Hashable) -> Any:
 
 def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
     x = x * float(np.prod([axis.factor[0] for axis in axes if axis.factor.size == 1]))
+    module = backend_for(x._meta).module
     for axis in axes:
         if axis.factor.size > 1:
-            x = x * _broadcast_along(x, axis.number, axis.factor)
+            dtype = np.result_type(x.dtype, np.complex64)
+            dtype = dtype if np.iscomplexobj(axis.factor) else np.zeros(0, dtype).real.dtype
+            chunks = x.chunks[axis.number]
+            factor = functions_of(x).from_array(axis.factor.astype(dtype), chunks=chunks)
+            factor = factor.map_blocks(module.asarray, meta=module.empty(0, dtype))
+            x = x * factor.reshape(-1, *(1,) * (x.ndim - axis.number - 1))
     return x
-
-
-def _broadcast_along(x: Any, axis: int, values: Any) -> Any:
-    """Return values along an axis, with the precision of `x`, in blocks that broadcast to `x`."""
-    module, dtype = backend_for(x._meta).module, np.result_type(x.dtype, np.complex64)
-    dtype = dtype if np.iscomplexobj(values) else np.zeros(0, dtype).real.dtype
-    factor = functions_of(x).from_array(values.astype(dtype), chunks=x.chunks[axis])
-    factor = factor.map_blocks(module.asarray, meta=module.empty(0, dtype))
-    return factor.reshape(-1, *(1,) * (x.ndim - axis - 1))
 
 
 def _assign_coords(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:

@@ -22,7 +22,7 @@ _CHUNKS_OF_FILES = frozenset({"chunks", "shards", "preferred_chunks", "chunksize
 # By package of arrays with a meaning beyond their values: how to get the plain array.
 _WITHOUT_MEANING = {
     "pint": "Call .pint.dequantify() first, which turns the units into an attribute, and "
-    ".pint.quantify() on the result",
+    ".pint.quantify() on the result"
 }
 _PLAIN = "Use the Dask array inside it as the data: a.copy(data=...)"
 _LEAST_SIMILAR = 0.4  # similarity of a name in an error: of "lat" to "latitude" it is 0.5

@@ -11,8 +11,8 @@ WEIGHTS = (-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)
 
 
 def wave(u, before, c2, out):
-    own = (slice(4, -4),) * 3
-    np.multiply(u[own], 3 * WEIGHTS[0], out=out)
+    interior = (slice(4, -4),) * 3
+    np.multiply(u[interior], 3 * WEIGHTS[0], out=out)
     for axis in range(3):
         for k, weight in enumerate(WEIGHTS[1:], 1):
             for shift in (-k, k):
@@ -20,7 +20,7 @@ def wave(u, before, c2, out):
                 at[axis] = slice(4 + shift, u.shape[axis] - 4 + shift)
                 out += weight * u[tuple(at)]
     out *= c2
-    out += 2 * u[own] - before
+    out += 2 * u[interior] - before
 
 
 def main():

@@ -39,8 +39,8 @@ def main():
         2 * np.cos(a + 2 * b) * np.cos(c),
         -np.sin(a + 2 * b) * np.sin(c),
     )
-    for found, wanted in zip(result, exact, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for computed, expected in zip(result, exact, strict=True):
+        np.testing.assert_allclose(computed, expected, atol=1e-6)
     return result
 
 

@@ -35,11 +35,11 @@ def velocities(vx, vy, xx, yy, xy):
 def stresses(vx, vy, xx, yy, xy):
     ex, ey = before(vx, 1), before(vy, 0)
     shear = after(vx, 0) + after(vy, 1)
-    own = slice(1, -1), slice(1, -1)
+    interior = slice(1, -1), slice(1, -1)
     return {
-        "xx": xx[own] + STEP * ((LAMBDA + 2 * MU) * ex + LAMBDA * ey),
-        "yy": yy[own] + STEP * ((LAMBDA + 2 * MU) * ey + LAMBDA * ex),
-        "xy": xy[own] + STEP * MU * shear,
+        "xx": xx[interior] + STEP * ((LAMBDA + 2 * MU) * ex + LAMBDA * ey),
+        "yy": yy[interior] + STEP * ((LAMBDA + 2 * MU) * ey + LAMBDA * ex),
+        "xy": xy[interior] + STEP * MU * shear,
     }
 
 

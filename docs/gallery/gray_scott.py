@@ -28,8 +28,8 @@ def react(u, v, feed, kill):
 def start(n):
     """Return fields of n x n points, with a square of the second substance."""
     u, v = np.ones((n, n)), np.zeros((n, n))
-    own = slice(n // 2 - 4, n // 2 + 4)
-    u[own, own], v[own, own] = 0.5, 0.25
+    centre = slice(n // 2 - 4, n // 2 + 4)
+    u[centre, centre], v[centre, centre] = 0.5, 0.25
     return u, v
 
 

@@ -17,16 +17,16 @@ def applied(u, potential):
 def orthogonal(w, basis, total):
     """Return a vector without its part in the basis, and that part."""
     parts = np.zeros(len(basis))
-    for _ in range(2):  # once more, for the rounding
-        more = total(np.tensordot(basis, w, w.ndim))
-        w = w - np.tensordot(more, basis, 1)
-        parts += more
+    for _ in range(2):  # once projection, for the rounding
+        projection = total(np.tensordot(basis, w, w.ndim))
+        w = w - np.tensordot(projection, basis, 1)
+        parts += projection
     return w, parts
 
 
-def eigenvalues(diagonal, beside):
+def eigenvalues(diagonal, off_diagonal):
     """Return the eigenvalues of the small matrix."""
-    sides = np.diag(beside[:-1], 1) + np.diag(beside[:-1], -1)
+    sides = np.diag(off_diagonal[:-1], 1) + np.diag(off_diagonal[:-1], -1)
     return np.linalg.eigvalsh(np.diag(diagonal) + sides)
 
 

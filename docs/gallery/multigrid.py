@@ -56,16 +56,16 @@ def potential(ctx, b, cycles):
         grids.append(grids[-1].coarser())
     halos = [partial(grid.pad, depth=1, boundary="odd") for grid in grids]
     fine = halos[0]
-    own = tuple(slice(*along) for along in grids[-1].box)
+    box = tuple(slice(*along) for along in grids[-1].box)
 
     def direct(b, h):
-        return solved(grids[-1].gather(b), h)[own]
+        return solved(grids[-1].gather(b), h)[box]
 
     u, h, norms = np.zeros_like(b), 1 / ctx.shape[0], np.zeros(cycles)
     for number in range(cycles):
         u = cycle(halos, direct, u, b, h)
-        rest = b - laplacian(fine(u), h)
-        norms[number] = ctx.allreduce((rest**2).sum()) ** 0.5
+        residual = b - laplacian(fine(u), h)
+        norms[number] = ctx.allreduce((residual**2).sum()) ** 0.5
     return {"u": u, "norms": norms}
 
 

@@ -17,17 +17,17 @@ def move(particles, step):
 
 
 def drift(ctx, particles, steps):
-    def sorted_in(mine):
+    def sorted_in(local):
         """Send each particle to the rank of its strip."""
-        owner = (mine[:, 1] * ctx.size).astype(int)
-        parts = [mine[owner == rank] for rank in range(ctx.size)]
+        owner = (local[:, 1] * ctx.size).astype(int)
+        parts = [local[owner == rank] for rank in range(ctx.size)]
         return np.concatenate(ctx.alltoall(parts))
 
-    mine = sorted_in(particles)
+    local = sorted_in(particles)
     for step in range(steps):
-        move(mine, step)
-        mine = sorted_in(mine)
-    return {"particles": mine, "counts": len(mine)}
+        move(local, step)
+        local = sorted_in(local)
+    return {"particles": local, "counts": len(local)}
 
 
 def main(count=1000, steps=12, compare=True):
@@ -44,15 +44,15 @@ def main(count=1000, steps=12, compare=True):
         outputs={"particles": Rows(float, (3,)), "counts": PerRank(0)},
     )
     (result,) = dask.compute(lazy)
-    found = result["particles"]
+    rows = result["particles"]
     strips = np.repeat(np.arange(len(result["counts"])), result["counts"])
     assert np.array_equal(
-        (found[:, 1] * len(result["counts"])).astype(int), strips
+        (rows[:, 1] * len(result["counts"])).astype(int), strips
     )
     if compare:  # with the same in NumPy
         for step in range(steps):
             move(particles, step)
-        in_order = found[np.argsort(found[:, 0])]
+        in_order = rows[np.argsort(rows[:, 0])]
         np.testing.assert_allclose(in_order, particles, atol=1e-9)
     return result
 

@@ -19,13 +19,13 @@ def ricker(t):
 
 def laplacian(p):
     """Return the Laplacian of fourth order, from `p` with a halo."""
-    found = -5.0 * p[OWN]
+    curvature = -5.0 * p[OWN]
     for shift, weight in ((1, 4 / 3), (2, -1 / 12)):
         ahead = slice(2 + shift, shift - 2 or None)
         behind = slice(2 - shift, -2 - shift)
-        found += weight * (p[ahead, 2:-2] + p[behind, 2:-2])
-        found += weight * (p[2:-2, ahead] + p[2:-2, behind])
-    return found / DX**2
+        curvature += weight * (p[ahead, 2:-2] + p[behind, 2:-2])
+        curvature += weight * (p[2:-2, ahead] + p[2:-2, behind])
+    return curvature / DX**2
 
 
 def advanced(now, before, speed, damping):
@@ -59,10 +59,10 @@ def main(ny=40, nx=60, steps=80, compare=True):
     speed, damping = rock(ny, nx)
     shot = np.array([[ny // 4 + 0.5], [nx // 2]])
     line = np.stack([np.full(12, 5), np.linspace(4, nx - 5, 12)])
-    rest = da.zeros((ny, nx), chunks=(ny // 2, nx // 2))
+    zero_pressure = da.zeros((ny, nx), chunks=(ny // 2, nx // 2))
     lazy = dask_p2p.iterate(
         wave,
-        {"p": [rest, rest]},
+        {"p": [zero_pressure, zero_pressure]},
         depth=2,
         steps=steps,
         boundary=0.0,

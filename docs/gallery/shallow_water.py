@@ -19,9 +19,9 @@ def rates(pad, h, u, v, f):
     hh, uu, vv = pad({"h": h, "u": u, "v": v}).values()
     fe = 0.5 * (h + hh[MID, NEXT]) * u
     fn = 0.5 * (h + hh[NEXT, MID]) * v
-    turn = (vv[MID, NEXT] - v) / DX - (uu[NEXT, MID] - u) / DX
+    vorticity = (vv[MID, NEXT] - v) / DX - (uu[NEXT, MID] - u) / DX
     depth = h + hh[MID, NEXT] + hh[NEXT, MID] + hh[NEXT, NEXT]
-    q = (f + turn) / (0.25 * depth)
+    q = (f + vorticity) / (0.25 * depth)
     ke = 0.25 * (u**2 + uu[MID, LAST] ** 2 + v**2 + vv[LAST, MID] ** 2)
     halos = pad({"fe": fe, "fn": fn, "q": q, "ke": ke})
     east, north, qq, kk = halos.values()
@@ -78,12 +78,12 @@ def main(ny=32, nx=40, steps=30, compare=True):
     if compare:  # with the same in NumPy
 
         def pad(arrays):
-            found = {}
+            padded = {}
             for name, a in arrays.items():
                 a = np.pad(a, ((0, 0), (1, 1)), "wrap")
                 mode = "constant" if WALLS[name] == 0.0 else "edge"
-                found[name] = np.pad(a, ((1, 1), (0, 0)), mode)
-            return found
+                padded[name] = np.pad(a, ((1, 1), (0, 0)), mode)
+            return padded
 
         old = [0 * a for a in fields]
         for _ in range(steps):

@@ -20,11 +20,13 @@ def drawn(rows, columns, *seed):
 def flip(s, rows, columns, colour, step, coupling):
     """Return the spins after a phase, from `s` with a halo."""
     near = s[:-2, 1:-1] + s[2:, 1:-1] + s[1:-1, :-2] + s[1:-1, 2:]
-    own = s[1:-1, 1:-1]
-    limit = np.exp(-2 * coupling * own * near)
+    centres = s[1:-1, 1:-1]
+    limit = np.exp(-2 * coupling * centres * near)
     draw = drawn(rows.ravel(), columns.max() + 1, step, colour)
     is_new = draw[:, columns.ravel()] < limit
-    return np.where(is_new & ((rows + columns) % 2 == colour), -own, own)
+    return np.where(
+        is_new & ((rows + columns) % 2 == colour), -centres, centres
+    )
 
 
 def phase(s, at, colour, coupling):

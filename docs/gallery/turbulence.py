@@ -22,11 +22,11 @@ def advection(w, to_points, to_waves, k, n):
     return -to_waves(carried) * is_kept - VISCOSITY * squares * w
 
 
-def advanced(w, *given):
+def advanced(w, *wavenumbers):
     """Return the coefficients after a step of Runge and Kutta."""
-    a = w + DT * advection(w, *given)
-    b = 0.75 * w + 0.25 * (a + DT * advection(a, *given))
-    return w / 3 + 2 / 3 * (b + DT * advection(b, *given))
+    a = w + DT * advection(w, *wavenumbers)
+    b = 0.75 * w + 0.25 * (a + DT * advection(a, *wavenumbers))
+    return w / 3 + 2 / 3 * (b + DT * advection(b, *wavenumbers))
 
 
 def solve(ctx, w, n, steps):
@@ -75,8 +75,8 @@ def main(n=32, steps=10, compare=True):
                 coefficients, np.fft.irfft2, np.fft.rfft2, k, n
             )
             enstrophy.append((np.fft.irfft2(coefficients) ** 2).mean())
-        wanted = np.fft.irfft2(coefficients)
-        np.testing.assert_allclose(result["w"], wanted, atol=1e-10)
+        expected = np.fft.irfft2(coefficients)
+        np.testing.assert_allclose(result["w"], expected, atol=1e-10)
         np.testing.assert_allclose(result["enstrophy"], enstrophy, rtol=1e-10)
     return result
 

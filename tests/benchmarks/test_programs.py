@@ -41,7 +41,10 @@ PROGRAMS = {
         "--cpu --size 16 --cube 16 --side 32 --call 16 --runs 1",
         {"fused_gpus._CALLS": 10},
     ),
-    "fused_graphs": ("--workers 2 --blocks 2 --kib 1 --repeats 1", {"fused_graphs._STEPS": 5}),
+    "fused_graphs": (
+        "--workers 2 --blocks 2 --kib 1 --repeats 1",
+        {"fused_graphs._STEPS": 5, "fused_graphs._CALLS": 10},
+    ),
     "messages": ("--bytes 8 --bytes 32768 --rounds 1 --repeats 2 --ranks 3", {}),
     "sections": ("--side 32 --repeats 1", {"sections.counts": lambda side: (60, 12)}),
     "sections_gpu": (

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from dask_p2p import cli as _options
 from dask_p2p.cli import ClusterSpec, choose_cluster, default_side, p2p
 from dask_p2p.cli import cluster as command
-from tests.support import output_of, ran
+from tests.support import output_of
 
 pytestmark = pytest.mark.programs
 
@@ -145,13 +145,6 @@ def test_more_workers_than_gpus(monkeypatch):
     result = CliRunner().invoke(p2p, ["demo", "--workers", "3"])
     assert result.exit_code == 2
     assert "there are 2 usable GPUs for 3 workers" in result.stderr
-
-
-def test_the_program_starts_a_cluster_of_its_own():
-    process = ran("-m", "dask", "p2p", "demo", "--cpu", "--size", "64", "--workers", "1")
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "All 4096 elements are where they belong." in process.stdout
-    assert "Dashboard: http" in process.stdout
 
 
 @pytest.mark.gpu(2)

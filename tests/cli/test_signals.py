@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import signal
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -42,12 +41,3 @@ def test_a_terminal_that_closes_asks_more_than_once(unhandled):
     assert unhandled == []
     signal.raise_signal(signal.SIGHUP)
     assert unhandled == [1], "the handler of before is back"
-
-
-def test_other_threads_have_no_handlers():
-    def use():
-        with stoppable() as stopped:
-            return stopped()
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(use).result() is False

@@ -7,13 +7,11 @@ import subprocess
 import sys
 import time
 
-import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, _NamedTextIOWrapper
 from skimage import data
 
-from dask_p2p.cli import files as command
 from dask_p2p.cli import p2p
 from tests.support import output_of
 from tests.transports.loopback import wait_until
@@ -171,24 +169,7 @@ def test_no_such_command():
     assert "No such command" in result.stderr
 
 
-def test_the_group_wants_commands(monkeypatch):
-    monkeypatch.setattr(command, "transpose", None)
-    with pytest.raises(TypeError, match="is not a click command"):
-        p2p.get_command(click.Context(p2p), "transpose")
-
-
 PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
-
-
-def test_the_program_starts_a_cluster_of_its_own(image):
-    process = subprocess.run(
-        [*PROGRAM, "in.npy", "out.npy", "--axes", "2,0,1", "--workers", "2"],
-        capture_output=True,
-        text=True,
-    )
-    assert (process.returncode, process.stderr) == (0, "")
-    assert "GB/s" in process.stdout
-    np.testing.assert_array_equal(np.load("out.npy"), image.transpose(2, 0, 1))
 
 
 @contextlib.contextmanager

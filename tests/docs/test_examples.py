@@ -35,7 +35,6 @@ from tests.docs.pages import (
     cells_of,
     run_program,
 )
-from tests.support import output_of
 
 pytestmark = pytest.mark.programs
 
@@ -256,7 +255,9 @@ PROGRAMS = sorted(
 
 @cache
 def help_of(module):
-    return output_of("-m", module, "--help", cwd=ROOT)
+    name, main = ("benchmarks.bench", "bench") if module == "benchmarks" else (module, "main")
+    command = getattr(importlib.import_module(name), main)
+    return CliRunner().invoke(command, ["--help"]).output
 
 
 @pytest.mark.parametrize(("module", "option"), PROGRAMS)

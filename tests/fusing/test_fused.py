@@ -109,7 +109,7 @@ class LockedError(Exception):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("kind", [LockedError, StopIteration])
+@pytest.mark.parametrize("kind", [LockedError, StopIteration, SystemExit])
 def test_an_exception_that_becomes_another_one_keeps_its_notes(client, kind):
     def failing(block, block_id=None):
         if block_id == (3, 0):
@@ -138,18 +138,6 @@ def rows_of(block):
 
 def first_rows(rows, block):
     return block + sum(next(row)[0] for row in rows)
-
-
-def test_an_exit_ends_no_worker(client):
-    def leaving(block):
-        raise SystemExit(3)
-
-    _, x = array()
-    y = x.map_blocks(leaving, meta=x._meta, name="leaving-blocks")
-    with pytest.raises(SectionError, match="SystemExit: 3") as caught:
-        dask_p2p.fused(y).compute()
-    assert "In task ('leaving-blocks', " in caught.value.__notes__[0]
-    assert len(client.nthreads()) == 2
 
 
 def test_two_gangs_and_other_tasks(client):
@@ -215,26 +203,29 @@ def test_without_a_cluster_there_is_one_rank(scheduler):
     np.testing.assert_array_equal(y.compute(scheduler=scheduler), values.T + 1)
 
 
-def test_no_array_and_no_dask_array():
-    with pytest.raises(InputError, match="at least one Dask array"):
-        dask_p2p.fused()
-    with pytest.raises(UnsupportedArrayError, match="from_array"):
-        dask_p2p.fused(np.ones(3))
-    with pytest.raises(InputError, match="ranks=0"):
-        dask_p2p.fused(da.ones(3), ranks=0)
-
-
-def test_python_objects():
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda _: dask_p2p.fused(), InputError, "at least one Dask array"),
+        (lambda _: dask_p2p.fused(np.ones(3)), UnsupportedArrayError, "from_array"),
+        (lambda _: dask_p2p.fused(da.ones(3), ranks=0), InputError, "ranks=0"),
+        (dask_p2p.fused, UnsupportedArrayError, r"without Python objects.*astype"),
+        (
+            lambda x: dask_p2p.fused(dask_p2p.rechunk(x, 2).astype(str)),
+            UnsupportedArrayError,
+            r"p2p-rechunk.*without Python objects",
+        ),
+        (
+            lambda _: dask_p2p.fused(da.ma.masked_less(da.ones(4, chunks=2), 2)),
+            UnsupportedArrayError,
+            "mask",
+        ),
+    ],
+)
+def test_what_is_refused(call, error, words):
     x = da.from_array(np.array([1, "a", None], dtype=object), chunks=1)
-    with pytest.raises(UnsupportedArrayError, match=r"without Python objects.*astype"):
-        dask_p2p.fused(x)
-    with pytest.raises(UnsupportedArrayError, match=r"p2p-rechunk.*without Python objects"):
-        dask_p2p.fused(dask_p2p.rechunk(x, 2).astype(str))
-
-
-def test_masked_blocks():
-    with pytest.raises(UnsupportedArrayError, match="mask"):
-        dask_p2p.fused(da.ma.masked_less(da.ones(4, chunks=2), 2))
+    with pytest.raises(error, match=words):
+        call(x)
 
 
 def test_the_kind_of_blocks(gpu):

@@ -86,18 +86,6 @@ def test_a_shuffle_of_dask_before_a_section(client):
             assert same_bits(program(array()).compute(), expected)
 
 
-def test_an_exception_arrives_as_itself(client):
-    def failing(block):
-        raise ZeroDivisionError("no such value")
-
-    y = array().map_blocks(failing, dtype=float, name="failing-blocks")
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(ZeroDivisionError) as caught:
-        y.compute()
-    assert "In task ('failing-blocks'" in caught.value.__notes__[0]
-    del y, caught
-    nothing_is_left(client)
-
-
 @pytest.mark.parametrize("mode", mostly_slow(["auto", "on"], ["on"]))
 def test_other_schedulers_and_optimize(client, mode, tmp_path):
     x = array()

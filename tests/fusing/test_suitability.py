@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -58,28 +57,8 @@ def test_few_tasks():
     check(stencils(array(rows=16), 3))
 
 
-def test_memory():
-    small = Cluster(workers=4, threads=4, memory_bytes=2**13, has_resources=False)
-    with pytest.raises(
-        UnsupportedArrayError, match=r"at most 409 B in the memory of a worker, 8.00 kiB, next"
-    ):
-        check(stencils(array()), 4, small)
-    check(stencils(array()), 4, Cluster(4, 4, 0, has_resources=False))
-
-
 def read():
     return np.ones((64, 64))
-
-
-def test_values_of_unknown_size():
-    x = da.from_delayed(dask.delayed(read)(), (np.nan, 64), float)
-    for _ in range(20):
-        x = x / x.sum()
-    with pytest.raises(
-        UnsupportedArrayError, match=r"values of known sizes, got 'read-.*dask_p2p.fused"
-    ):
-        check(x, 1)
-    check(x, 1, replace(CLUSTER_OF_4, memory_bytes=0))  # no limit
 
 
 def test_memory_of_gpus():

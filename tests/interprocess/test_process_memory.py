@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import subprocess
 import sys
@@ -81,6 +82,12 @@ def test_a_region_that_is_nowhere():
     runs = runs_of(8, (64,), (8,), 8)  # of no process
     with pytest.raises(OSError, match="address"):
         read_into(os.getpid(), runs, np.zeros(64))
+    with os.fdopen(os.memfd_create("pages"), "r+b") as file:
+        file.truncate(2 * mmap.PAGESIZE)
+        array = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        file.truncate(mmap.PAGESIZE)
+        with pytest.raises(OSError, match="address"):
+            read_view(array)
 
 
 def test_items_without_bytes():

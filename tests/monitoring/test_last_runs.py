@@ -73,18 +73,6 @@ def test_a_transpose(client, x):
 
 
 @pytest.mark.usefixtures("without_stealing")
-def test_a_rechunk(client, x):
-    run, readers = compute_in_place(client, dask_p2p.rechunk(x, (32, 64)))
-    expected = 0
-    for row in range(2):
-        reader = readers[run.name, row, 0]
-        halves = [holder_of(client, x, 2 * row + half) for half in (0, 1)]
-        expected += sum(16 * 64 * 8 for holder in halves if holder != reader)
-    assert run.moved_bytes == run.least_bytes == expected > 0
-    assert (run.operation, run.blocks) == ("p2p-rechunk", (2, 1))
-
-
-@pytest.mark.usefixtures("without_stealing")
 def test_halos(client, x):
     y = dask_p2p.map_overlap(lambda block: block * 1.0, x, {0: 1}, "periodic")
     run, readers = compute_in_place(client, y)
@@ -240,11 +228,6 @@ def test_wrong_numbers(client):
     for n in (0, -1, 1.5, "all", None):
         with pytest.raises(InputError, match=r"at least 1, got n="):
             dask_p2p.last_runs(client, n=n)
-
-
-def test_without_a_client():
-    with pytest.raises(ValueError, match=r"(?i)client"):
-        dask_p2p.last_runs()
 
 
 async def test_async_clients_and_clusters_without_the_plugin():

@@ -142,15 +142,6 @@ def test_a_process_whose_page_has_not_been_read_yet(kind, monkeypatch):
     assert list(prometheus.Collector(kind).collect()) == []
 
 
-def test_releases_of_dask_that_make_the_page_in_another_way(monkeypatch):
-    from distributed.http.worker.prometheus import core
-
-    monkeypatch.delattr(core, "PrometheusHandler")
-    assert list(prometheus.Collector("worker").collect()) == []
-    monkeypatch.setitem(sys.modules, core.__name__, None)
-    assert list(prometheus.Collector("worker").collect()) == []
-
-
 def test_without_prometheus_client(monkeypatch):
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     monkeypatch.setattr(prometheus, "add_collector", prometheus.add_collector.__wrapped__)

@@ -120,17 +120,6 @@ def test_what_stays_on_the_host_is_refused(gpu, x):
         computed(gpu, y)
 
 
-def test_errors_name_the_block_and_the_part(gpu, x):
-    def fails(a):
-        if a.max() >= 20 * 64:
-            raise KeyError("too large")
-        return a
-
-    with pytest.raises(KeyError) as caught:
-        computed(gpu, on_gpu(gpu, fails, x))
-    assert "block (1, 0), part 3 of 3, which is 8 to 12 of" in caught.value.__notes__[0]
-
-
 @pytest.fixture
 def worker(monkeypatch):
     """A stand-in for a task's view of Dask. It lists records and warnings."""
@@ -209,12 +198,3 @@ def test_empty_blocks_need_no_gpu_memory(gpu):
         warnings.simplefilter("error")
         assert y.compute(scheduler="sync").shape == (0, 3)
     assert gpu.most_bytes == 0
-
-
-def test_a_lost_gpu_sends_the_task_elsewhere(gpu, x, monkeypatch):
-    def lost(*args):
-        raise DeviceLostError("it works no more")
-
-    monkeypatch.setattr(module, "PartStreams", lost)
-    with pytest.raises(DeviceLostError):
-        computed(gpu, on_gpu(gpu, np.negative, x))

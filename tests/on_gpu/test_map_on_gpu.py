@@ -12,12 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import dask_p2p
-from dask_p2p.errors import (
-    BlockMismatchError,
-    ConfigError,
-    InputError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import BlockMismatchError, ConfigError, InputError, UnsupportedArrayError
 from tests.ops.stencils import cases, windows
 from tests.support import added, parameter_names
 from tests.transports.loopback import wait_until

@@ -466,11 +466,7 @@ def test_several_arrays_are_aligned_and_cut_as_dask_does():
     def weighed(a, b):
         return a * b + a[::-1]
 
-    for options in (
-        {"depth": [{0: 2}, 0], "boundary": ["periodic", "none"]},
-        {"depth": 0},
-        {},
-    ):
+    for options in ({"depth": [{0: 2}, 0], "boundary": ["periodic", "none"]}, {"depth": 0}, {}):
         result = dask_p2p.map_overlap(weighed, x, y, **options)
         expected = da.map_overlap(weighed, x, y, **options)
         assert result.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))

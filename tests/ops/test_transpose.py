@@ -205,16 +205,10 @@ def test_schedulers(scheduler):
     assert (y.compute(scheduler=scheduler, **several) == x.T).all()
 
 
-def test_masked_arrays_are_refused_by_name():
-    x = da.ma.masked_equal(da.ones((4, 4), chunks=(2, 4)), 3)
-    with pytest.raises(UnsupportedArrayError, match=r"(?i)masked"):
-        dask_p2p.transpose(x)
-
-
-def test_masked_blocks_behind_an_honest_meta_are_refused_at_the_task():
-    x = da.ones((4, 4), chunks=(2, 4)).map_blocks(
-        lambda b: np.ma.masked_array(b), meta=np.ones((0, 0))
-    )
+@pytest.mark.parametrize("meta", [None, np.ones((0, 0))], ids=["declared", "not declared"])
+def test_masked_blocks_are_refused_by_name(meta):
+    """At the call, or at the task that gets them."""
+    x = da.ones((4, 4), chunks=(2, 4)).map_blocks(np.ma.masked_array, meta=meta)
     with pytest.raises(UnsupportedArrayError, match=r"(?i)masked"):
         dask_p2p.transpose(x).compute(scheduler="synchronous")
 

@@ -24,7 +24,7 @@ class Scheduler:
         self.records = {}  # what a worker answers who is asked for them
         self.under_way = []  # records of running tasks on each worker
         self.replies = {worker: list(worker_replies) for worker, worker_replies in replies.items()}
-        self.workers, self.tasks = dict.fromkeys(replies), {}
+        self.workers, self.tasks, self.task_groups = dict.fromkeys(replies), {}, {}
         self.plugins, self.handlers, self.worker_plugins = {}, {}, {}
 
     def _add_to_processing(self, ts, ws, stimulus_id):

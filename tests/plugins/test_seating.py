@@ -83,6 +83,9 @@ def test_a_rank_leaves_the_worker_that_has_the_inputs_of_another(input_key):
 def test_ranks_without_room_wait_somewhere():
     assert Counter(placed(Scheduler(GPU), *ranks(2, GPU))) == {"a": 2}
     assert placed(Scheduler({}), *ranks(2, GPU)) == [None, None]
+    scheduler = Scheduler(GPU, {"GPU": 3})
+    scheduler.workers["a"].nthreads = 3
+    assert Counter(placed(scheduler, *ranks(4, GPU))) == {"a": 1, "b": 3}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p.cli.cluster import _bands, count_wrong, indexed_array, modulus
+from dask_p2p.cli.cluster import count_wrong, indexed_array, modulus
 
 DTYPES = ["?", "i1", "u1", "i2", "u2", "i4", "u4", "i8", "u8", "f2", "f4", "f8", "c8", "c16", ">f4"]
 
@@ -45,13 +45,6 @@ def test_one_changed_element(dtype):
     assert wrong_count(da.from_array(y, chunks=(10, 40)), (40, 30)) == 1
 
 
-def test_two_tiles_changed_places():
-    x = indexed_array((64, 64), (16, 64), "f4").compute(scheduler="sync")
-    y = x.T.copy()
-    y[:16, 16:32], y[:16, 32:48] = y[:16, 32:48].copy(), y[:16, 16:32].copy()
-    assert wrong_count(da.from_array(y, chunks=(16, 64)), (64, 64)) == 2 * 16 * 16
-
-
 def test_another_dtype():
     y = indexed_array((4, 6), (2, 6), "i4").T
     assert wrong_count(y, (4, 6), dtype="i4") == 0
@@ -64,14 +57,6 @@ def test_a_block_of_another_shape():
     y = indexed_array((4, 6), (2, 6), "i4").T
     lying = y.map_blocks(lambda block: block[:-1], dtype="i4", chunks=y.chunks)
     assert wrong_count(lying, (4, 6)) == 24
-
-
-def test_bands_cover_a_block_in_little_parts():
-    bands = list(_bands([(3, 14), (0, 5)], (5, 20), (1, 0), "numpy", np.dtype("i4"), elements=20))
-    assert [n for rows, _ in bands for n in range(*rows.indices(11))] == [*range(11)]
-    assert max(values.size for _, values in bands) == 20
-    values = np.concatenate([values for _, values in bands])
-    assert np.array_equal(values, np.arange(100).reshape(5, 20).T[3:14, 0:5])
 
 
 @pytest.mark.gpu

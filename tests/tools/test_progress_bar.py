@@ -30,17 +30,18 @@ def client(client):
     return client
 
 
-class Line(io.StringIO):
-    """The file of a line, which leaves a file for each number of steps that it has shown."""
+class Texts(io.StringIO):
+    """The file of a line, which leaves a file for each of some texts that it has shown."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, *texts):
         super().__init__()
-        self.folder = folder
+        self.folder, self.texts = folder, texts
 
-    def write(self, text):
-        for steps, _ in shown(text):
-            (self.folder / str(steps)).touch()
-        return super().write(text)
+    def write(self, written):
+        for text in self.texts:
+            if text in written:
+                (self.folder / text).touch()
+        return super().write(written)
 
 
 def shown(text):
@@ -50,7 +51,7 @@ def shown(text):
 def wait_for_line(u, at, folder):
     """A step that waits at some numbers of steps until the line has shown them."""
     if at.step in (50, 100):
-        wait_until((folder / str(at.step)).exists)
+        wait_until((folder / f"{at.step} of 150 steps").exists)
     return u + 1
 
 
@@ -61,7 +62,8 @@ def slow(u):
 
 def test_it_moves_until_the_result_is_there(client, monkeypatch, tmp_path):
     monkeypatch.setattr(progress_bar, "_LOOK_S", 0.1)
-    file, fields = Line(tmp_path), {"u": da.from_array(X, chunks=4)}
+    file = Texts(tmp_path, "50 of 150 steps", "100 of 150 steps")
+    fields = {"u": da.from_array(X, chunks=4)}
     y = iterate(wait_for_line, fields, 0, 150, ranks=2, folder=tmp_path)["u"].persist()
     progress(y, file=file)
     text = file.getvalue()
@@ -80,21 +82,6 @@ def test_it_moves_until_the_result_is_there(client, monkeypatch, tmp_path):
     assert np.array_equal(y.compute(), X + 150)
 
 
-def test_runs_under_way_are_listed(client, tmp_path):
-    fields = {"u": da.from_array(X, chunks=4)}
-    future = client.compute(iterate(wait_for_line, fields, 0, 300, ranks=2, folder=tmp_path)["u"])
-    running = wait_until(
-        lambda: [run for run in last_runs(client) if run.under_way and run.steps > 3]
-    )
-    assert running[0].all_steps == 300
-    assert running[0].steps <= 50
-    for number in (50, 100):
-        (tmp_path / str(number)).touch()
-    future.result(timeout=BOUND_S)
-    newest = last_runs(client)[0]
-    assert (newest.steps, newest.under_way) == (300, ())
-
-
 def test_a_failure_ends_the_line(client, tmp_path):
     def fails(ctx, x, path):
         for step in ctx.steps(300):
@@ -102,8 +89,8 @@ def test_a_failure_ends_the_line(client, tmp_path):
                 wait_until(path.exists)
                 raise ValueError("at step 100")
 
-    file = Line(tmp_path)
-    future = client.compute(spmd(fails, da.from_array(X, chunks=4), ranks=2, path=tmp_path / "100"))
+    file, path = Texts(tmp_path, "100 of 300 steps"), tmp_path / "100 of 300 steps"
+    future = client.compute(spmd(fails, da.from_array(X, chunks=4), ranks=2, path=path))
     progress(future, file=file)
     assert shown(file.getvalue())[-1][0] <= 100
     with pytest.raises(ValueError, match="at step 100"):
@@ -121,20 +108,6 @@ def gated(block, folder, text, block_info=None):
     if block_info and block_info[0]["chunk-location"][0]:  # Dask first calls it without a block
         wait_until((folder / text).exists)
     return block
-
-
-class Texts(io.StringIO):
-    """The file of a line, which leaves a file for each of some texts that it has shown."""
-
-    def __init__(self, folder, *texts):
-        super().__init__()
-        self.folder, self.texts = folder, texts
-
-    def write(self, written):
-        for text in self.texts:
-            if text in written:
-                (self.folder / text).touch()
-        return super().write(written)
 
 
 @pytest.mark.parametrize(

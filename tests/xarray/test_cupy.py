@@ -83,10 +83,7 @@ def test_coordinates_in_gpu_memory(strict_cupy):
     times = np.arange(24.0)[::-1] / 2
     a = with_times(strict_cupy.asarray(VALUES), strict_cupy.asarray(times))
     b = with_times(VALUES, times)
-    for program in (
-        lambda a: a.p2p.fft("t"),
-        lambda a: a.p2p.fft("t").p2p.ifft(),
-    ):
+    for program in (lambda a: a.p2p.fft("t"), lambda a: a.p2p.fft("t").p2p.ifft()):
         result, expected = program(a), program(b)
         check(result, expected, strict_cupy)
         for name in expected.coords:

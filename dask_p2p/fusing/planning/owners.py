@@ -129,7 +129,9 @@ def owners_of(
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
         following = _with_tasks(*choice_arguments, inputs | located)
         work = _Work.measure(tasks, owners, sizes_bytes, elements)
-        if _Work.measure(tasks, following, sizes_bytes, elements).is_better(work):
+        other = _Work.measure(tasks, following, sizes_bytes, elements)
+        is_even = other.most_bytes <= _EVEN * work.most_bytes
+        if is_even and other.moved_bytes < _CLEARLY * work.moved_bytes:
             return following
     return owners
 
@@ -143,7 +145,6 @@ def _with_tasks(
     by_position: Mapping[Key, int],
     inputs: Mapping[Key, int],
 ) -> dict[Key, int]:
-    """Return the owners of inputs and those of all tasks."""
     owners, shares = dict(inputs), _Shares(tasks.nodes, size)
     for key, node in tasks.nodes.items():
         at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
@@ -218,7 +219,6 @@ class _Work(NamedTuple):
         sizes_bytes: Mapping[Key, int],
         elements: SourceElements,
     ) -> _Work:
-        """Return the work of ranks that own the tasks."""
         moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
         made_bytes = Counter[int]()
         for key, node in tasks.nodes.items():
@@ -231,11 +231,6 @@ class _Work(NamedTuple):
                 if owners.get(read_key, owner) != owner:
                     moved[read_key, key if isinstance(node, AssembleTask) else owner] = count
         return cls(sum(moved.values()), max(made_bytes.values(), default=0))
-
-    def is_better(self, alternative: _Work) -> bool:
-        """Return whether ranks move clearly less, and share the tasks about as evenly."""
-        is_even = self.most_bytes <= _EVEN * alternative.most_bytes
-        return is_even and self.moved_bytes < _CLEARLY * alternative.moved_bytes
 
 
 class _Shares:

@@ -165,7 +165,6 @@ class _Writer:
         self._largest_bytes = 0
 
     def add(self, key: Key, node: Any) -> None:
-        """Add a task that reads whole values."""
         rank, superstep = self._owners[key], self._supersteps[key]
         for read_key in self._tasks.reads[key]:
             self._read(read_key, rank, superstep)
@@ -190,13 +189,11 @@ class _Writer:
         self._largest_bytes = max(self._largest_bytes, size_bytes)
 
     def add_wholes(self, sizes_bytes: Mapping[Key, int]) -> None:
-        """Add the messages with whole values, each in the first superstep that needs it."""
         for (key, rank), superstep in self._wholes.items():
             self._send(WholeValue(key), rank, superstep)
             self._largest_bytes = max(self._largest_bytes, sizes_bytes.get(key, 1))
 
     def programs(self) -> list[Program]:
-        """Return the programs, once all tasks and messages are added."""
         reads_memory = self._largest_bytes >= tuning.current.read_bytes
         return [self._program(rank, reads_memory) for rank in range(len(self._steps))]
 
@@ -219,11 +216,9 @@ class _Writer:
         return Program(inputs, literals, supersteps, dict(uses), outputs, reads_memory)
 
     def _is_local(self, key: Key, rank: int) -> bool:
-        """Return whether a rank has a value without a message."""
         return self._owners.get(key, rank) == rank
 
     def _read(self, key: Key, rank: int, superstep: int) -> None:
-        """Record that a task of a rank reads a whole value."""
         self._uses[rank][key] += 1
         if not self._is_local(key, rank):
             first = self._wholes.get((key, rank), superstep)

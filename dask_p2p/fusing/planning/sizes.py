@@ -66,7 +66,6 @@ def _input_bytes(
 def _declared_bytes(
     key: Key, node: GraphNode | None, declared: Mapping[str, DeclaredBlocks]
 ) -> int | None:
-    """Return the declared size of a block; None if it is unknown."""
     blocks = declared.get(name_of(key))
     if blocks is None or not isinstance(key, tuple) or len(key) != len(blocks.chunks) + 1:
         return None
@@ -108,7 +107,6 @@ class SourceElements:
         self._by_id: dict[int, tuple[Plan, dict[Index, Sequence[int]]]] = {}
 
     def count(self, plan: Plan, index: Index) -> Sequence[int]:
-        """Return the elements of each source of a block."""
         plan_counts = self._by_id.get(id(plan))
         if plan_counts is None:
             plan_counts = self._by_id[id(plan)] = plan, self._by_plan.setdefault(plan, {})
@@ -168,7 +166,6 @@ def peak_bytes(
 
 
 def _received(superstep: Superstep) -> set[Key]:
-    """Return the keys of the values, and of the blocks, that an exchange allocates."""
     return {item.received_key for items in superstep.receives.values() for item in items}
 
 
@@ -204,7 +201,6 @@ def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
 
 
 def _values(node: Task) -> list[Any]:
-    """Return the arguments of a task, and those inside of them."""
     values: list[Any] = []
     stack = [*node.args, *node.kwargs.values()]
     while stack:
@@ -287,7 +283,6 @@ class Declared:
         return is_small and isinstance(self.meta, np.ndarray)
 
     def value_of(self, number: int, x: Any) -> Any:
-        """Return a number or a NumPy array as the block of an argument, by its number."""
         return DeclaredValue(tuple(map(sum, self.chunks)), self.dtype).value_of(number, x)
 
     def check(self, number: int, x: Any) -> None:
@@ -374,7 +369,6 @@ class AssembleStep(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """The key of the block."""
         return self.block.key
 
 
@@ -385,7 +379,6 @@ class WholeValue(NamedTuple):
 
     @property
     def received_key(self) -> Key:
-        """The key of the value that its receiver gets or begins."""
         return self.key
 
 
@@ -398,7 +391,6 @@ class Regions(NamedTuple):
 
     @property
     def received_key(self) -> Key:
-        """The key of the value that its receiver gets or begins."""
         return self.block.key
 
 
@@ -441,6 +433,5 @@ class Program:
 
     @property
     def call_values(self) -> dict[Key, CallValue]:
-        """The literals that come with each call."""
         literals = self.literals.items()
         return {key: literal for key, literal in literals if isinstance(literal, CallValue)}

@@ -135,14 +135,12 @@ def nodes_of(graph: Mapping[Key, Any]) -> dict[Key, GraphNode]:
         all_nodes = graph | convert_legacy_graph(older, graph)
         nodes = {key: node for key, node in all_nodes.items() if isinstance(node, GraphNode)}
     # `dask.graph_manipulation` copies some tasks under other keys than their own.
-    misnamed = {key: node for key, node in nodes.items() if node.key != key}
-    return nodes | {key: _with_key(node, key) for key, node in misnamed.items()}
-
-
-def _with_key(node: GraphNode, key: Key) -> GraphNode:
-    """Return a task under another key; aliases would keep their own in `substitute`."""
-    renamed: GraphNode = node.substitute({}, key=key)
-    return Alias(key, node.target) if isinstance(node, Alias) else renamed
+    # Aliases would keep their own key in `substitute`.
+    return nodes | {
+        key: Alias(key, node.target) if isinstance(node, Alias) else node.substitute({}, key=key)
+        for key, node in nodes.items()
+        if node.key != key
+    }
 
 
 def _depth_first(
@@ -178,7 +176,6 @@ def _find_staying(
     reads: Mapping[Key, Sequence[Key]],
     known_keys: Container[Key],
 ) -> set[Key]:
-    """Return the keys of the tasks that stay with Dask, and of all that these read."""
     staying = set[Key]()
     for key in reversed(order):
         read = reads[key]
@@ -225,7 +222,11 @@ def _stays(node: GraphNode, nodes: Mapping[Key, GraphNode], read: Iterable[Key])
         if node.dependencies:
             source = nodes.get(source.key)
         return not _is_in_memory(source.value if isinstance(source, DataNode) else source)
-    return not node.dependencies and not _creates(node)
+    if node.dependencies:
+        return False
+    function = _function(node)  # ranks make arrays of a few numbers
+    is_creator = any(function is creator for creator in _CREATING_NUMPY)
+    return not is_creator and getattr(function, "__module__", "") not in _CREATING
 
 
 def _stores(node: GraphNode) -> bool:
@@ -237,7 +238,6 @@ def _stores(node: GraphNode) -> bool:
 
 
 def _is_of(function: Any, names_and_modules: tuple[set[str], set[str]]) -> bool:
-    """Return whether a function has one of some names, and is of one of some modules."""
     names, modules = names_and_modules
     is_named = getattr(function, "__name__", "") in names
     return is_named and getattr(function, "__module__", "") in modules
@@ -264,14 +264,6 @@ def is_random(node: Any) -> bool:
 def _is_in_memory(value: Any) -> bool:
     """Return whether a value is in memory as a whole: neither an array in a file nor a proxy."""
     return type(value) is np.ndarray or not hasattr(value, "dtype") or isinstance(value, np.generic)
-
-
-def _creates(task: Task) -> bool:
-    """Return whether a task without inputs computes an array from a few numbers."""
-    function = _function(task)
-    if any(function is creator for creator in _CREATING_NUMPY):
-        return True
-    return getattr(function, "__module__", "") in _CREATING
 
 
 # Tasks that Dask has fused, as the tasks that they consist of.

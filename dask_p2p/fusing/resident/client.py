@@ -12,7 +12,7 @@ from weakref import finalize
 
 from dask.array.core import finalize as joined
 from distributed.protocol import Serialized, deserialize
-from distributed.protocol.pickle import loads
+from distributed.protocol.pickle import dumps, loads
 
 from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import InputError, SectionError
@@ -26,8 +26,8 @@ from dask_p2p.fusing.planning.sizes import (
 )
 from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES
-from dask_p2p.fusing.resident.replayed_calls import message_of
 from dask_p2p.fusing.running.gang import array_of_tasks
+from dask_p2p.fusing.running.messages import quick_form
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.types import DaskArray, Key
 
@@ -295,10 +295,13 @@ class ResidentGang:
         """Return the number of the handle that is an argument of a call, or the value that is."""
         declared = self._signature.arguments[number]
         if isinstance(declared, DeclaredValue) or declared.takes_values:
-            if is_dask_array(x) and x.name != self._names[number]:
-                x = _computed(x)
+            is_new = is_dask_array(x) and x.name != self._names[number]
+            if is_new and x.nbytes <= MOST_VALUE_BYTES:
+                value = as_array(x.compute())
+                x = backend_for(value).to_host(value)
             if is_value(x):
-                return message_of(declared.value_of(number, x))
+                value = declared.value_of(number, x)
+                return quick_form(value) or dumps(value)
         if isinstance(declared, DeclaredValue):
             raise InputError(
                 f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
@@ -346,11 +349,3 @@ def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
     for start in sorted(regions):
         groups.setdefault(start[0], {})[start[1:]] = regions[start]
     return [nested(group) for group in groups.values()]
-
-
-def _computed(x: DaskArray) -> Any:
-    """Return a small Dask array as a NumPy array, and a larger array unchanged."""
-    if not x.nbytes <= MOST_VALUE_BYTES:
-        return x
-    value = as_array(x.compute())
-    return backend_for(value).to_host(value)

@@ -85,7 +85,6 @@ class ClientStreams:
     # --- in any thread
 
     def start(self, submit: Submit) -> None:
-        """Begin to listen, and submit the gang."""
         token = uuid4().hex  # each gang has its own ranks
         receive(self.client, name_of_gang(PREFIX, token), self)
         self._future = submit(token)
@@ -102,7 +101,7 @@ class ClientStreams:
             self._add_dropped()  # first, so that ranks have them no longer than the client
             self._memory.check(self.ranks)
             self._add(CALL, arguments, first)
-            self._memory.add_call()
+            self._memory.live.update(range(self._memory.results))
             if self._keeping.is_due(self.log, self.ranks):
                 self._add(KEEP)
 
@@ -112,7 +111,6 @@ class ClientStreams:
             self._memory.drop(dropped)
 
     def _add(self, kind: str, *arguments: Any) -> int:
-        """Send a command; return its number."""
         self._check_runs()
         number = self.log.add(kind, *arguments)
         if not self._is_awake:
@@ -121,7 +119,6 @@ class ClientStreams:
         return number
 
     def request(self, kind: str, *arguments: Any) -> list[Any]:
-        """Send a request; return the answers of all ranks, by rank."""
         with self._changed:
             number = self._add(kind, *arguments)
             self._awaited_requests.add(number)
@@ -184,7 +181,6 @@ class ClientStreams:
             raise SectionError("the resident gang has ended. Begin another one: step.resident(x).")
 
     def _record_end(self, future: Any) -> None:
-        """Record the end of the commit task."""
         error = future.exception() if future.status == "error" else None
         if error is None and future.status != "finished":
             error = SectionError(f"the resident gang is {future.status}. Begin another one.")
@@ -298,7 +294,6 @@ class KeepingRule:
         self._last_s = float("-inf")
 
     def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
-        """Return whether a checkpoint is due, after a call."""
         if log.is_keeping:
             return False
         if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints
@@ -325,8 +320,8 @@ class HandleMemory:
             [_bytes_of(declared, keys) for declared, keys in zip(results, of_rank, strict=True)]
             for of_rank in outputs
         ]
-        self._results = len(results)
-        self._live = Counter[int]()  # handles by number of the result
+        self.results = len(results)
+        self.live = Counter[int]()  # handles by number of the result
 
     def check(self, ranks: Iterable[tuple[str, str, int]]) -> None:
         """Refuse one more call if a worker's handles would take too much: `MemoryLimitError`.
@@ -336,7 +331,7 @@ class HandleMemory:
         needed_bytes, limits = Counter[str](), dict[str, int]()
         for (address, _, limit_bytes), result_bytes in zip(ranks, self._bytes, strict=False):
             for number, size_bytes in enumerate(result_bytes):
-                needed_bytes[address] += (self._live[number] + 1) * size_bytes
+                needed_bytes[address] += (self.live[number] + 1) * size_bytes
             limits[address] = limit_bytes
         for address, size_bytes in needed_bytes.items():
             most_bytes = int(_MOST_MEMORY * limits[address])
@@ -349,16 +344,10 @@ class HandleMemory:
                     size_bytes - most_bytes,
                 )
 
-    def add_call(self) -> None:
-        """Count the results of a call."""
-        self._live.update(range(self._results))
-
     def drop(self, numbers: Iterable[int]) -> None:
-        """Count handles that are not used any more, by their numbers."""
-        self._live.subtract(number % self._results for number in numbers)
+        self.live.subtract(number % self.results for number in numbers)
 
 
 def _bytes_of(declared: Declared, keys: Iterable[Key]) -> int:
-    """Return the size of some blocks; 0 where chunk sizes are unknown."""
     sizes = (prod(block_shape(declared.chunks, key[1:])) for key in keys if isinstance(key, tuple))
     return sum(0 if isnan(size) else int(size) * declared.dtype.itemsize for size in sizes)

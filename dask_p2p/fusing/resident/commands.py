@@ -87,16 +87,13 @@ class CommandLog:
 
     @property
     def calls_ahead(self) -> int:
-        """Number of calls that have not run."""
         return len(self._running)
 
     @property
     def since_kept(self) -> int:
-        """Number of commands after the last complete checkpoint."""
         return self.last - self.last_checkpoint
 
     def add(self, kind: str, *arguments: Any) -> int:
-        """Add a command; return its number."""
         self.last += 1
         self._commands[self.last] = command = (self.last, kind, *arguments)
         self._unsent.append(command)
@@ -112,12 +109,10 @@ class CommandLog:
         return commands
 
     def record_done(self, number: int) -> None:
-        """Record that rank 0 has completed all calls up to a number."""
         while self._running and self._running[0] <= number:
             self._running.popleft()
 
     def record_answer(self, rank: int, number: int, reply: Any) -> Mapping[int, Any] | None:
-        """Record the answer of a rank; return those of all ranks when the last one is here."""
         if number not in self._commands:
             return None  # a checkpoint that was complete before its last answer
         replies = self._replies.setdefault(number, {})
@@ -250,7 +245,6 @@ def workers_of(ranks: Ranks) -> set[str]:
 
 
 def _pass_on(client_streams: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
-    """Pass an event to the streams of its gang; other clients ignore it."""
     _, message = event
     if (streams := client_streams.get(message["gang"])) is not None:
         streams.record_ranks(message["ranks"], message["resume"])
@@ -310,7 +304,6 @@ class CommandQueue:
         return command
 
     def send(self, message: Any) -> None:
-        """Send a message to the client."""
         if self._stream is not None:
             self._stream.send(message)
 
@@ -324,7 +317,6 @@ class CommandQueue:
         return True
 
     def extend(self, commands: list[Command]) -> None:
-        """Add received commands."""
         with self._changed:
             self._commands += commands
             self._changed.notify()
@@ -346,7 +338,6 @@ class CommandQueues:
         worker.handlers[COMMANDS] = self.receive
 
     def close(self) -> None:
-        """End all ranks here."""
         self._worker.handlers.pop(COMMANDS, None)
         for token in tuple(self._queues):
             self._end(token)

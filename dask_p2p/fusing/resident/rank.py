@@ -115,7 +115,6 @@ class ResidentRunner(Runner):
         self._messages.failed_value = self._failed_value
 
     def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
-        """Return the output blocks by array, from the blocks of the inputs, for a call."""
         self._number = number
         self._values = self._ready.values(self._assembling.is_lent)
         try:
@@ -196,7 +195,12 @@ class ResidentRank:
             self._queue.send((DONE, number))
 
     def _fetch(self, handle: int) -> Any:
-        return self._of_blocks(handle, _sendable)
+        return self._of_blocks(
+            handle,
+            lambda block: (
+                Serialized(*serialize(block)) if HOST_ARRAYS.holds(block) else dumps(block)
+            ),
+        )
 
     def _sizes(self, handle: int) -> Any:
         return self._of_blocks(handle, lambda block: int(sizeof(block)))
@@ -212,20 +216,14 @@ class ResidentRank:
     def _publish(self, handle: int, name: str) -> None:
         blocks = self._table.handles[handle].items()
         data = {(name, *index): _copied(self._ctx.device, block) for index, block in blocks}
-        sync(self._worker.loop, self._update, data)
 
-    async def _update(self, data: Mapping[Any, Any]) -> None:
-        self._worker.update_data(data=data)
+        async def update() -> None:
+            self._worker.update_data(data=data)
+
+        sync(self._worker.loop, update)
 
 
 def _copied(device: Host, block: Any) -> Any:
     """Return a block in memory of its own: functions of later tasks may overwrite it."""
     output = output_of(device, block)
     return output.copy(order="K") if output is block and isinstance(block, np.ndarray) else output
-
-
-def _sendable(block: Any) -> Any:
-    """Return a block for a message; as pickled bytes, unless it is a plain array."""
-    if HOST_ARRAYS.holds(block):
-        return Serialized(*serialize(block))
-    return dumps(block)

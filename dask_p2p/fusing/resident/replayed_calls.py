@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pickle import PickleBuffer
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -26,7 +26,7 @@ from dask_p2p.backends.kernels.copies import whole_piece
 from dask_p2p.errors import SectionError
 from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program, Superstep
 from dask_p2p.fusing.running.gang import ProgramContext, Runner, exchanging, on_device
-from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, quick_form, text_of
+from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, text_of
 from dask_p2p.fusing.running.program import ReadyProgram, parts_of
 from dask_p2p.sections.exchange.device import HOST, Host, HostLending, SourcePieces
 from dask_p2p.sections.gang.worker import Progress
@@ -51,31 +51,20 @@ _T = TypeVar("_T")
 
 
 class ReplayedCalls:
-    """The calls of one rank.
-
-    Parameters
-    ----------
-    ctx, ready
-        Context and program of the rank.
-    table
-        Its handles, which become arguments of later calls.
-    run : callable
-        Runs the program once: returns its outputs, from the inputs and the number of the call.
-    """
+    """The calls of one rank."""
 
     def __init__(
         self,
         ctx: ProgramContext,
         ready: ReadyProgram,
-        table: HandleTable,
-        run: Callable[[Sequence[Any], int], list[list[Any]]],
+        table: HandleTable,  # its handles, which become arguments of later calls
+        run: Callable[[Sequence[Any], int], list[list[Any]]],  # from inputs and number of the call
     ) -> None:
         self._ctx, self._ready, self._table, self._run = ctx, ready, table, run
         self._calls = 0
         self._replay: _CallGraph | None = None
 
     def call(self, blocks: Sequence[Any], number: int) -> list[list[Any]]:
-        """Return the output blocks by array, from the blocks of the inputs."""
         count, self._calls = self._calls, self._calls + 1
         first, gpu = tuning.current.replay_after_calls, self._ctx.device
         if self._replay is not None and count >= first + _VERIFIED_CALLS:
@@ -171,14 +160,16 @@ class _CallGraph:
         return True
 
     def __call__(self, blocks: Sequence[Array]) -> list[list[Array]]:
-        """Enqueue a call; return its output blocks by array."""
         for number, block in enumerate(blocks):
             if block is not self._last[number]:
                 self._copy(self._inputs[number], block)
                 self._last[number] = block
         self._lending.flush()
         self._launch()
-        copies = [[self._empty_like(block) for block in array] for array in self._outputs]
+        copies = [
+            [_in_order_of(block, partial(self._gpu.empty, dtype=block.dtype)) for block in array]
+            for array in self._outputs
+        ]
         for array, source in zip(copies, self._outputs, strict=True):
             for into, block in zip(array, source, strict=True):
                 self._copy(into, block)
@@ -218,9 +209,6 @@ class _CallGraph:
         if block.nbytes:
             memory[...] = _PATTERN
         return _in_order_of(block, memory.view(block.dtype).reshape)
-
-    def _empty_like(self, block: Array) -> Array:
-        return _in_order_of(block, lambda shape: self._gpu.empty(shape, block.dtype))
 
     def _copy(self, into: Array, block: Array) -> None:
         if not _are_alike(block, into):
@@ -299,24 +287,14 @@ def _is_replayable(value: Any, visited: set[int]) -> bool:
 
 
 class GraphRunner(Runner):
-    """Runs a program with the same exchanges on all ranks.
-
-    Parameters
-    ----------
-    ctx, ready
-        As for `Runner`.
-    lending
-        The memory of arrays that other ranks read.
-    exchanging
-        The supersteps with an exchange of any rank.
-    """
+    """Runs a program with the same exchanges on all ranks."""
 
     def __init__(
         self,
         ctx: ProgramContext,
         ready: ReadyProgram,
-        lending: GraphLending,
-        exchanging: frozenset[int],
+        lending: GraphLending,  # the memory of arrays that other ranks read
+        exchanging: frozenset[int],  # the supersteps with an exchange of any rank
     ) -> None:
         super().__init__(ctx, ready, (HostLending(ctx.connections), lending))
         self._progress = Progress()  # that of the rank counts calls
@@ -353,7 +331,6 @@ class _GraphMessages(Messages):
             raise
 
     def skip(self, supersteps: Sequence[Superstep]) -> None:
-        """Send and receive an empty message in place of each one that is left."""
         for number in range(self._next, len(supersteps)):
             if supersteps[number].sends or supersteps[number].receives:
                 self._send_nothing(number, supersteps[number])
@@ -400,7 +377,6 @@ class HandleTable:
         return [sizes.view(np.uint8), *(np.asarray(memoryview(part)) for part in parts)]
 
     def restore(self, state: memoryview) -> None:
-        """Take the handles of a state."""
         (count,) = np.frombuffer(state, np.int64, 1)
         sizes = np.frombuffer(state, np.int64, count, _ITEM_BYTES)
         start, parts = (1 + len(sizes)) * _ITEM_BYTES, []
@@ -411,7 +387,6 @@ class HandleTable:
 
     @property
     def results(self) -> int:
-        """Number of results of a call."""
         return len(self._outputs)
 
     def has_one_dtype_by_shape(self) -> bool:
@@ -448,16 +423,9 @@ class HandleTable:
         return array
 
     def add(self, first: int, outputs: Sequence[Sequence[Any]]) -> None:
-        """Add the results of a call under successive numbers."""
         for number, (indices, blocks) in enumerate(zip(self._outputs, outputs, strict=True), first):
             self.handles[number] = dict(zip(indices, blocks, strict=True))
 
     def drop(self, numbers: Sequence[int]) -> None:
-        """Drop handles."""
         for number in numbers:
             self.handles.pop(number, None)
-
-
-def message_of(value: Array) -> Any:
-    """Return a small NumPy array as an argument of a call in a message."""
-    return quick_form(value) or dumps(value)

@@ -40,7 +40,6 @@ class Assembling:
 
     @property
     def host(self) -> Lending:
-        """The memory of the host."""
         return self.memories[0]
 
     def memory_of(self, value: Any) -> Lending | None:
@@ -51,7 +50,6 @@ class Assembling:
         return None
 
     def is_lent(self, value: Any) -> bool:
-        """Return whether other ranks may still be reading the memory of a value."""
         memory = self.memory_of(value)
         return memory is not None and memory.is_lent(value)
 
@@ -87,7 +85,6 @@ class Assembling:
         return out
 
     def _filled(self, block: AssembledBlock, memory: Lending) -> Array:
-        """Return the array of a block with its constants."""
         plan = planned(block)[0]
         out = memory.backend.empty(plan.shape, block.dtype)
         if plan.fills:
@@ -124,7 +121,6 @@ class Assembling:
         memory.copy_pieces(self.begun(block, memory), source, pieces, axes)
 
     def drop(self, key: Key) -> None:
-        """Drop the regions of a block that cannot be assembled."""
         self._copied.pop(key, None)
         self._begun.pop(key, None)
 

@@ -92,7 +92,6 @@ class Runner:
         self._enqueued = 0  # supersteps so far
 
     def run(self, blocks: Sequence[Any]) -> list[list[Any]]:
-        """Return the output blocks of this rank by array, from the blocks of its inputs."""
         program, values = self._program, self._values
         values.add_inputs(zip(self._ready.inputs, blocks, strict=True))
         self._add_literals()
@@ -143,7 +142,6 @@ class Runner:
             raise
 
     def _use(self, step: ReadyStep) -> None:
-        """Count the uses of the values that a step has read."""
         for key in step.reads:
             self._values.use(key)
 
@@ -198,7 +196,6 @@ class RankMemory:
     def for_program(
         cls, program: Program, most_bytes: float | None, kind: Kind
     ) -> RankMemory | None:
-        """Return the memory of a rank; None if nothing limits it."""
         worker, _ = current_worker()
         # Only a nanny ends a worker whose memory is full.
         if worker is None or (most_bytes is None and (worker.nanny is None or kind != "numpy")):
@@ -340,7 +337,6 @@ class FusedGang:
     prefix: ClassVar[str] = PREFIX
 
     def with_values(self, values: Mapping[int, Any]) -> FusedGang:
-        """Return the gang of a call with values, by number of the argument."""
         if not values:
             return self
         token = tokenize(self.own_token, sorted(values.items()))
@@ -360,16 +356,13 @@ class FusedGang:
         return {**self.dask_tasks, **gang_tasks(gang, ranks, bodies, blocks, self.options)}
 
     def chunks(self, number: int) -> Chunks:
-        """Return the chunks of one of the arrays."""
         return self.arrays[number].chunks
 
     def meta(self, number: int) -> Array:
-        """Return an empty array like the blocks of one of the arrays."""
         meta: Array = self.arrays[number].meta
         return meta
 
     def keys(self, name: str, number: int) -> list[list[Key]]:
-        """Return the keys of one of the arrays, which has this name, by rank."""
         return [[(name, *key[1:]) for key in rank.outputs[number]] for rank in self.ranks]
 
 
@@ -386,15 +379,12 @@ class _TasksLayer:
         return type(self).__name__, self.token
 
     def meta(self, first: Any) -> Array:
-        """Return an empty array like the blocks."""
         return self.own_meta
 
     def name(self, token: str) -> str:
-        """Return the name of the array, which identifies the tasks."""
         return self.token
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> Mapping[Key, Any]:
-        """Return all tasks."""
         return self.own_tasks
 
 

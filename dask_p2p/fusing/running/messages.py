@@ -68,7 +68,6 @@ class Messages:
         self.failed_value: Callable[[Exception], FailedValue] | None = None
 
     def exchange(self, number: int, superstep: Superstep, values: MutableMapping[Key, Any]) -> None:
-        """Send and receive the items of a superstep; add received whole values to `values`."""
         text = text_of(number)
         memories = self.assembling.memories
         for memory in memories:
@@ -93,7 +92,6 @@ class Messages:
     def _sends(
         self, packed: Mapping[int, Packing], superstep: Superstep, values: Mapping[Key, Any]
     ) -> dict[int, bytearray]:
-        """Return the messages of a superstep by rank."""
         items = superstep.sends
         return {rank: packing.message(items[rank], values) for rank, packing in packed.items()}
 
@@ -110,7 +108,6 @@ class Packing:
         self.lent: dict[Lending, list[Array]] = {}
 
     def message(self, items: Sequence[Item], values: Mapping[Key, Any]) -> bytearray:
-        """Return the message with some items."""
         assembling = self._messages.assembling
         for number, item in enumerate(items):
             value = values[item.key]
@@ -161,7 +158,6 @@ class Packing:
         self._heads.append(_Sent(value.dtype, in_memory.shape, axes, head))
 
     def _head(self, memory: Lending, array: Array) -> _Head:
-        """Return the head of an array: lent if the rank reads it, else its bytes are sent."""
         return self._lent(memory, array) or self._sent(memory, array)
 
     def _lent(self, memory: Lending, array: Array) -> _Head:
@@ -226,7 +222,6 @@ class _Unpacking:
             self._arrays = PackedArrays(message[aligned(_HEADER.size + length) :])
 
     def take(self, items: Sequence[Item], values: MutableMapping[Key, Any]) -> None:
-        """Take the items of the message: values, and regions of the blocks that are assembled."""
         for number, item in enumerate(items):
             if number in self._failed:
                 key = item.received_key
@@ -252,7 +247,6 @@ class _Unpacking:
             self._take(region_head, box_shape(src), out[dst], axes)
 
     def _where(self, head: _Head) -> tuple[Lending, bytes | None]:
-        """Return the memory of an array, and its descriptor."""
         number, descriptor = head if isinstance(head, _InMemory) else (0, head)
         return self._messages.assembling.memories[number], descriptor
 
@@ -290,24 +284,13 @@ _ALIGNMENT_BYTES = 16  # of the arrays in a message
 
 
 class PackedArrays:
-    """Packed arrays, in their order.
-
-    Parameters
-    ----------
-    message
-        The arrays' bytes, if they are in the message.
-    size_bytes
-        Otherwise their size.
-    read
-        Otherwise the function that reads bytes of the sender. Its arguments are a position and a
-        number of bytes.
-    """
+    """Packed arrays, in their order."""
 
     def __init__(
         self,
-        message: memoryview,
-        size_bytes: int = 0,
-        read: Callable[[int, int], memoryview] | None = None,
+        message: memoryview,  # the bytes of the arrays, if they are in it
+        size_bytes: int = 0,  # otherwise their size
+        read: Callable[[int, int], memoryview] | None = None,  # reads bytes of the sender
     ) -> None:
         self._part: memoryview | None = message
         self._start, self._stop = 0, len(message) if read is None else 0  # position of the part
@@ -389,7 +372,6 @@ class FailedValue:
 
     @classmethod
     def from_exception(cls, exc: Exception, rank: int) -> FailedValue:
-        """Return the value for an exception on a rank."""
         if exc.__cause__ is None:  # else its notes name the rank
             exc.add_note(f"Raised on rank {rank}.")
         error, _ = pickled_error(exc, rank)
@@ -397,6 +379,5 @@ class FailedValue:
         return cls(error)
 
     def exception(self) -> Exception:
-        """Return the exception."""
         error: Exception = loads(self.error)
         return error

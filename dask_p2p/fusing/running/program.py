@@ -59,15 +59,7 @@ class ReadyStep(NamedTuple):
 
 
 class ReadyProgram:
-    """The program of a rank, for one run or many.
-
-    Parameters
-    ----------
-    program
-        The program.
-    runs_again
-        Whether it runs again: then no run changes its functions and literals.
-    """
+    """The program of a rank, for one run; or for many, which leave functions and literals alone."""
 
     def __init__(self, program: Program, runs_again: bool = False) -> None:
         self.program, self.runs_again = program, runs_again
@@ -80,7 +72,6 @@ class ReadyProgram:
         self._overwrites = any(step.overwrites for steps in self.steps for step in steps)
 
     def values(self, is_lent: Callable[[Any], bool]) -> CountedValues:
-        """Return the container for the values of a run."""
         if self._overwrites:
             return LiveValues(self.program.uses, is_lent)
         return CountedValues(self.program.uses)
@@ -139,7 +130,6 @@ def _call_of_task(task: Task) -> Call:
 
 
 def _arguments_of(args: tuple[Any, ...]) -> Callable[[Mapping[Key, Any]], Any]:
-    """Return the function that returns the positional arguments of a task."""
     if len(args) > 1 and all(type(argument) is TaskRef for argument in args):
         return itemgetter(*(argument.key for argument in args))
     if not any(isinstance(argument, (GraphNode, TaskRef)) for argument in args):
@@ -213,13 +203,7 @@ _OF_PARTS = (tuple, frozenset, GraphNode, FunctionType, functools.partial)
 
 
 class Functions:
-    """The functions in the tasks of one program, each examined once.
-
-    Parameters
-    ----------
-    runs_again
-        Whether the program runs again: then pickled functions are kept.
-    """
+    """The functions in the tasks of one program, each examined once."""
 
     def __init__(self, runs_again: bool = False) -> None:
         self._runs_again = runs_again
@@ -321,7 +305,6 @@ def parts_of(value: Any) -> Iterable[Any]:
 
 
 def _globals(function: Any) -> Iterable[Any]:
-    """Return the global objects that a function refers to."""
     if not isinstance(function, FunctionType):
         return
     for code in codes_in(function.__code__):
@@ -345,7 +328,6 @@ def _is_importable(value: Any) -> bool:
 
 
 def _is_bound(function: Any) -> bool:
-    """Return whether a function is a method of an object, which it may change."""
     return not isinstance(getattr(function, "__self__", None), (type(None), type, ModuleType))
 
 
@@ -376,7 +358,6 @@ class CountedValues(dict[Key, Any]):
         self.update(blocks)
 
     def use(self, key: Key) -> None:
-        """Count one use of a value, and drop the value after its last one."""
         remaining_uses = self._uses[key] = self._uses[key] - 1
         if not remaining_uses:
             del self[key]
@@ -396,7 +377,6 @@ class LiveValues(CountedValues):
         self._live = defaultdict[int, int](int)  # by memory: number of values in it
 
     def add_inputs(self, blocks: Iterable[tuple[Key, Any]]) -> None:
-        """See `CountedValues.add_inputs`."""
         for key, block in blocks:
             self[key] = block
             self._inputs.add(_memory(block))

@@ -213,20 +213,17 @@ class LocalTransform:
             options: dict[str, Any] = {"norm": norm}
             if is_own and library.__name__ != "numpy.fft":
                 options["overwrite_x"] = True
-                if not backend.on_device and (columns := _columns_of_call(block, name, arguments)):
-                    transform_columns(function, block, arguments[1][0], columns, norm)
-                    continue
+                if not backend.on_device and name.endswith("n"):
+                    lengths, axes = arguments
+                    is_whole = lengths == tuple(block.shape[axis] for axis in axes)
+                    if is_whole and (columns := columns_of(block, axes)):
+                        transform_columns(function, block, axes[0], columns, norm)
+                        continue
             block = function(block, *arguments, **options)
             is_own = True
         if self.scale not in (None, 1.0):
             block *= self.scale
         return block.transpose(path.after)
-
-    def _norm_of(self, name: str) -> str:
-        """Return the `norm` argument of one function; with `scale` set, one that does not scale."""
-        if self.scale is None:
-            return self.norm
-        return "forward" if name.removesuffix("n") in INVERSE else "backward"
 
     def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
         transformed_axes = {axis for _, axes, _ in self.steps for axis in axes}
@@ -253,18 +250,12 @@ def _plan_calls(
     for name, along, lengths in _merge_steps(transform.steps) if on_device else transform.steps:
         positions = tuple(map(best.index, along))
         arguments = (lengths, positions) if name.endswith("n") else (*lengths, *positions)
-        calls.append((name, arguments, transform._norm_of(name)))
+        norm = transform.norm
+        if transform.scale is not None:  # the call does not scale
+            norm = "forward" if name.removesuffix("n") in INVERSE else "backward"
+        calls.append((name, arguments, norm))
     before = tuple(axes[order.index(axis)] for axis in best)
     return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
-
-
-def _columns_of_call(block: Any, name: str, arguments: tuple[Any, ...]) -> int:
-    """Return the number of columns that a call in host memory transforms at a time; 0: all."""
-    if not name.endswith("n"):
-        return 0
-    lengths, axes = arguments
-    is_whole = lengths == tuple(block.shape[axis] for axis in axes)
-    return columns_of(block, axes) if is_whole else 0
 
 
 def _make_contiguous(array: Any) -> Any:
@@ -287,17 +278,6 @@ def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
         return steps
     complex_step, special = sorted(steps, key=lambda step: not step[0].endswith("n"))
     return ((name, complex_step[1] + special[1], complex_step[2] + special[2]),)
-
-
-def transform_scale(kind: str, norm: str, elements: int) -> float:
-    """Return the scale factor of a transform over `elements` elements, along all of its axes.
-
-    >>> transform_scale("ifft", "backward", 8), transform_scale("fft", "ortho", 4)
-    (0.125, 0.5)
-    """
-    if norm == "ortho":
-        return float(elements**-0.5)
-    return 1 / elements if (norm == "forward") != (kind in INVERSE) else 1.0
 
 
 @cache

@@ -166,7 +166,6 @@ class TwiddledTransform:
     column_sizes: tuple[int, ...]  # sizes of all blocks along the axis of column numbers
 
     def extra_bytes(self, shape: tuple[int, ...], dtype: DType) -> int:
-        """See `LocalTransform`."""
         return self.transform.extra_bytes(shape, dtype) + 32 * _SLAB_ELEMENTS
 
     def __call__(self, block: Array, index: Index) -> Any:

@@ -33,7 +33,6 @@ from dask_p2p.ops.fft.local import (
     Step,
     find_input_chunks,
     run_stage,
-    transform_scale,
 )
 from dask_p2p.ops.fft.long_axes import LongAxis, find_long, transform_long_axis
 from dask_p2p.ops.rechunk import rechunk
@@ -63,7 +62,11 @@ def transform_array(
     if chunks is not None or any(len(x.chunks[axis]) > 1 for axis in along):
         check_chunks_are_known(x)
     special = None if kind in ("fft", "ifft") else along[-1]
-    x = _crop(kind, x, special, lengths)
+    cropped = dict(lengths)
+    if special is not None and kind in TO_REAL:
+        cropped[special] = lengths[special] // 2 + 1
+    if any(n < x.shape[axis] for axis, n in cropped.items()):
+        x = x[tuple(slice(cropped.get(axis)) for axis in range(x.ndim))]
     between = complex_dtype(x.dtype)
     transform = plan_transform(kind, special, lengths, (x.dtype.itemsize, between.itemsize))
     # Unknown chunk sizes remain unknown where no exchange is needed.
@@ -87,15 +90,6 @@ def transform_array(
     for number, (stage, local) in enumerate(zip(path, local_steps, strict=True)):
         x = _run_stage(x, stage, transform, local, is_first=number == 0)
     return x
-
-
-def _crop(kind: str, x: DaskArray, special: int | None, lengths: dict[int, int]) -> DaskArray:
-    cropped = dict(lengths)
-    if special is not None and kind in TO_REAL:
-        cropped[special] = lengths[special] // 2 + 1
-    if all(n >= x.shape[axis] for axis, n in cropped.items()):
-        return x
-    return x[tuple(slice(cropped.get(axis)) for axis in range(x.ndim))]
 
 
 def plan_transform(
@@ -230,7 +224,10 @@ def plan_local_transforms(
 ) -> list[LocalTransform | None]:
     """Return the transform of blocks at each stage; None for a stage without axes."""
     norm = norm or "backward"
-    total_scale = transform_scale(kind, norm, prod(lengths.values()))
+    elements = prod(lengths.values())
+    total_scale = 1 / elements if (norm == "forward") != (kind in INVERSE) else 1.0
+    if norm == "ortho":
+        total_scale = float(elements**-0.5)
     # Scale in the first stage: readers fetch finished blocks while later ones are scaled.
     first = min((number for number, axes in enumerate(stages) if axes), default=0)
     return [

@@ -55,7 +55,7 @@ def section_arrays(
     Each rank calls the function with a context and its `LocalBlocks`.
     """
     inputs = tuple(
-        whole_input(x)
+        InputSpec(x.dtype, grid=RankGrid(x.chunks, (1,) * x.ndim), is_whole=True)
         if n in wholes
         else InputSpec(x.dtype, grid=other_grids[n])
         if n in other_grids
@@ -206,11 +206,6 @@ class Section:
         ranks, output = self.body.ranks, self.body.outputs.specs[number]
         for rank in range(ranks.size):
             yield [(name, *index) for index in output.indices(ranks, rank)]
-
-
-def whole_input(x: DaskArray) -> InputSpec:
-    """Return the spec of an array that each rank receives as a whole."""
-    return InputSpec(np.dtype(x.dtype), grid=RankGrid(x.chunks, (1,) * x.ndim), is_whole=True)
 
 
 def _input_spec(x: DaskArray, first: DaskArray) -> InputSpec:

@@ -274,7 +274,6 @@ class SectionEstimate(MemoryEstimate):
 
     @property
     def _on_host(self) -> dict[str, int]:
-        """Memory of the host for both kinds."""
         return {
             "checkpoints": self.state_bytes,
             "copies of frames": self.frames_bytes,
@@ -328,13 +327,7 @@ def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
 
 @contextmanager
 def warned_of_global_random(is_shared: bool) -> Iterator[None]:
-    """Warn if the function of a rank draws NumPy's global random numbers.
-
-    Parameters
-    ----------
-    is_shared : bool
-        Whether other ranks run in this process.
-    """
+    """Warn if the function of a rank draws NumPy's global random numbers, and others run here."""
     before = _state() if is_shared else None
     yield
     if before is None or _state() == before:

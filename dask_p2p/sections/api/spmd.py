@@ -34,55 +34,10 @@ def spmd(
     func: Callable[..., Any],
     /,
     *arrays: DaskArray | Whole,
-    outputs: Literal[1] = ...,
+    outputs: Literal[1] | Output = ...,
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
     dtype: DTypeLike | None = ...,
-    per_rank: tuple[()] = ...,
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> DaskArray: ...
-
-
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: Literal[1] = ...,
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    per_rank: Sequence[Any],
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> tuple[DaskArray, ...]: ...
-
-
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: Literal[2, 3, 4, 5, 6, 7, 8],
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    per_rank: Sequence[Any] = ...,
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> tuple[DaskArray, ...]: ...
-
-
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: Output,
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: None = ...,
     per_rank: tuple[()] = ...,
     as_library: str | None = ...,
     **kwargs: Any,
@@ -109,11 +64,11 @@ def spmd(
     func: Callable[..., Any],
     /,
     *arrays: DaskArray | Whole,
-    outputs: Sequence[Output],
+    outputs: Literal[1, 2, 3, 4, 5, 6, 7, 8] | Sequence[Output] = ...,
     partition: Sequence[int] | None = ...,
     ranks: int | None = ...,
-    dtype: None = ...,
-    per_rank: tuple[()] = ...,
+    dtype: DTypeLike | None = ...,
+    per_rank: Sequence[Any] = ...,
     as_library: str | None = ...,
     **kwargs: Any,
 ) -> tuple[DaskArray, ...]: ...
@@ -279,7 +234,6 @@ def _in_order(outputs: int, arrays: Sequence[DaskArray], dtype: Any, per_rank: A
 
 
 def _by_specs(outputs: Any, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
-    """Return the outputs that have specs."""
     checked = checked_outputs(outputs, [x.dtype for x in arrays])
     if dtype is not None or per_rank != ():
         raise InputError(
@@ -290,7 +244,6 @@ def _by_specs(outputs: Any, arrays: Sequence[DaskArray], dtype: Any, per_rank: A
 
 
 def _dtypes(dtype: Any, outputs: int, arrays: Sequence[DaskArray]) -> list[Any]:
-    """Return the dtype of each output."""
     if dtype is None:
         later = outputs - len(arrays)
         return [*(x.dtype for x in arrays), *[arrays[0].dtype] * later][:outputs]

@@ -335,7 +335,6 @@ class Communicator(Messaging):
         return self._like(value, self._combined(rank_arrays, op))
 
     def _is_in_parts(self, leaf: Any) -> bool:
-        """Return whether an array is so large that each rank reduces one part."""
         if self.size == 1 or getattr(leaf, "nbytes", 0) < tuning.current.parted_reduction_bytes:
             return False
         return isinstance(leaf, self.device.module.ndarray) and is_plain(leaf)

@@ -97,29 +97,16 @@ class Callback(NamedTuple):
 class Loop:
     """The steps of one rank.
 
-    Parameters
-    ----------
-    ctx : Context
-        The rank.
-    steps : int or None
-        Number of steps; None if the caller ends the loop.
-    first : int
-        Number of steps that were done before, such as those of a checkpoint.
-    callbacks : sequence of Callback
-        Run after a step in their order, if they are due.
-
-    Attributes
-    ----------
-    is_over : bool
-        Whether there are no more steps. A callback may end the loop: those behind it still run.
-
-    Notes
-    -----
-    Callbacks do not know the loop, as a cycle of references would keep the fields in memory.
+    A callback may end the loop: those behind it still run. Callbacks do not know the loop, as a
+    cycle of references would keep the fields in memory.
     """
 
     def __init__(
-        self, ctx: Any, steps: int | None, first: int, callbacks: Sequence[Callback] = ()
+        self,
+        ctx: Any,
+        steps: int | None,  # None: the caller ends the loop
+        first: int,  # steps that were done before, such as those of a checkpoint
+        callbacks: Sequence[Callback] = (),  # run after a step in their order, if they are due
     ) -> None:
         self._ctx, self._steps, self._callbacks = ctx, steps, callbacks
         progress = ctx.progress

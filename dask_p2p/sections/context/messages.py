@@ -280,7 +280,6 @@ class Messaging:
         return Sending(self, dest, message)
 
     def _next(self, source: int | None, tag: int, out: Any = None) -> Any:
-        """Return the next value of a rank."""
         if source is None:
             return None
         frame = self._connections.receive_small(source)

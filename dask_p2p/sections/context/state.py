@@ -213,7 +213,6 @@ def _copy_to_device(array: Array, device: Host) -> Array:
 
 
 def _restore_arrays(state: Any) -> Any:
-    """Return the state of a bit generator with arrays in the places of lists."""
     if isinstance(state, dict):
         return {key: _restore_arrays(element) for key, element in state.items()}
     return np.array(state, np.uint64) if isinstance(state, list) else state

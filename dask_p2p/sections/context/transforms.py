@@ -316,24 +316,12 @@ def exchanged(
 
 @dataclass(frozen=True)
 class AxesTransform:
-    """Transforms a local block along axes that are not divided.
+    """Transforms a local block along axes that are not divided."""
 
-    Parameters
-    ----------
-    transform
-        Transform of a local block, or a piece of it.
-    shape
-        Shape of the result.
-    to_real
-        Whether the result is real.
-    device
-        Device of the local blocks.
-    """
-
-    transform: LocalTransform
-    shape: tuple[int, ...]
-    to_real: bool
-    device: Host
+    transform: LocalTransform  # of a local block, or a piece of it
+    shape: tuple[int, ...]  # of the result
+    to_real: bool  # whether the result is real
+    device: Host  # of the local blocks
 
     def __call__(self, local_block: Array, is_own: bool) -> tuple[Array, bool]:
         if local_block.size:

@@ -95,7 +95,6 @@ class At:
 
     @property
     def rank(self) -> int:
-        """The rank that calls the function."""
         self._note("rank")
         return self._rank
 
@@ -123,7 +122,6 @@ class At:
         return tuple(map(_read_only, open_grid(along, len(self._box))))
 
     def with_indices(self, convert: Callable[[Array], Any]) -> At:
-        """Return the same position, with indices that `convert` makes of each array."""
         converted = copy(self)
         vars(converted)["index"] = tuple(map(convert, self.index))
         return converted
@@ -143,7 +141,6 @@ class At:
             self._reads.append(name)
 
     def _placed(self, axis: int, positions: Array) -> Array:
-        """Return the indices of positions along an axis."""
         return positions
 
 
@@ -314,10 +311,7 @@ def _parts(
     box = tuple((low, low + size) for low, size in zip(lows, sizes, strict=True))
     for axis, axis_ends in enumerate(boundary):
         (low, high), (before, after) = box[axis], both_ends(axis_ends)
-        for end, start, stop in (
-            (before, low, min(high, 0)),
-            (after, max(low, shape[axis]), high),
-        ):
+        for end, start, stop in ((before, low, min(high, 0)), (after, max(low, shape[axis]), high)):
             part = (*box[:axis], (start, stop), *box[axis + 1 :])
             if start < stop and box_size(part) and (end == ODD or not isinstance(end, str)):
                 yield axis, end, part

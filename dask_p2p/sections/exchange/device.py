@@ -178,7 +178,6 @@ class HaloMessages(HaloMover):
         arrays: Sequence[Array],  # local blocks with their halos
         in_background: bool,  # whether the caller computes: large messages need a thread
     ) -> Callable[[], Any] | None:
-        """Begin an exchange; return a function that completes it and unpacks the halos."""
         connections = self._connections
         if connections.is_alone:
             return None
@@ -220,7 +219,6 @@ class SourcePieces(tuple[Piece, ...]):
 
     @cached_property
     def indices(self) -> Sequence[tuple[Slices, Slices]]:
-        """The index of each piece in the source, and in the block."""
         return [(box_slices(src), box_slices(dst)) for _, src, dst in self]
 
 
@@ -278,7 +276,6 @@ class Lending(ABC):
     def read_pieces(
         self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
-        """Read pieces of an array of another rank, before `end` returns: if `lends_whole`."""
         raise NotImplementedError
 
     def lent_bytes(self, rank: int, size_bytes: int) -> Array | None:

@@ -78,7 +78,6 @@ class HaloArray:
         self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
 
     def fill_unread(self, value: Any) -> None:
-        """Set the corners that no exchange fills."""
         for box in self.layout.halo.unread:
             self.data[box_slices(box)] = value
 
@@ -192,7 +191,6 @@ class HaloLayout:
 
     @cached_property
     def local_box(self) -> Box:
-        """The whole local block, as a box in it."""
         return tuple((0, stop - start) for start, stop in self.halo.inner)
 
     @cached_property
@@ -238,7 +236,6 @@ class HaloExchange:
 
     @cached_property
     def is_worth_hiding_in_graph(self) -> bool:
-        """The same for exchanges by `enqueue`."""
         return self._moved.is_worth_hiding(self._elements, in_graph=True)
 
     def begin(
@@ -248,7 +245,6 @@ class HaloExchange:
         # Returns results of `wait`; None: `data`.
         make_result: Callable[[HaloArray], Array] | None = None,
     ) -> Pending:
-        """Begin to fill the halos of this rank's local blocks, from those of all ranks."""
         for halo_array in halo_arrays:
             if halo_array.layout.is_in_flight:
                 raise InputError(
@@ -263,7 +259,6 @@ class HaloExchange:
         return Pending(halo_arrays, end, make_result)
 
     def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
-        """Fill the halos of any arrays with the layouts of this exchange."""
         for layout, data in zip(layouts, arrays, strict=True):
             layout.fill(data)
         end = self._moved.begin(arrays, False)
@@ -274,7 +269,6 @@ class HaloExchange:
                 layout.ends.fill(data)
 
     def can_enqueue(self) -> bool:
-        """Return whether `enqueue` can be used, after the first exchange, and prepare it."""
         return self._moved.can_enqueue()
 
     def enqueue(

@@ -44,7 +44,6 @@ class Partitions:
 
     @property
     def module(self) -> Any:
-        """The arrays' package."""
         return self._device.module
 
     def ranks(
@@ -78,7 +77,6 @@ class Partitions:
     def redistribution(
         self, partition: Any = None, from_partition: Any = None, axes: Any = None, shape: Any = None
     ) -> Redistribution:
-        """Return the exchange between two partitions: see `Context.redistribute`."""
         key = repr((partition, from_partition, axes, shape))
         return self.once(key, lambda: self._planned(partition, from_partition, axes, shape))
 
@@ -223,29 +221,15 @@ MOST_PIECES = 8
 
 @dataclass(frozen=True)
 class Pieces:
-    """A local block that is computed in pieces along one of its axes.
-
-    Parameters
-    ----------
-    dtype
-        Data type of the block.
-    axis
-        Axis that is divided into pieces.
-    bounds
-        Bounds of at most `MOST_PIECES` pieces: the start of each, and the end of the last one.
-    make
-        Returns a piece, by its number. It is called once for each, in order, and enqueues the work
-        on the rank's stream.
-    """
+    """A local block that is computed in pieces along one of its axes."""
 
     dtype: DType
-    axis: int
-    bounds: tuple[int, ...]
-    make: Callable[[int], Array]
+    axis: int  # that is divided into pieces
+    bounds: tuple[int, ...]  # of at most `MOST_PIECES` pieces
+    make: Callable[[int], Array]  # makes a piece by its number: once for each, in order
 
     @classmethod
     def one(cls, local_block: Array) -> Pieces:
-        """Return a complete local block as one piece."""
         ends = (0, local_block.shape[0] if local_block.ndim else 1)
         return cls(local_block.dtype, 0, ends, lambda _: local_block)
 

@@ -53,7 +53,6 @@ class ExchangeCall:
     most_elements: int = 0
 
     def in_turn(self, connections: Connections, sources: Collection[int]) -> list[int]:
-        """Return the ranks that this one reads from, in the order of reading."""
         order = "diagonal" if self.order == "auto" else self.order
         in_turn = (stage.source for stage in schedule_partners(order, *connections.rank_and_size))
         return [rank for rank in in_turn if rank is not None and rank in sources]
@@ -137,7 +136,6 @@ class RegionExchange(RegionMover):
     def give(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> None:
-        """Exchange regions of any arrays with other ranks."""
         if self._connections.is_alone:
             return
         readers, read = set[int](), set[int]()
@@ -172,7 +170,6 @@ class RegionExchange(RegionMover):
     def _read(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> tuple[set[int], set[int]]:
-        """Read regions in place; return the ranks that read here, and the ranks read from."""
         connections, reads = self._connections, self._reads
         reads.try_all()
         described = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
@@ -184,17 +181,18 @@ class RegionExchange(RegionMover):
         receives = {rank: bytearray(length) for rank in targets if reads.reads_from(rank)}
         received = connections.exchange(f"{call.text}, descriptors", descriptors, dict(receives))
         read = {rank: descriptor for rank, descriptor in received.items() if any(descriptor)}
+
+        def arriving_bytes(size_bytes: int) -> Array:
+            return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
+
         for rank in call.in_turn(connections, read):
             target = targets[rank]
             shape = call.exchange.shape_before(target.shape)
-            region = reads.read(rank, read[rank], shape, target, axes, self._arriving_bytes)
+            region = reads.read(rank, read[rank], shape, target, axes, arriving_bytes)
             connections.count(rank, target.nbytes)
             if region is not None:
                 NUMPY.permute_into(target, region, axes)
         return {rank for rank, descriptor in descriptors.items() if any(descriptor)}, {*read}
-
-    def _arriving_bytes(self, size_bytes: int) -> Array:
-        return self._arriving.arrays([(size_bytes,)], np.dtype(np.uint8))[0]
 
 
 def regions_of(array: Array, boxes: Mapping[int, Sequence[Box]]) -> dict[int, Array]:
@@ -227,21 +225,19 @@ class Reads:
         nothing = bytes(process_memory.PROOF_BYTES)
         proof = process_memory.own_proof() if self._is_allowed else nothing
         proofs = self._connections.gather("probe of memory reads", proof)
-        self._pids = [self._readable_pid(rank, proof) for rank, proof in enumerate(proofs)]
+        self._pids = [0] * len(proofs)
+        for rank, its_proof in enumerate(proofs):
+            is_near = rank != self._rank and not self._connections.is_on_other_host(rank)
+            if is_near and self._is_allowed:
+                self._pids[rank] = process_memory.readable_pid(bytes(its_proof))
         row = bytes(map(bool, self._pids))
         rows = self._connections.gather("results of the probe of memory reads", row)
         self._readers = np.array([np.frombuffer(row, bool) for row in rows]).T
 
-    def _readable_pid(self, rank: int, proof: Any) -> int:
-        is_near = rank != self._rank and not self._connections.is_on_other_host(rank)
-        return process_memory.readable_pid(proof) if is_near and self._is_allowed else 0
-
     def reads_from(self, holder: int) -> bool:
-        """Return whether this rank reads a holder's memory."""
         return bool(self._readers[holder, self._rank])
 
     def is_read_by(self, reader: int) -> bool:
-        """Return whether a rank reads this rank's memory."""
         return bool(self._readers[self._rank, reader])
 
     def descriptor_for(self, reader: int, region: Array) -> bytes | None:
@@ -277,7 +273,6 @@ class Reads:
         return None if region is into else region
 
     def read_bytes(self, holder: int, address: int, into: Array) -> None:
-        """Read contiguous bytes of another rank into contiguous memory."""
         descriptor = struct.pack("<Qq", address, 1)
         self.read(holder, descriptor, into.shape, into, (0,), NUMPY.allocate)
 
@@ -289,7 +284,6 @@ class _Memory:
         self._bytes = np.empty(0, np.uint8)
 
     def arrays(self, shapes: Sequence[tuple[int, ...]], dtype: DType) -> list[Array]:
-        """Return arrays in the buffer, one after the other."""
         layout = Layout(shapes, dtype.itemsize)
         if self._bytes.nbytes < layout.size_bytes:
             self._bytes = np.empty(layout.size_bytes, np.uint8)
@@ -297,7 +291,6 @@ class _Memory:
 
 
 def _bytes_of(region: Array) -> Buffer:
-    """Return the bytes of a contiguous array."""
     flat = region.reshape(-1)
     return memoryview(flat.view(np.uint8)) if region.nbytes else bytearray()
 
@@ -342,7 +335,6 @@ class PackedLayout:
 
     @cached_property
     def _arrays(self) -> Layout:
-        """The arrays' parts of the buffer."""
         sizes = zip(self.boxes, self.dtypes, strict=True)
         parts = [(elements_of(boxes) * dtype.itemsize,) for boxes, dtype in sizes]
         largest = max(dtype.itemsize for dtype in self.dtypes)
@@ -350,12 +342,10 @@ class PackedLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the buffer."""
         return self._arrays.size_bytes
 
     @property
     def starts(self) -> list[int]:
-        """Offsets of the arrays' parts, in bytes."""
         return self._arrays.starts
 
     def regions(self, buffer: Array) -> Iterator[tuple[int, Any, Array]]:
@@ -379,12 +369,10 @@ class Packed:
         self._regions = [*layout.regions(buffer)]
 
     def pack(self, arrays: Sequence[Array]) -> None:
-        """Copy the regions of all arrays into the buffer."""
         for number, index, region in self._regions:
             region[...] = arrays[number][index]
 
     def unpack(self, arrays: Sequence[Array]) -> None:
-        """Copy the buffer into the regions of all arrays."""
         for number, index, region in self._regions:
             arrays[number][index] = region
 

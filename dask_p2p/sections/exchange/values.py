@@ -27,9 +27,9 @@ from dask_p2p.sections.exchange.regions import shortened
 from dask_p2p.sections.wire.frames import (
     ALIGNMENT,
     HEADER,
+    LABEL,
     MOST_INLINE_BYTES,
     VALUE,
-    header_before,
     inline_format,
     inline_start,
 )
@@ -61,16 +61,13 @@ class Encoded(NamedTuple):
 
     @property
     def on_device(self) -> list[Any]:
-        """The parts in the memory of a device, as arrays of bytes."""
         return [part for part in self.parts if not isinstance(part, _HOST_BYTES)]
 
     @property
     def in_host_memory(self) -> list[Any]:
-        """The other parts."""
         return [part for part in self.parts if isinstance(part, _HOST_BYTES)]
 
     def on_host(self, device: Host) -> Encoded:
-        """Return the value with all bytes in host memory."""
         return Encoded(self.description, [in_host_memory(part, device) for part in self.parts])
 
 
@@ -185,13 +182,12 @@ def is_array(value: Any, device: Host) -> bool:
 
 def is_stackable(value: Any, device: Host) -> bool:
     """Return whether all leaves of a value are numbers, or arrays of numbers."""
-    return all(_is_numbers(leaf, device) for leaf in leaves(value))
-
-
-def _is_numbers(leaf: Any, device: Host) -> bool:
-    if type(leaf) in _PYTHON:
-        return type(leaf) is not int or -(2**63) <= leaf < 2**63
-    return is_array(leaf, device) and leaf.dtype.kind in NUMBER_KINDS
+    return all(
+        type(leaf) is not int or -(2**63) <= leaf < 2**63
+        if type(leaf) in _PYTHON
+        else is_array(leaf, device) and leaf.dtype.kind in NUMBER_KINDS
+        for leaf in leaves(value)
+    )
 
 
 def _described(value: Any, device: Host, name: str, parts: list[Any]) -> tuple[Any, ...]:
@@ -247,7 +243,6 @@ def in_host_memory(part: Any, device: Host) -> Any:
 
 
 def _bytes_of(array: Array, is_on_device: bool) -> Any:
-    """Return the bytes of an array: its own memory if it is contiguous."""
     if not array.size:
         return b""
     if is_on_device:
@@ -391,7 +386,8 @@ def _around(
     if len(description) > MOST_INLINE_BYTES:
         return None
     if len(description) + size_bytes > MOST_INLINE_BYTES:
-        return header_before(tag, communicator, description, size_bytes), b""
+        label = LABEL.pack(VALUE, communicator, len(description))
+        return HEADER.pack(tag, size_bytes, label + description), b""
     start = inline_start(tag, communicator, description)
     return start, bytes(HEADER.size - len(start) - size_bytes)
 

@@ -50,7 +50,6 @@ class SavedStates:
             return self._gangs.setdefault(gang, defaultdict(dict))
 
     def add(self, to: GangStates, rank: int, step: int, state: memoryview) -> None:
-        """Keep a state, and the newest older one."""
         with self._lock:
             to[rank][step] = state
             for old in sorted(to[rank])[:-GENERATIONS]:
@@ -64,17 +63,14 @@ class SavedStates:
                     del states[step]
 
     def get(self, gang: str, rank: int, step: int) -> memoryview | None:
-        """Return a state; None if this worker does not have it."""
         with self._lock:
             return self._gangs.get(gang, GangStates(dict))[rank].get(step)
 
     def steps(self, gang: str) -> list[tuple[int, list[int]]]:
-        """Return pairs of a rank and the steps of its states on this worker."""
         with self._lock:
             return [(rank, sorted(states)) for rank, states in self._gangs.get(gang, {}).items()]
 
     def clear(self, gang: str) -> None:
-        """Drop all states of a gang, but keep its container."""
         with self._lock:
             for states in self._gangs.get(gang, GangStates(dict)).values():
                 states.clear()
@@ -86,7 +82,6 @@ class SavedStates:
 
     @property
     def gangs(self) -> list[str]:
-        """Names of the gangs with a container of states."""
         with self._lock:
             return list(self._gangs)
 
@@ -232,7 +227,6 @@ class Period:
         step: int,  # number of steps done
         greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
     ) -> bool:
-        """Return whether a checkpoint is due after a step."""
         if self._every is None:
             return False
         if isinstance(self._every, int):
@@ -252,12 +246,10 @@ class Period:
         return bool(is_due)
 
     def next_step(self, step: int) -> float:
-        """Return the next step that needs a call of `is_due`."""
         due_step = self.next_known_step(step)
         return max(step + 1, self._next_comparison) if isinstance(self._every, float) else due_step
 
     def next_known_step(self, step: int) -> float:
-        """Return the next step that is known to be due; a time is not known."""
         return (step // self._every + 1) * self._every if isinstance(self._every, int) else inf
 
 
@@ -326,7 +318,6 @@ class StateMemory:
         return _IS_SENT
 
     def record_reply(self, message: bytes) -> None:
-        """Record the replica rank's reply: whether it shares `own_state`."""
         self.is_seen, self._segment = message == _IS_SEEN, None
 
     def receive_buffers(self) -> dict[int, memoryview]:

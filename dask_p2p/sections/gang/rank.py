@@ -68,7 +68,7 @@ def run_rank(
     _, context = current_worker()
     run = _RankRun(gang, rank, ranks, body, options, arrays)
     try:
-        return run.alone(context) if ranks.size == 1 else run.in_gang()
+        return run.alone(context) if ranks.size == 1 else run.of_task().in_gang()
     except DeviceLostError as exc:
         reschedule_elsewhere(context, exc)
 
@@ -85,7 +85,6 @@ class _RankRun:
     arrays: Sequence[Sequence[Any]]
 
     def alone(self, context: TaskContext) -> Any:
-        """Run the function of the only rank."""
         ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
         with self._watch(ctx, context).record_attempt() as fields:
             with _raise_user_errors(self.rank):
@@ -93,15 +92,15 @@ class _RankRun:
             fields["nbytes"] = _size_bytes(result)
         return result
 
-    def in_gang(self) -> Any:
-        """Wait for the other ranks of the gang, and run the function together with them."""
+    def of_task(self) -> _RankRun:
+        """Return the run in the gang of this task; refuse schedulers other than the cluster's."""
         worker, _ = current_worker()
         if worker is None or (gang := self._gang_of_task()) is None:
             raise InputError(
                 f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
                 f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
             )
-        return replace(self, gang=gang)._run_on_worker(worker)
+        return replace(self, gang=gang)
 
     def _gang_of_task(self) -> str | None:
         """Return the name of the gang in this task's key; None in a task of another name.
@@ -116,14 +115,15 @@ class _RankRun:
             return None
         return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
 
-    def _run_on_worker(self, worker: Any) -> Any:
-        """Do the work of `in_gang` on a worker."""
+    def in_gang(self) -> Any:
+        """Wait for the other ranks of the gang, and run the function together with them."""
         from distributed.utils import sync
 
         from dask_p2p.plugins.dask_internals import PoolThread
         from dask_p2p.plugins.worker import part_on
         from dask_p2p.sections.gang.worker import WorkerRanks
 
+        worker: Any = current_worker()[0]
         worker_ranks = sync(worker.loop, part_on, worker, WorkerRanks)
         _, context = current_worker()  # with the plugin, if it was missing
         ucx = _ucx(context, self.options, self.body.kind)
@@ -154,7 +154,6 @@ class _RankRun:
     def _connect(
         self, rank_attempt: RankAttempt, order: Order, context: TaskContext
     ) -> tuple[Any, Watch]:
-        """Connect to the other ranks; return the context of the function, and its record."""
         connections = rank_attempt.connections
         connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
         reads_memory = "cma" in self.options.order("numpy")
@@ -247,6 +246,10 @@ def _start_messenger(ucx: UcxTransport | None) -> Messenger | None:
     return None
 
 
+def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
+    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
+
+
 def _leave_with_error(
     exc: Exception,  # of the function
     rank_attempt: RankAttempt,
@@ -264,11 +267,6 @@ def _leave_with_error(
     return None if is_itself and order.error == error else order
 
 
-def _size_bytes(blocks: Sequence[Sequence[Any]]) -> int:
-    """Return the size of a rank's outputs."""
-    return sum(getattr(block, "nbytes", 0) for of_array in blocks for block in of_array)
-
-
 @contextmanager
 def _raise_user_errors(rank: int) -> Iterator[None]:
     """Raise a `SectionError` for exceptions that Dask does not pass to the user."""
@@ -282,19 +280,15 @@ def _raise_user_errors(rank: int) -> Iterator[None]:
 
 def as_user_error(exc: BaseException, rank: int) -> Exception:
     """Return an exception itself; a `SectionError` for one that Dask does not pass to the user."""
-    if isinstance(exc, Exception) and not isinstance(exc, _dask_exceptions()):
+    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
+    of_dask = () if distributed is None else (distributed.Reschedule,)
+    if isinstance(exc, Exception) and not isinstance(exc, (StopIteration, *of_dask)):
         return exc
     # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
     # restart a task that raises Reschedule without end.
     named = _as_section_error(exc, rank)
     named.__cause__ = exc
     return named
-
-
-def _dask_exceptions() -> tuple[type[Exception], ...]:
-    """Return the exception types that Dask does not pass to the user."""
-    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
-    return (StopIteration,) if distributed is None else (StopIteration, distributed.Reschedule)
 
 
 def _raise_end(order: Order, options: Options) -> NoReturn:
@@ -342,7 +336,6 @@ def _as_section_error(exc: BaseException, rank: int) -> SectionError:
 
 
 def _describe(exc: BaseException) -> str:
-    """Return an exception's type and text."""
     text = ""
     with suppress(Exception):
         text = str(exc)[:_MOST_CHARS]

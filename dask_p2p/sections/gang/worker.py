@@ -73,7 +73,6 @@ class RankAttempt:
     # --- in the rank's thread
 
     def order_after(self, *states: str, timeout_s: float | None = None) -> Order:
-        """Wait while the order has one of the states, `timeout_s` at most; return the order."""
         with self._changed:
             self._changed.wait_for(lambda: self._order.state not in states, timeout_s)
             return self._order
@@ -130,7 +129,6 @@ class RankAttempt:
 
     @property
     def runs(self) -> bool:
-        """True while the function may run."""
         return self._order.state == "running"
 
     async def _until_done(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -230,12 +228,10 @@ class WorkerRanks:
 
     @rpc_handler
     async def forget(self, gang: str) -> dict[str, Any]:
-        """Drop the states of a gang."""
         self.saved.drop(gang)
         return {}
 
     async def register(self) -> None:
-        """Install the scheduler's plugin, once."""
         if not self._is_registered:
             await give_plugin(self.worker.scheduler)
             self._is_registered = True
@@ -290,7 +286,6 @@ class Progress:
     _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
 
     def advance(self, step: int) -> None:
-        """Set the number of steps done; log it from time to time."""
         self.step = step
         if self.logs:
             self._log(time.monotonic())
@@ -337,7 +332,10 @@ class Watch:
             key=self.key,
             start_s=self.start_s,
             stop_s=time.time(),
-            stages=self._stages(),
+            stages=tuple(
+                Stage(self.workers[rank], LINK, received_bytes, waited_s)
+                for rank, received_bytes, waited_s in sorted(self.connections.received)
+            ),
             worker=self.context.address,
             shape=ranks.shape(self.rank) if is_made else (),
             dtype="" if self.dtype is None else str(self.dtype),
@@ -351,7 +349,3 @@ class Watch:
             error=error[:REASON_CHARS],
             wanted_bytes=0 if is_running else None,
         )
-
-    def _stages(self) -> tuple[Stage, ...]:
-        received = sorted(self.connections.received)
-        return tuple(Stage(self.workers[r], LINK, n, waited_s) for r, n, waited_s in received)

@@ -43,10 +43,7 @@ class Gpu(GpuStreams):
     """The GPU of a rank, with its exchanges."""
 
     def __init__(
-        self,
-        connections: Connections = ONE_RANK,
-        has_windows: bool = True,
-        part_bytes: int = 0,
+        self, connections: Connections = ONE_RANK, has_windows: bool = True, part_bytes: int = 0
     ) -> None:
         super().__init__(connections, has_windows, part_bytes)
         if not connections.is_alone:
@@ -123,7 +120,6 @@ class GpuLending(LentArrays, Lending):
     def _add(
         self, into: Array, array: Array, pieces: Sequence[Piece], axes: Sequence[int]
     ) -> list[_LargeCopy]:
-        """Add small pieces to the next launch; return the large ones."""
         large = self._batch.copy_pieces(into, array, pieces, axes)
         return [(into[box_slices(dst)], array[box_slices(src)], axes) for _, src, dst in large]
 
@@ -180,7 +176,11 @@ class GpuLending(LentArrays, Lending):
             self._record(READ)
         most_bytes = tuning.current.lent_bytes
         owed = [rank for rank in read if self._owed_bytes[rank] >= most_bytes]
-        full_ranks = [rank for rank in readers if self._lent_bytes(rank) >= most_bytes]
+        full_ranks = [
+            rank
+            for rank in readers
+            if sum(array.nbytes for array in self._lent[rank]) >= most_bytes
+        ]
         if owed or full_ranks:
             receives = {rank: bytearray() for rank in full_ranks}
             call = f"{text}, read by GPUs"
@@ -190,11 +190,7 @@ class GpuLending(LentArrays, Lending):
         for rank in full_ranks:
             self._release(rank, len(self._lent[rank]))
 
-    def _lent_bytes(self, rank: int) -> int:
-        return sum(array.nbytes for array in self._lent[rank])
-
     def _add_reads(self) -> list[_LargeCopy]:
-        """Add all small reads to the next launch; return the large ones."""
         # In diagonal order: no two ranks begin with the memory of the same one.
         rank, size = self._connections.rank_and_size
         self._reads.sort(key=lambda read: (read.rank - rank) % size)
@@ -265,7 +261,6 @@ class GraphLending(GpuLending):
 
     @property
     def is_complete(self) -> bool:
-        """True if this rank and all others read each other's memory."""
         _, size = self._connections.rank_and_size
         return len(self._near) == size - 1
 
@@ -286,7 +281,6 @@ class GraphLending(GpuLending):
             into[box_slices(box)] = np.full((), item, into.dtype)[()]
 
     def count_reads(self) -> None:
-        """Count the bytes that a replay reads from other ranks."""
         for rank, size_bytes in self._read_bytes.items():
             self._connections.count(rank, size_bytes)
 

@@ -217,10 +217,11 @@ class HaloWindows(HaloMover):
         self._slots = [slot | down for slot in slots]
 
     def _message_memory(self, rank: int, buffer: Array) -> Array:
-        """Return the buffer for messages from or to a rank."""
         if self._connections.carries(rank, buffer.nbytes):
             return buffer
-        return _host_memory(buffer.nbytes)
+        with suppress(Exception):  # no pinned memory: copies are slower then
+            return np.asarray(Pinned(buffer.nbytes))[: buffer.nbytes]
+        return np.empty(buffer.nbytes, np.uint8)
 
     def _in_window(self, window: OwnWindow, slot: int) -> dict[int, Packed]:
         return {
@@ -263,10 +264,3 @@ def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_Byte
 
 def _buffer(memory: Array) -> Any:
     return memory.data if isinstance(memory, np.ndarray) else memory
-
-
-def _host_memory(size_bytes: int) -> Array:
-    """Return host memory for copies, pinned if possible."""
-    with suppress(Exception):  # no pinned memory: copies are slower then
-        return np.asarray(Pinned(size_bytes))[:size_bytes]
-    return np.empty(size_bytes, np.uint8)

@@ -38,22 +38,13 @@ if TYPE_CHECKING:
 
 
 class GpuMessages:
-    """Exchanges regions in messages, repeatedly.
-
-    Parameters
-    ----------
-    gpu
-        The rank's GPU.
-    connections, reads_memory
-        As for `RegionExchange`.
-    """
+    """Exchanges regions in messages, repeatedly."""
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
         self._of_host = RegionExchange(connections, reads_memory)
 
     def prepare(self) -> None:
-        """Prepare exchanges, as `RegionExchange.prepare` does."""
         self._of_host.prepare()
 
     def bring(
@@ -63,7 +54,6 @@ class GpuMessages:
         regions: dict[int, list[Array]],  # by rank of the receiver: the pieces
         targets: dict[int, Array],  # by rank of the sender
     ) -> None:
-        """Send regions to other ranks, and receive theirs into `targets`."""
         if self._connections.use_ucx and (regions or targets):
             self._by_ucx(call, axis, regions, targets)
         if regions or targets:
@@ -173,7 +163,6 @@ class LentArrays:
         self._is_exported = False
 
     def _record(self, number: int) -> None:
-        """Record one of the events after the work of the stream so far."""
         if self._own_events is not None:
             self._gpu.stream.record(self._own_events.events[number])
 
@@ -249,12 +238,10 @@ class MessageLender(LentArrays, Lender):
         return copies
 
     def _mapped(self, peer: PeerMemory, descriptor: bytes) -> Any:
-        """Return another rank's array, mapped here; None if that is impossible."""
         mapped = try_share(self._gpu, partial(map_descriptor, peer, descriptor, _BYTE))
         return None if mapped is None else mapped[1][0][1]
 
     def _copied(self, peer: PeerMemory, source: Array, into: Array | None) -> Array:
-        """Enqueue the copy of another rank's array; return it."""
         gpu = self._gpu
         target = gpu.empty(source.shape, _BYTE) if into is None else into
         with gpu.reading:  # until the copy is enqueued
@@ -284,7 +271,6 @@ class MessageLender(LentArrays, Lender):
             return in_host_memory(part, self._gpu)
 
     def _events(self) -> OwnEvents | None:
-        """Return this rank's events; None if they cannot be shared."""
         if self._own_events is None:
             self._own_events = try_share(self._gpu, lambda: OwnEvents(self._gpu, EVENTS))
         return self._own_events

@@ -94,15 +94,7 @@ class _PendingReads(NamedTuple):
 
 
 class GpuRegions(RegionMover):
-    """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory.
-
-    Parameters
-    ----------
-    gpu
-        The rank's GPU.
-    connections, reads_memory
-        As for `RegionExchange`.
-    """
+    """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory."""
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
@@ -202,7 +194,6 @@ class GpuRegions(RegionMover):
                 queue.permute(into[where], source, axes, concurrent=True)
 
     def _record(self, number: int) -> Any:
-        """Record an event after the work of the stream so far; return it."""
         if self._events is None:  # no other rank waits
             return self._gpu.stream.record()
         return self._gpu.stream.record(self._events.events[number])
@@ -256,7 +247,6 @@ class GpuRegions(RegionMover):
     def _acknowledge(
         self, call: ExchangeCall, read: set[int]
     ) -> Callable[[], Mapping[int, Buffer]]:
-        """Acknowledge reads to other ranks; return a function that waits for theirs."""
         self._record(_READ)
         near = self._open(call)
         descriptors = {rank: bytes([rank in read]) for rank in near}
@@ -348,15 +338,7 @@ class _Copies(NamedTuple):
 
 
 class RegionWindows:
-    """Windows of all ranks, for exchanges of small regions.
-
-    Parameters
-    ----------
-    gpu
-        The rank's GPU.
-    connections
-        Connections to the other ranks.
-    """
+    """Windows of all ranks, for exchanges of small regions."""
 
     def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         self._gpu, self._connections = gpu, connections
@@ -420,13 +402,11 @@ class RegionWindows:
         return local_block
 
     def _add(self, into: Array, array: Array, pieces: Sequence[Piece], axes: Sequence[int]) -> None:
-        """Add copies to the next launch; large ones are enqueued by themselves."""
         for _, src, dst in self._batch.copy_pieces(into, array, pieces, axes):
             target, source = into[box_slices(dst)], array[box_slices(src)]
             self._gpu.backend.permute_into(target, source, axes)
 
     def _prepared(self, call: ExchangeCall) -> _Copies:
-        """Return the copies of a call, with the regions in the present windows."""
         window, exchange, dtype = self._window, call.exchange, call.dtype
         assert window is not None, "`can_bring` has opened the windows"
         sends: list[list[_Copy]] = [[] for _ in range(SLOTS)]

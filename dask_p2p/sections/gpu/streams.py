@@ -129,7 +129,6 @@ class GpuStreams(Host):
             self.stream = outer
 
     def join(self) -> None:
-        """Make the stream wait for the work of the side stream."""
         self.stream.wait_event(self._event)
 
     @cached_property
@@ -227,7 +226,6 @@ class GpuStreams(Host):
         array[...] = self.module.asarray(host_array)
 
     def copy(self, to: int, src: int, size_bytes: int, stream: Any) -> None:
-        """Enqueue a copy from one address to another on a stream."""
         if size_bytes:
             self._memcpy(to, src, size_bytes, MEMCPY_DEFAULT, stream.ptr)
 

@@ -85,7 +85,6 @@ class OwnEvents:
         }
 
     def descriptor(self, rank: int) -> bytes:
-        """Return the descriptor for a rank."""
         return json.dumps(self._descriptor).encode()
 
 
@@ -112,7 +111,6 @@ class OwnWindow(OwnEvents):
         self._descriptor["ipc_handle"] = asdict(cuda_ipc.export(self._memory))
 
     def memory(self, rank: int, slot: int) -> Array:
-        """Return the bytes of a slot."""
         start = self._starts[rank][slot]
         return self._memory[start : start + self._sizes_bytes[rank]]
 
@@ -168,12 +166,10 @@ class PeerMemory:
         return mapping.address + ipc_handle.offset_bytes
 
     def wait(self, stream: Any, number: int) -> None:
-        """Make a stream wait for the latest recording of one of the events."""
         self._runtime.streamWaitEvent(stream.ptr, self._events[number])
 
     @property
     def has_ended(self) -> bool:
-        """True if the other rank's process has ended: it reads no memory any more."""
         return PROCESSES.has_ended(self._peer.process)
 
     def _on_end(self, process: str) -> None:
@@ -247,22 +243,11 @@ class PeerWindow(PeerMemory):
         self._addresses: list[int] = [start + offset for offset in fields["starts"]]
 
     def address(self, slot: int) -> int:
-        """Return the mapped address of a slot."""
         return self._addresses[slot]
 
 
 class DeviceBarrier:
-    """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows.
-
-    Parameters
-    ----------
-    gpu
-        GPU of this rank.
-    window
-        Window with this rank's counter.
-    peers
-        Windows of the neighbours. Their barriers include this rank.
-    """
+    """Reusable device barrier: neighbouring GPUs synchronize by counters in their windows."""
 
     def __init__(self, gpu: GpuStreams, window: OwnWindow, peers: Sequence[PeerWindow]) -> None:
         self._gpu, self._counters = gpu, window.counters
@@ -276,11 +261,9 @@ class DeviceBarrier:
             gpu.ending.append(self._end)
 
     def enqueue(self) -> None:
-        """Enqueue a barrier on the rank's stream, which is the current one."""
         self._kernel((1,), (_BARRIER_THREADS,), self._arguments)
 
     def _end(self) -> None:
-        """End all barriers of this rank's GPU, present and later ones."""
         ended = self._counters.data.ptr + COUNTERS_BYTES // 2
         runtime, copies = self._gpu.module.cuda.runtime, self._gpu.copies
         runtime.memsetAsync(ended, 1, COUNTERS_BYTES // 2, copies.ptr)
@@ -355,7 +338,6 @@ def pack_descriptor(axis: int, pieces: tuple[RegionPiece, ...]) -> bytes:
 
 @lru_cache(maxsize=64)
 def _parse_descriptor(text: bytes) -> tuple[int, list[RegionPiece]]:
-    """Return the axis and the pieces of a descriptor."""
     axis, pieces = json.loads(text)
     return axis, [
         (number, tuple(length), tuple(strides), cuda_ipc.IpcHandle(**ipc_handle))
@@ -368,21 +350,12 @@ def map_descriptor(
 ) -> tuple[int, list[tuple[int, Any]]]:
     """Return another rank's region, mapped here: its axis, and its pieces with their numbers."""
     axis, pieces = _parse_descriptor(bytes(descriptor))
-    return axis, [
-        (number, _piece(memory, ipc_handle, length, strides, dtype))
-        for number, length, strides, ipc_handle in pieces
-    ]
-
-
-def _piece(
-    memory: PeerMemory,
-    ipc_handle: cuda_ipc.IpcHandle,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dtype: DType,
-) -> Any:
-    _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
-    return cuda_ipc.array_at(memory.mapped(ipc_handle, size_bytes), shape, strides, dtype)
+    arrays = []
+    for number, shape, strides, ipc_handle in pieces:
+        _, size_bytes = cuda_ipc.extent(shape, strides, dtype.itemsize)
+        address = memory.mapped(ipc_handle, size_bytes)
+        arrays.append((number, cuda_ipc.array_at(address, shape, strides, dtype)))
+    return axis, arrays
 
 
 # Events of a process that has ended: ends the waits of this process's streams for them.
@@ -403,17 +376,7 @@ _LONGEST_S = 0.5  # time within which waits end
 
 
 class LostEvents:
-    """Records the events of a process that has ended, in its place.
-
-    Parameters
-    ----------
-    cuda
-        CuPy's module.
-    device : int
-        Number of the GPU on which the events were opened.
-    events : sequence of int
-        Handles of the opened events.
-    """
+    """Records the events of a process that has ended, in its place."""
 
     def __init__(self, cuda: Any, device: int, events: Sequence[int]) -> None:
         self._runtime = cuda.runtime

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
@@ -17,7 +17,6 @@ from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu, can_wait_for_peers, captured, own_gpu, share_gpus
 from dask_p2p.sections.iterate.functions import is_replayable
-from dask_p2p.sections.iterate.local_fields import LocalField
 from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import Array
@@ -32,23 +31,14 @@ class Captured:
     A graph misses all work that the function does outside its stream, and every change of a value
     other than its arguments. So `rehearse` runs the graph once on the current fields, and restores
     them. The function then does the same steps, and `difference` compares both results.
-
-    Parameters
-    ----------
-    device : Gpu
-        The GPU of the fields.
-    fields : sequence of HaloArray
-        The current fields, on which the steps operate.
-    steps : callable
-        Enqueues the steps. After them each field is in the memory where it was.
-
-    Raises
-    ------
-    InputError
-        If the steps cannot be captured.
     """
 
-    def __init__(self, device: Gpu, fields: Sequence[HaloArray], steps: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        device: Gpu,
+        fields: Sequence[HaloArray],  # the current ones
+        steps: Callable[[], None],  # enqueues steps that end with each field where it was
+    ) -> None:
         self._device, self._fields = device, fields
         self._replay = captured(device, steps)
         # Before other ranks wait for this one: there may be no memory.
@@ -67,7 +57,6 @@ class Captured:
         self._before = []
 
     def __call__(self) -> None:
-        """Enqueue the steps once more."""
         self._replay()
 
     def difference(self) -> str:
@@ -195,61 +184,6 @@ class Replays:
 # results of both.
 
 
-class Parts:
-    """Comparisons of one rank's results for parts of a local block with those for the whole."""
-
-    def __init__(
-        self,
-        iteration: Iteration,
-        device: Host,
-        fields: Mapping[str, LocalField],
-        block_box: Box,  # the whole local block
-    ) -> None:
-        self._iteration, self._device, self._fields, self.block_box = (
-            iteration,
-            device,
-            fields,
-            block_box,
-        )
-        self._plain: dict[int, bool] = {}  # by id of the phase
-
-    def compare(self, call: Call, parts: Sequence[Box]) -> Literal["same", "close", "other"]:
-        """Compute parts of the block, whose whole results are there, and compare both.
-
-        "same": all bits are equal; "close": values differ by rounding errors. The results for the
-        whole block are there afterwards.
-        """
-        before = self._sums(call)
-        for box in parts:
-            call.apply(box)
-        if self._sums(call) == before:
-            return "same"
-        part_results = self._results(call)
-        call.apply(self.block_box)
-        return "close" if self._are_close(call, part_results) else "other"
-
-    def is_plain(self, call: Call) -> bool:
-        """Return whether the code of a function shows that it depends on its arguments alone."""
-        phase = call.phase
-        if id(phase) not in self._plain:  # to find out takes as long as a step
-            is_plain = self._iteration.has_constant_arguments and is_replayable(phase.function)
-            self._plain[id(phase)] = is_plain
-        return self._plain[id(phase)]
-
-    def _results(self, call: Call) -> list[Array]:
-        return [self._fields[name].next_level.inner.copy() for name in call.changed]
-
-    def _sums(self, call: Call) -> list[int]:
-        data = (self._fields[name].next_level.data for name in call.changed)
-        return [self._device.checksum(array) for array in data]
-
-    def _are_close(self, call: Call, expected: Sequence[Array]) -> bool:
-        """Return whether the results of a call differ from others by rounding errors only."""
-        module = self._device.module
-        results = (self._fields[name].next_level.inner for name in call.changed)
-        return all(is_close(module, *pair) for pair in zip(expected, results, strict=True))
-
-
 class Overlap:
     """The calls of one rank that overlap.
 
@@ -257,12 +191,17 @@ class Overlap:
     "auto" its code has to show that another call changes nothing, and results have the same bits.
     """
 
-    def __init__(self, iteration: Iteration, parts: Parts) -> None:
-        self._iteration, self._parts = iteration, parts
+    def __init__(
+        self,
+        iteration: Iteration,
+        device: Host,
+        block_box: Box,  # the whole local block
+    ) -> None:
+        self._iteration, self._device, self._block_box = iteration, device, block_box
         self._is_promised = iteration.overlap is True
-        self._computes_alike: dict[
-            int, bool
-        ] = {}  # by id of the phase: whether parts are computed alike
+        #: By id of the phase: whether its code is plain, and whether parts are computed alike.
+        self._plain: dict[int, bool] = {}
+        self._computes_alike: dict[int, bool] = {}
 
     def is_wanted(self, call: Call) -> bool:
         """Return whether a call overlaps, as far as its function is known."""
@@ -273,7 +212,7 @@ class Overlap:
         if self._iteration.capture is True or not call.is_worth_hiding:
             return False
         is_alike = self._computes_alike.get(id(call.phase))
-        return self._parts.is_plain(call) if is_alike is None else is_alike
+        return self._is_plain(call) if is_alike is None else is_alike
 
     def is_due(self, call: Call) -> bool:
         """Return whether a call may overlap in a graph, and has yet to be compared."""
@@ -283,7 +222,7 @@ class Overlap:
             or not _has_parts(call)
         ):
             return False
-        return call.is_worth_hiding_in_graph and self._parts.is_plain(call)
+        return call.is_worth_hiding_in_graph and self._is_plain(call)
 
     def is_checked(self, call: Call) -> bool:
         """Return whether a function is known to compute parts alike."""
@@ -291,7 +230,7 @@ class Overlap:
 
     def enqueue(self, call: Call) -> None:
         """Enqueue a call and its exchange in a graph, concurrently if they may overlap."""
-        exchange, block_box = call.exchange, self._parts.block_box
+        exchange, block_box = call.exchange, self._block_box
         if exchange is None:
             call.apply(block_box)
         elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
@@ -310,7 +249,7 @@ class Overlap:
         """
         assert call.exchange is not None, "calls without halos do not overlap"
         parts = [*filter(box_size, call.exchange.boxes)]
-        outcome = self._parts.compare(call, parts)
+        outcome = self._compare(call, parts)
         if self._is_promised and outcome == "other":
             raise InputError(
                 "overlap=True: expected a function that computes parts of a block as it computes "
@@ -319,7 +258,35 @@ class Overlap:
             )
         self._computes_alike[id(call.phase)] = outcome == "same" or self._is_promised
 
+    def _compare(self, call: Call, parts: Sequence[Box]) -> Literal["same", "close", "other"]:
+        """Compute parts of the block, whose whole results are there, and compare both.
+
+        "same": all bits are equal; "close": values differ by rounding errors. The results for the
+        whole block are there afterwards.
+        """
+        before = self._sums(call)
+        for box in parts:
+            call.apply(box)
+        if self._sums(call) == before:
+            return "same"
+        part_results = [field.next_level.inner.copy() for field in call.changed_fields]
+        call.apply(self._block_box)
+        module = self._device.module
+        results = (field.next_level.inner for field in call.changed_fields)
+        pairs = zip(part_results, results, strict=True)
+        return "close" if all(is_close(module, *pair) for pair in pairs) else "other"
+
+    def _is_plain(self, call: Call) -> bool:
+        """Return whether the code of a function shows that it depends on its arguments alone."""
+        phase = call.phase
+        if id(phase) not in self._plain:  # to find out takes as long as a step
+            is_plain = self._iteration.has_constant_arguments and is_replayable(phase.function)
+            self._plain[id(phase)] = is_plain
+        return self._plain[id(phase)]
+
+    def _sums(self, call: Call) -> list[int]:
+        return [self._device.checksum(field.next_level.data) for field in call.changed_fields]
+
 
 def _has_parts(call: Call) -> bool:
-    """Return whether a part of the boundary needs halos of other ranks."""
     return call.exchange is not None and any(map(box_size, call.exchange.boxes[1:]))

@@ -110,15 +110,7 @@ class FieldOutput(Output):
 def check_fields(
     of_all: Field,
 ) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
-    """Return the specs of a mapping of fields, their arrays, and the specs of numbers.
-
-    Raises
-    ------
-    InputError
-        If a name, a depth or a boundary is invalid.
-    InputError, UnsupportedArrayError
-        If an array cannot be divided between ranks.
-    """
+    """Return the specs of a mapping of fields, their arrays, and the specs of numbers."""
     fields: Mapping[str, Any] = of_all.value
     if not fields:
         raise InputError("expected at least one field, {'u': u}, got an empty mapping.")

@@ -264,7 +264,6 @@ def _is_kernel(value: Any) -> bool:
 
 
 def _is_of_library(value: Any) -> bool:
-    """Return whether a module, function or class belongs to a package without a state."""
     if isinstance(value, ModuleType):
         return _is_stateless(value.__name__)
     if isinstance(value, BuiltinFunctionType) and not isinstance(value.__self__, ModuleType):

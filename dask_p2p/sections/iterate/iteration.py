@@ -84,14 +84,10 @@ class Iteration:
         ]
 
     @property
-    def fixed_arguments(self) -> list[Any]:
-        """Keywords and constants: arguments that are the same in each step."""
-        return [*self.kwargs.values(), *(spec.value for spec in self.constants)]
-
-    @property
     def has_constant_arguments(self) -> bool:
         """True if no function can change the keywords and constants."""
-        return all(map(is_constant, self.fixed_arguments))
+        constants = (spec.value for spec in self.constants)
+        return all(map(is_constant, [*self.kwargs.values(), *constants]))
 
     @cached_property
     def is_staggered(self) -> bool:

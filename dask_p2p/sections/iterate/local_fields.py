@@ -35,11 +35,6 @@ class LocalField:
         self._next_level: HaloArray | None = None
 
     @property
-    def is_updated(self) -> bool:
-        """True if steps update the halo of its newest level."""
-        return self.has_halo and not self.spec.is_constant
-
-    @property
     def newest(self) -> HaloArray:
         """The newest level."""
         return self.levels[0]
@@ -73,14 +68,11 @@ class LocalField:
 
     def parts(self, box: Box) -> list[HaloPart]:
         """Return the part of each level for a box of the local block of the first field."""
-        box, of_levels = self._extended(box), zip(self.levels, self.spec.depths, strict=True)
+        if any(self._extra):
+            pairs = zip(box, self._extra, strict=True)
+            box = tuple((start, stop + longer_by) for (start, stop), longer_by in pairs)
+        of_levels = zip(self.levels, self.spec.depths, strict=True)
         return [level.part(box, depth) for level, depth in of_levels]
-
-    def _extended(self, box: Box) -> Box:
-        if not any(self._extra):
-            return box
-        pairs = zip(box, self._extra, strict=True)
-        return tuple((start, stop + longer_by) for (start, stop), longer_by in pairs)
 
 
 class StepAt(At):

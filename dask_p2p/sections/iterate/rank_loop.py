@@ -18,7 +18,7 @@ from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.capture import Captured, Overlap, Parts, Replays
+from dask_p2p.sections.iterate.capture import Captured, Overlap, Replays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration
@@ -94,7 +94,7 @@ class RankWork:
                 ctx.update_halo(*halo_arrays, copy=False)
         for frames in self._frames:
             frames.resume(first, steps)
-        self.steps.begin(first)
+        self.steps.first = first
         return first
 
     def callbacks(self) -> list[Callback]:
@@ -136,7 +136,6 @@ class RankWork:
         store.write(step, self._flush)
 
     def _record(self, step: int) -> bool:
-        """Record numbers; return whether `until` ends the loop."""
         iteration, steps = self._iteration, self.steps
         current = steps.current(self._series.names)
         self._series.record(step, lambda binding: current(binding, steps.block_box))
@@ -192,9 +191,7 @@ class FieldSteps:
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._checks = StepChecks(iteration, ctx, local)
         self.keep_values = self._checks.keep_values
-        self._overlap = Overlap(
-            iteration, Parts(iteration, ctx.device, self._fields, self.block_box)
-        )
+        self._overlap = Overlap(iteration, ctx.device, self.block_box)
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)
         self.may_replay = iteration.capture is not False and isinstance(ctx.device, Gpu)
@@ -203,8 +200,12 @@ class FieldSteps:
         #: Steps between those whose numbers `until` reads; 0: it reads none.
         self._numbers_every = iteration.check_every if is_asked else 0
         self.numbers: Sequence[Any] = ()  # of the last function of the newest step
-        self._first = 0  # the first step of this attempt
-        self._stale = {name for name, field in self._fields.items() if field.is_updated}
+        self.first = 0  # the first step of this attempt
+        self._stale = {
+            name
+            for name, field in self._fields.items()
+            if field.has_halo and not field.spec.is_constant
+        }
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
 
@@ -215,16 +216,12 @@ class FieldSteps:
         # Calls have it. As a method it would make a cycle, which keeps the fields in memory.
         self._arguments = arguments
 
-    def begin(self, first: int) -> None:
-        """Begin at a step."""
-        self._first = first
-
     def make(self, step: int) -> None:
         """Make a step."""
         if not self._changed:
             self._make_first()
             return
-        position, returned = (step - self._first) % self.cycle, NOTHING
+        position, returned = (step - self.first) % self.cycle, NOTHING
         is_asked = self._numbers_every and not (step + 1) % self._numbers_every
         for number in range(len(self._changed)):
             call = self._calls.get((position, number)) or self._add_call(position, number)
@@ -253,7 +250,6 @@ class FieldSteps:
         self.numbers = returned.numbers
 
     def _add_call(self, position: int, number: int) -> Call:
-        """Return a call whose fields are where they are at this position."""
         phase, fields = self._iteration.phases[number], self._fields
         reads = frozenset(self._stale_before(number) & phase.binding.names)
         halo_arrays = [field.newest for name, field in fields.items() if name in reads]
@@ -358,7 +354,7 @@ class FieldSteps:
 
     def replay(self, step: int, loop: Loop) -> bool:
         """Replay a cycle of steps, if it is captured and nothing else is due in it."""
-        second = self._first + self.cycle
+        second = self.first + self.cycle
         if step == second and step + 2 * self.cycle < self._iteration.steps:
             self._graph = self._capture(step, loop)
         if self._graph is not None and step == second + self.cycle:
@@ -371,8 +367,7 @@ class FieldSteps:
         return True
 
     def _is_free(self, step: int, loop: Loop) -> bool:
-        """Return whether a cycle without work for the host can begin after a step."""
-        return not (step - self._first) % self.cycle and loop.is_free(step, self.cycle)
+        return not (step - self.first) % self.cycle and loop.is_free(step, self.cycle)
 
     def _capture(self, step: int, loop: Loop) -> Captured | None:
         """Return a graph that replays a cycle of steps; None if the steps go on one by one."""

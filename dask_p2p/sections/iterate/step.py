@@ -224,15 +224,7 @@ def explain_writes() -> Iterator[None]:
 
 
 class Reader:
-    """A function of fields that is called after steps: it must not change them.
-
-    Parameters
-    ----------
-    device : Host
-        Device of the fields.
-    function : callable
-        The user's function.
-    """
+    """A function of fields that is called after steps: it must not change them."""
 
     def __init__(self, device: Any, function: Callable[..., Any]) -> None:
         self._device, self._is_checked = device, can_refuse(device, function)

@@ -64,13 +64,7 @@ class Connection:
     may_share_slots: bool = False  # whether this end makes slots with its first small message
 
     @property
-    def is_unix(self) -> bool:
-        """True between two processes of one host."""
-        return getattr(self.socket, "family", None) == socket.AF_UNIX
-
-    @property
     def events(self) -> int:
-        """Poll events that the connection waits for."""
         sends: int = getattr(self.socket, "send_event", select.POLLOUT) if self.sending else 0
         hears = select.POLLRDHUP if self.uses_channel else 0
         is_reading = not self.has_received or (self.listens and not self._stops)
@@ -78,16 +72,10 @@ class Connection:
 
     @property
     def uses_channel(self) -> bool:
-        """True while a UCX message is in transit."""
-        return self.channel is not None and self.channel.is_busy
-
-    @property
-    def all_received_bytes(self) -> int:
-        """Bytes received so far, those of messages included."""
-        return self.received_bytes + self.mailbox.received_bytes
+        channel = self.channel
+        return channel is not None and bool(channel.sending or channel.receiving)
 
     def carries(self, size_bytes: int) -> bool:
-        """Return whether a message of this size goes by UCX."""
         return self.channel is not None and size_bytes >= tuning.current.ucx_message_bytes
 
     def channel_for(self, payload: Any) -> Channel | None:
@@ -133,7 +121,6 @@ class Connection:
         return is_there
 
     def post(self, message: SentMessage) -> None:
-        """Begin to send a message of `ctx.send`."""
         self.sending += message.buffers
         if message.parts:  # the peer copies them, and acknowledges
             self.mailbox.unread.append(message)
@@ -254,7 +241,6 @@ class Connection:
         return check_call(header, (self.number, size_bytes, text), own_rank, rank)
 
     def _begin_payload(self, size_bytes: int) -> None:
-        """Begin to receive the payload of a call."""
         is_begun = self.payload is not None
         if not is_begun:
             self.payload = memoryview(bytearray(size_bytes))
@@ -341,14 +327,12 @@ class Connection:
         return self.channel is None or self.channel.has_received()
 
     def close(self) -> None:
-        """Close the connection, and drop messages in transit."""
         self.socket.close()
         if self.channel is not None:
             self.channel.close()
 
 
 def _bytes_of(buffer: Any) -> Any:
-    """Return a buffer as bytes; a GPU array already is an array of bytes."""
     if isinstance(buffer, memoryview):
         return buffer.cast("B")
     return memoryview(buffer) if isinstance(buffer, (bytes, bytearray)) else buffer
@@ -382,12 +366,11 @@ class Channel:
         first = _FIRST_TAG + secrets.randbits(60)
         self.offer = _OFFER.pack(first, messenger.count_closed(address))
         self._own_tags = count(first)
-        self._sending = deque[Message]()
-        self._receiving = deque[Message]()
+        self.sending = deque[Message]()
+        self.receiving = deque[Message]()
         self._due_s: float | None = None  # deadline of the next part
 
     def open(self, offer: Any) -> None:
-        """Open the channel with the peer's `offer`."""
         first, closed = _OFFER.unpack(offer)
         self._messenger.reset_endpoint(self._address, closed)
         self._peers_tags = count(first)
@@ -396,38 +379,32 @@ class Channel:
         """Begin to send bytes, which must not change until `has_sent` returns True."""
         for part in _parts(payload):
             tag = next(self._peers_tags)
-            self._sending.append(self._messenger.send(self._address, part, tag, other_host=True))
+            self.sending.append(self._messenger.send(self._address, part, tag, other_host=True))
 
     def receive(self, payload: Any) -> None:
-        """Begin to receive bytes that fill `payload`."""
         for part in _parts(payload):
-            self._receiving.append(self._messenger.receive(part, next(self._own_tags)))
+            self.receiving.append(self._messenger.receive(part, next(self._own_tags)))
 
     def expect(self) -> None:
         """Start the deadline of the next part: the peer has begun to send."""
         self._due_s = time.monotonic() + self._timeout_s
 
-    @property
-    def is_busy(self) -> bool:
-        """True if a message is in flight."""
-        return bool(self._sending or self._receiving)
-
     def has_sent(self) -> bool:
         """Return whether all messages were sent; raise `TransferError` if one failed."""
-        _drop_done(self._sending)
-        return not self._sending
+        _drop_done(self.sending)
+        return not self.sending
 
     def has_received(self) -> bool:
         """Return whether all messages have arrived; raise `TransferError` if one failed."""
-        if _drop_done(self._receiving):
+        if _drop_done(self.receiving):
             self.expect()
-        if self._receiving and self._due_s is not None and time.monotonic() > self._due_s:
+        if self.receiving and self._due_s is not None and time.monotonic() > self._due_s:
             raise TransferError(f"no bytes within {self._timeout_s:g} s", is_silence=True)
-        return not self._receiving
+        return not self.receiving
 
     def close(self) -> None:
         """Give up messages in flight. Their memory is kept until UCX no longer uses it."""
-        for message in (*self._sending, *self._receiving):
+        for message in (*self.sending, *self.receiving):
             message.give_up(self._timeout_s)
 
 

@@ -71,11 +71,9 @@ class Connections(PointToPoint):
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
-        """Own rank, and the number of ranks."""
         return self._rank, len(self._peers)
 
     def is_on_other_host(self, rank: int) -> bool:
-        """Return whether a rank is on another host than this one."""
         return host_of(self._peers[rank].endpoint) != host_of(self.endpoint)
 
     def carries(self, rank: int, size_bytes: int) -> bool:
@@ -92,11 +90,9 @@ class Connections(PointToPoint):
 
     @property
     def has_ended(self) -> bool:
-        """True once all further exchanges fail."""
         return self._is_woken or bool(self._failure)
 
     def close(self) -> None:
-        """Close all connections."""
         self.wake()
         self._join()
         self._setup.close()
@@ -110,17 +106,8 @@ class Connections(PointToPoint):
         """Send bytes to some ranks and receive bytes from some; return received bytes by rank.
 
         All ranks that exchange data must name the same call, otherwise `SectionError` is raised.
-        `AttemptEndedError` is raised if a rank is lost, or `wake` was called.
-
-        Parameters
-        ----------
-        call
-            Text of the call, the same on all ranks.
-        sends
-            Data to send, by destination.
-        receives
-            Receive buffers, by source. A buffer must have the size of its message. None: allocate
-            one of the size in the message's header.
+        `AttemptEndedError` is raised if a rank is lost, or `wake` was called. A receive buffer
+        has the size of its message. None: it is allocated when the header arrives.
         """
         return self.begin(call, sends, receives)()
 
@@ -149,7 +136,9 @@ class Connections(PointToPoint):
         for to, sources in (([], below), (above, []), ([], above), (below, [])):
             receives = {source: bytearray() for source in sources}
             self.exchange(_FINALIZE, dict.fromkeys(to, b""), receives)
-        self.check_messages()
+        for peer, connection in self._connections.items():
+            connection.mailbox.take_slot()
+            connection.mailbox.check_read(self._rank, peer)
 
     def begin(
         self,
@@ -218,7 +207,6 @@ class Connections(PointToPoint):
         return payloads
 
     def _advance_all(self) -> None:
-        """Complete all sends and receives of the exchange."""
         since_s = time.perf_counter()
         until_s = since_s + self._spin_s
         is_first = True  # one attempt without blocking costs less than a poll
@@ -230,15 +218,19 @@ class Connections(PointToPoint):
                 ready = self._wait()
             is_first = False
             for rank in ready:
-                self._advance(rank, self._connections[rank])
-                if rank not in self._waiting:
+                connection = self._connections[rank]
+                try:
+                    is_done = connection.advance(self._current.text, self._rank, rank)
+                except (OSError, TransferError) as exc:
+                    raise self._broken(rank, exc) from exc
+                if is_done:
+                    self._waiting.discard(rank)
                     now_s = time.perf_counter()
                     waited_s = now_s - max(since_s, self._current.since_s)
-                    self._connections[rank].waited_s += max(0.0, waited_s)
+                    connection.waited_s += max(0.0, waited_s)
                     since_s = now_s
 
     def count(self, rank: int, size_bytes: int) -> None:
-        """Count bytes that came from a rank otherwise than in messages."""
         self._connections[rank].received_bytes += size_bytes
 
     @property
@@ -246,11 +238,15 @@ class Connections(PointToPoint):
         """Rank, bytes received and seconds waited of each connection. Thread-safe."""
         connections = self._connections.copy().items()
         return [
-            (r, connection.all_received_bytes, connection.waited_s) for r, connection in connections
+            (
+                rank,
+                connection.received_bytes + connection.mailbox.received_bytes,
+                connection.waited_s,
+            )
+            for rank, connection in connections
         ]
 
     def _begin(self, rank: int, connection: Connection) -> None:
-        """Begin the sends and receives of the current exchange on a connection."""
         connection.number += 1
         try:
             if rank in self._sends:
@@ -270,15 +266,6 @@ class Connections(PointToPoint):
                 self._waiting.discard(rank)
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
-
-    def _advance(self, rank: int, connection: Connection) -> None:
-        """Send and receive on a connection without blocking."""
-        try:
-            is_done = connection.advance(self._current.text, self._rank, rank)
-        except (OSError, TransferError) as exc:
-            raise self._broken(rank, exc) from exc
-        if is_done:
-            self._waiting.discard(rank)
 
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""
@@ -363,7 +350,6 @@ class GroupConnections(Connections):
 
     @property
     def is_alone(self) -> bool:  # type: ignore[override]
-        """True if the group has one rank."""
         return len(self._ranks) == 1
 
     @property
@@ -434,7 +420,6 @@ class OneRank(Connections):
         self._is_woken, self._failure, self.use_ucx = False, "", False
 
     def begin(self, *call: Any, **kwargs: Any) -> Callable[[], dict[int, memoryview]]:
-        """Return a function that returns the empty result."""
         return dict
 
 

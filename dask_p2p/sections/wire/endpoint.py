@@ -71,7 +71,6 @@ class Reach:
 
     @property
     def protocol(self) -> str:
-        """Protocol of connections between hosts: "none", "tcp" or "tls"."""
         return "none" if not self.host else "tcp" if self.connecting is None else "tls"
 
 
@@ -122,7 +121,6 @@ class Endpoint:
         self._here[self.text] = self
 
     def _listen(self, reach: Reach) -> str:
-        """Begin to listen; return the address."""
         port = 0
         try:
             unix = self._listener(socket.socket(socket.AF_UNIX))
@@ -146,7 +144,6 @@ class Endpoint:
 
     @property
     def numbers(self) -> list[int]:
-        """File descriptors to poll for `accepted`."""
         return [number for strangers in self._strangers for number in strangers.numbers]
 
     @property
@@ -155,11 +152,9 @@ class Endpoint:
         return 0.0 if self._callers else min(strangers.patience_s for strangers in self._strangers)
 
     def is_here(self, endpoint: str) -> bool:
-        """Return whether another rank's endpoint is in this process."""
         return host_of(endpoint) == host_of(self.text) and endpoint in self._here
 
     def close(self) -> None:
-        """Stop listening."""
         with self._lock:
             callers, self._callers = self._callers, None
         for _, stream in callers or ():
@@ -244,7 +239,6 @@ class Endpoint:
 
 
 def _connected(name: bytes, most_s: float) -> socket.socket:
-    """Return a socket that is connected to a Unix socket of this user."""
     client_socket = socket.socket(socket.AF_UNIX)
     try:
         # Longest wait of the kernel for a listener with a full queue.
@@ -299,7 +293,6 @@ def _kernel_and_network() -> str:
 
 @cache
 def _user() -> str:
-    """Return an identifier of this process's user, and of the namespace of its number."""
     return f"{os.geteuid()}/{os.stat('/proc/self/ns/user').st_ino}"
 
 
@@ -338,7 +331,6 @@ class ConnectionSetup:
 
     @property
     def has_company(self) -> bool:
-        """True if other ranks run in this process."""
         return sum(self._is_here) > 1
 
     def reserve_files(self) -> None:
@@ -347,7 +339,6 @@ class ConnectionSetup:
         reserve_files(here, len(self._is_here) - here)
 
     def close(self) -> None:
-        """Stop listening, and give up knocks."""
         self._endpoint.close()
         for knock in self._knocks.values():
             knock.close()
@@ -363,7 +354,6 @@ class ConnectionSetup:
         return Connection(made, [memoryview(tokens)])
 
     def begin(self) -> None:
-        """Forget the time of the next knock, as an exchange begins."""
         self._knock_s = inf
 
     def register(self, poll: select.poll, missing: Iterable[int]) -> float:

@@ -63,7 +63,6 @@ class SentMessage:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the bytes that follow the header."""
         return sum(map(len, self.buffers[1:]))
 
     def is_done(self, sent_buffers: int) -> bool:
@@ -79,13 +78,6 @@ def is_message(header: bytes | memoryview) -> bool:
 def inline_start(tag: int, communicator: int, description: bytes) -> bytes:
     """Return the start of the header of a message with a value in it: the value follows."""
     return _START.pack(tag, 0, VALUE, communicator, len(description)) + description
-
-
-def header_before(tag: int, communicator: int, description: bytes, size_bytes: int) -> bytes:
-    """Return the header of a message with the description of a value, whose bytes follow."""
-    return HEADER.pack(
-        tag, size_bytes, LABEL.pack(VALUE, communicator, len(description)) + description
-    )
 
 
 def inline_format(length: int, elements: str) -> struct.Struct:
@@ -156,7 +148,6 @@ def offer_message(
 
 
 def _place_description(description: bytes) -> tuple[bool, list[bytes], bytes]:
-    """Return whether a description is in the header, the bytes that follow, and the header's."""
     length = len(description)
     if length <= ROOM_BYTES:
         return True, [], description
@@ -237,15 +228,6 @@ def _remedy(first: str, second: str) -> str:
     if name in ("gather", "allgather"):
         return f"Give values of one shape and dtype, or call ctx.{name}(value, ragged=True)."
     return "Give the same arguments, and values of one shape and dtype, on all ranks."
-
-
-def missing_message_error(own_rank: int, call: str, rank: int, its_call: str) -> SectionError:
-    """Return the error of a rank that waits for a message of one that makes a call of all ranks."""
-    return SectionError(
-        f"expected a message of rank {rank} for {call} of rank {own_rank}, but rank {rank} called "
-        f"{its_call}. Let it send first, ctx.send(value, dest={own_rank}), and make the other "
-        f"calls in the same order on all ranks."
-    )
 
 
 def _decoded(text: bytes) -> str:

@@ -76,12 +76,10 @@ class Receive:
 
     @property
     def has_begun(self) -> bool:
-        """True once the message's header is here."""
         return self.arrival is not None
 
     @property
     def is_complete(self) -> bool:
-        """True once the message is here."""
         return self.arrival is not None and self.arrival.is_complete
 
 
@@ -102,14 +100,12 @@ class Mailbox:
     _reads: dict[bytes, int] = field(default_factory=dict)  # by proof: its process if readable
 
     def receive(self, receive: Receive) -> None:
-        """Begin to receive the next message."""
         if self.arrived:
             receive.arrival = self.arrived.popleft()
         else:
             self.receives.append(receive)
 
     def take_slot(self) -> None:
-        """Take the message in the slot, if it comes next."""
         slots, number = self.slots, self.received + 1
         if slots is not None and (slot := slots.messages).has(number):
             frame_bytes = slot.take(number)
@@ -118,7 +114,6 @@ class Mailbox:
             self.close(frame)
 
     def open(self, number: int, size_bytes: int, text: bytes) -> Frame:
-        """Return the frame that a header begins."""
         kind, communicator, length = LABEL.unpack_from(text)
         frame = Frame(kind, length)
         if kind == DATA:
@@ -242,7 +237,6 @@ class Frame:
     payload: Any = None  # destination of the bytes that follow the header
 
     def memory(self, size_bytes: int) -> Array:
-        """Return the destination of the value's bytes."""
         to, arrival = self.receive, self.arrival
         if to and arrival and to.memory is not None and to.description == arrival.description:
             return to.memory
@@ -306,14 +300,12 @@ class FrameSlot:
         return False
 
     def take(self, number: int) -> bytes:
-        """Return the frame of this number, and free the slot."""
         words = self.words
         frame = self.frame[: _HEADER_BYTES + words[self._size]].tobytes()
         words[self.taken_word] = number
         return frame
 
     def free(self, number: int) -> None:
-        """Free the slot: this frame has been read."""
         self.words[self.taken_word] = number
 
 
@@ -367,12 +359,10 @@ class Slots:
 
     @property
     def peer_sleeps(self) -> bool:
-        """True if the peer does not poll."""
         return bool(self._words[self._peer_sleeps])
 
     @property
     def sleeps(self) -> bool:
-        """True if this end does not poll."""
         return bool(self._words[self._own_sleeps])
 
     @sleeps.setter

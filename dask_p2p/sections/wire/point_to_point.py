@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import select
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -15,13 +16,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from dask_p2p.errors import TransferError
+from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
 from dask_p2p.sections.wire.endpoint import ConnectionSetup, is_lost
 from dask_p2p.sections.wire.frames import (
     TEXT_BYTES,
     SentMessage,
-    missing_message_error,
     slots_message,
 )
 from dask_p2p.sections.wire.mailbox import (
@@ -85,7 +85,9 @@ class PointToPoint(ABC):
         connection.mailbox.rank, connection.mailbox.lender = rank, self.lender
         # The lower rank makes slots as soon as it sends a small message.
         polls = self._rank < rank and self._spin_s > 0.0 and HAS_ORDERED_STORES
-        connection.may_share_slots = polls and connection.is_unix
+        connection.may_share_slots = polls and (
+            getattr(connection.socket, "family", None) == socket.AF_UNIX
+        )
         for sent in self._unsent.pop(rank, []):
             connection.post(sent)
         for receive in self._posted.pop(rank, []):
@@ -93,21 +95,18 @@ class PointToPoint(ABC):
         return connection
 
     def _connection_to(self, rank: int) -> Connection | None:
-        """Return the connection to a rank; None if that rank has yet to make it."""
         connection = self._connections.get(rank)
         if connection is None and self._rank < rank:
             connection = self.admit(rank, self._connect(rank))
         return connection
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
-        """Return an offer of arrays for a message; None if their bytes have to be sent."""
         if self.lender is None:
             return None
         self.complete()  # from now on no other thread moves messages
         return self.lender.offer(rank, arrays)
 
     def send_message(self, rank: int, message: SentMessage) -> None:
-        """Begin to send a message."""
         self.complete()
         self.has_messages = True
         self._sent[rank] += 1
@@ -126,7 +125,10 @@ class PointToPoint(ABC):
             self._unsent.setdefault(rank, []).append(message)
             return
         connection.post(message)
-        self._flush(rank, connection)
+        try:
+            connection.send()
+        except (OSError, TransferError) as exc:
+            raise self._broken(rank, exc) from exc
 
     def send_small(self, rank: int, frame: bytes) -> bool:
         """Send a message that fits in a slot; return False if anything has to go before it."""
@@ -163,7 +165,6 @@ class PointToPoint(ABC):
             self._post(rank, slots_message(name))
 
     def _wake(self, rank: int, connection: Connection) -> None:
-        """Wake a rank that has begun to sleep since this one filled its slot."""
         slots = connection.mailbox.slots
         if slots is not None and slots.peer_sleeps:
             self._post(rank, slots_message(b""))
@@ -180,7 +181,6 @@ class PointToPoint(ABC):
             raise self._broken(rank, exc) from exc
 
     def receive_message(self, rank: int, receive: Receive) -> None:
-        """Begin to receive the next message of a rank."""
         self.complete()
         self.has_messages = True
         connection = self._connection_to(rank)
@@ -206,7 +206,12 @@ class PointToPoint(ABC):
             if not receive.has_begun and connection is not None and connection.call:
                 self._move(rank, connection)  # the rank may have sent it before that call
                 if not receive.has_begun:
-                    raise missing_message_error(self._rank, call, rank, connection.call)
+                    raise SectionError(
+                        f"expected a message of rank {rank} for {call} of rank {self._rank}, but "
+                        f"rank {rank} called {connection.call}. Let it send first, "
+                        f"ctx.send(value, dest={self._rank}), and make the other calls in the "
+                        f"same order on all ranks."
+                    )
             return receive.is_complete
 
         self._awaited = rank, call
@@ -256,12 +261,6 @@ class PointToPoint(ABC):
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
-    def _flush(self, rank: int, connection: Connection) -> None:
-        try:
-            connection.send()
-        except (OSError, TransferError) as exc:
-            raise self._broken(rank, exc) from exc
-
     def _sleep(self, rank: int) -> None:
         """Wait until a message arrives, or can be sent, or a rank connects."""
         missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
@@ -293,7 +292,9 @@ class PointToPoint(ABC):
         if not found[1]:
             ranks = self._waiting or {*(self._awaited or ())[:1]}
             self._current.log_if_long(self._rank, len(self._peers), ranks)
-        self._check_awake()
+        if self._is_woken:
+            self._setup.bell.ring()  # so that the next wait ends, too
+            raise AttemptEndedError("the attempt has ended")
         return found
 
     def _wake_up(self) -> None:
@@ -301,17 +302,6 @@ class PointToPoint(ABC):
         for slots in self._asleep:
             slots.sleeps = False
         self._asleep.clear()
-
-    def _check_awake(self) -> None:
-        if self._is_woken:
-            self._setup.bell.ring()  # so that the next wait ends, too
-            raise AttemptEndedError("the attempt has ended")
-
-    def check_messages(self) -> None:
-        """Raise `SectionError` if this rank has not received all messages of the other ranks."""
-        for peer, connection in self._connections.items():
-            connection.mailbox.take_slot()
-            connection.mailbox.check_read(self._rank, peer)
 
 
 _LOOKS = 4  # checks for lost connections within one timeout
@@ -394,12 +384,10 @@ class CurrentWait:
         self._number = self._logged = 0  # of the exchange, and of the last one in the log
 
     def begin(self, text: bytes) -> None:
-        """Record that an exchange begins."""
         self.text, self.since_s = text, inf
         self._number += 1
 
     def log_if_long(self, rank: int, size: int, waits_for: Collection[int]) -> None:
-        """Log once that a rank waits for others for long."""
         waited_s = time.perf_counter() - self.since_s
         if waited_s > self._timeout_s and self._logged != self._number:
             self._logged = self._number

@@ -49,12 +49,10 @@ class Bell:
                 os.eventfd_write(self._number, 1)
 
     def hush(self) -> None:
-        """Clear all rings so far."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._number)
 
     def close(self) -> None:
-        """Close the bell: later rings do nothing."""
         with self._lock:
             self._is_open = False
             os.close(self._number)
@@ -120,19 +118,15 @@ class Stream:
         self._incoming, self._outgoing, self._peer = incoming, outgoing, peer
 
     def sendmsg(self, buffers: Iterable[Any]) -> int:
-        """Send bytes while there is room; return their number."""
         return self._outgoing.write(buffers)
 
     def send(self, data: Any) -> int:
-        """Send bytes while there is room; return their number."""
         return self._outgoing.write((data,))
 
     def recv_into(self, into: Any) -> int:
-        """Receive bytes that have arrived; return their number."""
         return self._incoming.read(memoryview(into))
 
     def is_ready(self, events: int) -> bool:
-        """Return whether one of these events of `select.poll` is ready."""
         reads = self._incoming.size_bytes > 0 or self._incoming.is_closed
         writes = self._outgoing.has_room or self._outgoing.is_closed
         return bool((reads and events & select.POLLIN) or (writes and events & select.POLLOUT))
@@ -224,7 +218,6 @@ class Strangers:
 
     @property
     def numbers(self) -> list[int]:
-        """File descriptors to poll, for `accepted`."""
         found = [stranger.made.fileno() for stranger in self._all]
         return found if self._is_full else [*found, self._listener.fileno()]
 
@@ -291,7 +284,6 @@ class Strangers:
         return found
 
     def close(self) -> None:
-        """Close the listener, and all unidentified connections."""
         self._listener.close()
         for stranger in self._all:
             stranger.made.close()
@@ -330,7 +322,8 @@ def reserve_files(ranks: int, others: int) -> None:
         If the hard limit is too low for these connections and the files that are open already.
     """
     with _raising:
-        soft, hard = (_file_limit(limit) for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
         needed = len(os.listdir("/proc/self/fd")) + ranks * others
         if needed > hard:
             raise SectionError(
@@ -339,8 +332,7 @@ def reserve_files(ranks: int, others: int) -> None:
             )
         wanted = min(hard, needed + _SPARE + 2 * MOST_STRANGERS * ranks)
         if soft < wanted:
-            most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), most))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
 
 
 def check_files(exc: OSError) -> None:
@@ -351,7 +343,3 @@ def check_files(exc: OSError) -> None:
             f"expected room for one more open file in a worker's process, got a limit of {soft}: "
             f"{exc}. Close files that the function opens. {_REMEDY}"
         ) from exc
-
-
-def _file_limit(limit: int) -> float:
-    return inf if limit == resource.RLIM_INFINITY else limit

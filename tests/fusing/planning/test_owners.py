@@ -118,29 +118,6 @@ def owners_of_inputs(holders, size, workers=2):
     return [owner_of.get(number) for number in preferred]
 
 
-@pytest.mark.parametrize(
-    ("holders", "size", "expected"),
-    [
-        ("aabb", 2, [0, 0, 1, 1]),
-        ("bbaa", 2, [0, 0, 1, 1]),
-        ("abab", 2, [0, 1, 0, 1]),
-        ("aaba", 2, [0, 0, 1, 0]),
-        ("aaaa", 2, [0, 0, 0, 0]),
-        ("babb", 2, [1, 0, 1, 1]),
-        (["a", "b", "", "b"], 2, [0, 1, None, 1]),
-        (["ab", "b", "ab", "a"], 2, [0, 0, 1, 1]),
-        ("aabb", 1, [0, 0, None, None]),
-        ("cccc", 4, [0, 1, 0, 1]),
-        ("aabb", 4, [0, 1, 2, 3]),
-        ("baba", 4, [0, 1, 2, 3]),
-        ("abbb", 4, [0, 1, 2, 1]),
-        (["", "", "", ""], 2, [None] * 4),
-    ],
-)
-def test_owners_run_where_their_inputs_are(holders, size, expected):
-    assert owners_of_inputs(holders, size) == expected
-
-
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_each_rank_has_inputs_of_one_worker(data, size, workers):
     names = "abcdef"[:workers]

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.fusing.planning import planner
-from dask_p2p.fusing.planning.owners import owners_of
-from dask_p2p.fusing.planning.planner import programs_of, supersteps_of
+from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes, sizes_of
-from dask_p2p.fusing.planning.tasks import keys_of
 from tests.fusing.support import check_blocks, graphs, read_arrays, run_programs, smooth
 
 
@@ -162,38 +160,10 @@ def test_messages_of_two_ranks_are_small():
         assert 0 < copies_bytes <= 2**20  # half of them sent, half of them received
 
 
-def supersteps(size, *arrays):
-    tasks = read_arrays(*arrays)[1].tasks
-    return supersteps_of(tasks, owners_of(tasks, size))
-
-
-def test_only_values_of_other_ranks_begin_a_superstep():
-    x = da.ones((8, 8), chunks=(2, 8))
-    local = (x + 1) * 2
-    y = dask_p2p.transpose(local) - 1
-    superstep_of = supersteps(4, y)
-    assert {superstep_of[key] for key in keys_of(local)} == {0}
-    assert {superstep_of[key] for key in keys_of(y)} == {1}
-    assert {*supersteps(1, y).values()} == {0}
-
-
-def test_a_layer_is_at_most_one_layer_ahead():
-    x = da.random.default_rng(0).random((64, 8), chunks=(2, 8))
-    layers = [x]
-    for _ in range(5):
-        layers.append(
-            dask_p2p.map_overlap(smooth, layers[-1], depth={0: 1}, boundary="periodic", dtype=float)
-        )
-    superstep_of = supersteps(2, layers[-1])
-    of_layers = [{superstep_of[key] for key in keys_of(y)} for y in layers]
-    assert of_layers == [{0}, {0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3, 4}, {3, 4, 5}]
-
-
 def test_layers_that_read_each_other():
     """Their tasks stay in the order of the graph."""
     graph = {("a", 0): (np.ones, 4), ("b", 0): (np.negative, ("a", 0))}
     graph |= {("a", 1): (np.negative, ("b", 0)), ("b", 1): (np.negative, ("a", 1))}
     y = da.Array(graph, "b", ((4, 4),), dtype=float) + 1
-    assert {*supersteps(1, y).values()} == {0}
     assert y.compute(scheduler="sync").tolist() == [0.0] * 8
     np.testing.assert_array_equal(dask_p2p.fused(y, ranks=1).compute(scheduler="sync"), 0)

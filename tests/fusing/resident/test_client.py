@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import (
-    InputError,
-    MemoryLimitError,
-    SectionError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import InputError, MemoryLimitError, SectionError, UnsupportedArrayError
 from dask_p2p.fusing.resident.commands import CommandQueues
 from tests.fusing.programs import array, same_bits
 from tests.fusing.support import OPERATIONS, integers, smooth
@@ -67,18 +62,6 @@ def test_functions_that_overwrite_constants(client):
             u = run(u)
             np.testing.assert_array_equal(run.fetch(u), np.full((4, 3), calls))
     no_rank_is_left(client)
-
-
-def test_random_generators_of_the_function(client):
-    """Their state is in the tasks. Each call begins with the state that they had at first."""
-    u = da.zeros(6, chunks=3).persist()
-    for generator in da.random.default_rng(1), da.random.RandomState(1):
-        chosen, drawn = generator.choice(9, 6, chunks=3), generator.normal(size=6, chunks=3)
-        step = dask_p2p.compile(lambda u: u + chosen + drawn, u)  # noqa: B023
-        expected = (chosen + drawn).compute()
-        with step.resident(u) as run:
-            for _ in range(2):
-                np.testing.assert_array_equal(run.fetch(run(u)), expected)
 
 
 @pytest.mark.parametrize("value", [0, 1])

@@ -14,14 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dask_p2p.errors import SectionError
-from dask_p2p.fusing.resident.commands import (
-    CALL,
-    DROP,
-    FETCH,
-    KEEP,
-    CommandLog,
-    CommandQueue,
-)
+from dask_p2p.fusing.resident.commands import CALL, DROP, FETCH, KEEP, CommandLog, CommandQueue
 from tests.support import tune
 
 SIZE, MOST = 3, 12
@@ -166,33 +159,6 @@ class Residents(RuleBasedStateMachine):
 
 TestResidents = Residents.TestCase
 TestResidents.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-
-
-def test_lost_checkpoints():
-    log = CommandLog(2, command_limit=3)
-    log.restart(0)
-    for count in range(2):
-        calls = [log.add(CALL, [-1], 2 * count + n) for n in range(2)]
-        checkpoint = log.add(KEEP)
-        for rank in range(2):
-            log.record_answer(rank, checkpoint, None)
-        if not count:  # few commands are repeated from the start
-            log.restart(0)
-            assert [number for number, *_ in log.take_unsent()] == calls
-    with pytest.raises(SectionError, match="handles are lost"):
-        log.restart(0)
-    log.restart(checkpoint)
-
-
-def test_an_answer_after_a_loss_is_needed_from_all():
-    log = CommandLog(2, MOST)
-    number = log.add(FETCH, 5)
-    assert log.record_answer(0, number, "old") is None
-    log.restart(0)
-    assert log.take_unsent() == [(number, FETCH, 5)]
-    assert log.record_answer(1, number, "b") is None
-    assert log.record_answer(0, number, "a") == {0: "a", 1: "b"}
-    assert log.record_answer(0, number, "late") is None
 
 
 # --- the commands of a client, on their way to a rank's thread

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 
-import dask.array as da
 import numpy as np
 import pytest
 import scipy.fft
@@ -13,12 +12,10 @@ import toolz
 from dask.array.core import getter
 from dask.array.random import _choice_rng as known_choice
 from dask.task_spec import Alias, DataNode, List, Task, TaskRef
-from distributed import Client, LocalCluster
 from distributed.protocol.pickle import dumps
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dask_p2p
 from dask_p2p.engine.task import Blocks
 from dask_p2p.fusing.planning.sizes import Program, Superstep
 from dask_p2p.fusing.running import program as module
@@ -98,25 +95,6 @@ def test_few_programs_are_kept():
     with programs.running(large, unpacked) as ready:
         assert not ready.runs_again
     assert [*programs._programs] == [texts[-1], texts[-2]]
-
-
-def test_functions_that_change_their_arguments():
-    """Each call of a compiled function finds constants and defaults as they were."""
-
-    def add_to_all(block, total, calls=[]):  # noqa: B006  # as users write it
-        total += 1
-        calls.append(1)
-        return block + total * len(calls)
-
-    x, total = da.ones((6, 2), chunks=(2, 2)), da.from_array(np.zeros((6, 2)), chunks=(2, 2))
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-        Client(cluster),
-    ):
-        u = x.persist()
-        step = dask_p2p.compile(lambda u: u.map_blocks(add_to_all, total, meta=u._meta), u)
-        for _ in range(3):
-            np.testing.assert_array_equal(step(u).compute(), np.full((6, 2), 2.0))
 
 
 # --- functions of tasks: those of users, and those that keep a state

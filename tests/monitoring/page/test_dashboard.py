@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import itertools
 import json
@@ -23,7 +22,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import add_pages
 from dask_p2p.monitoring.feed import INTERVAL_S
 from tests.support import in_process, own_client
-from tests.transports.loopback import true_later, wait_until
+from tests.transports.loopback import wait_until
 
 # Of Bokeh's client, which makes an event loop for this thread, on Python 3.12 and 3.13.
 pytestmark = pytest.mark.filterwarnings("ignore:There is no current event loop:DeprecationWarning")
@@ -115,37 +114,6 @@ def test_no_worker_is_asked_after_the_plugin_was_removed(client, request_times):
 async def take_off(dask_scheduler):
     await dask_scheduler.unregister_worker_plugin(None, PLUGIN_NAME)
     dask_scheduler.remove_plugin(PLUGIN_NAME)
-
-
-def test_a_page_that_is_lost_leaves_in_the_log_what_one_of_dask_does(client, caplog):
-    """Bokeh's ping may notice it before its handler, which then misses the session."""
-    from bokeh.client import pull_session
-
-    async def lose_all(dask_scheduler):
-        for app in dask_scheduler.http_application.applications:
-            for page in pages_of(app):
-                page._socket.ws_connection.stream.close()
-        for app in dask_scheduler.http_application.applications:
-            getattr(app, "_keep_alive", bool)()
-        await true_later(
-            lambda: not any(map(pages_of, dask_scheduler.http_application.applications))
-        )
-        await asyncio.sleep(0.2)
-
-    def pages_of(app):
-        return getattr(app, "_clients", ())
-
-    port = client.cluster.scheduler.http_server.port
-    pages = {"/status/ws", "/p2p/ws"}
-    sessions = [pull_session(url=f"http://127.0.0.1:{port}{page[:-3]}") for page in pages]
-    client.run_on_scheduler(lose_all)
-    del sessions
-
-    def lost():
-        texts = [r.getMessage() for r in caplog.records if r.name == "tornado.application"]
-        return {page for page in pages for text in texts if f"GET {page}" in text}
-
-    wait_until(lambda: lost() in (pages, set()), state=lost)  # the two come one after the other
 
 
 def check_pages(client, prefix=""):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 import time
-from collections import Counter
+import tomllib
+from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -15,6 +15,7 @@ from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.feed import TABLE
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
@@ -27,28 +28,22 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
+ROOT = Path(dask_p2p.__file__).parents[1]
 CLUSTER = {
     "n_workers": 2,
     "threads_per_worker": 1,
     "dashboard_address": "127.0.0.1:0",
     "env": {"PYTHONPATH": import_path()},
 }
+EVERY = """
+    const every = root => [...root.querySelectorAll("*")].flatMap(
+        e => e.shadowRoot ? [e, ...every(e.shadowRoot)] : [e]
+    );
+"""
 IN_RUNS = """
     const data = Bokeh.documents[0].get_model_by_name("p2p-runs").data;
     const row = Array.from(data.name).indexOf(arguments[0]);
     return row >= 0 && data.state[row] == arguments[1] && data.progress[row] <= arguments[2];
-"""
-WHEN_DRAWN = """
-    const [name, done] = arguments;
-    const source = Bokeh.documents[0].get_model_by_name("p2p-stages");
-    const look = () => {
-        const {stop_s, part, name: of} = source.data;
-        const stops = Array.from(stop_s).filter((_, i) => of[i] == name && part[i] == "task");
-        if (stops.length < 4) return setTimeout(look, 10);
-        const answer = () => done([Math.max(...stops), Date.now() / 1000]);
-        requestAnimationFrame(() => requestAnimationFrame(answer));
-    };
-    look();
 """
 
 
@@ -100,51 +95,7 @@ def bars(driver, name):
     return [bar for bar in every if bar["name"] == name]
 
 
-def test_links_are_those_of_all_runs(client, driver, page):
-    visit(driver, page)
-    shown(driver, persisted(client, dask_p2p.transpose(array(client))).name)
-    pairs = Counter()
-    for run in dask_p2p.last_runs(client, n=100):
-        for (reader, holder, _), nbytes in run.pairs.items():
-            pairs[reader.removeprefix("tcp://"), holder.removeprefix("tcp://")] += nbytes
-
-    def bytes_by_pair():
-        matrix = data(driver, "p2p-links")
-        readers_and_holders = zip(matrix["reader"], matrix["holder"], strict=True)
-        return dict(zip(readers_and_holders, matrix["nbytes"], strict=True))
-
-    wait_until(lambda: bytes_by_pair() == pairs, 60, bytes_by_pair)  # the table is updated first
-    matrix = data(driver, "p2p-links")
-    assert set(matrix["transport"]) == {"cma"}
-    assert max(matrix["share"]) == 1
-    assert min(matrix["share"]) > 0
-
-
-@pytest.mark.parametrize(
-    "most_s",
-    [
-        pytest.param(25, id="soon"),
-        # How soon is a figure, and one of a machine that has nothing else to do.
-        pytest.param(1, id="within a second", marks=pytest.mark.long),
-    ],
-)
-def test_from_the_end_of_a_task_to_its_bar(client, driver, page, most_s):
-    visit(driver, page)
-    x = array(client)
-    taken_s = []
-    for i in range(3):
-        y = dask_p2p.transpose(x + i)
-        future = client.compute(y)
-        stop_s, drawn_s = driver.execute_async_script(WHEN_DRAWN, y.name)
-        taken_s.append(drawn_s - stop_s)
-        future.release()
-    assert 0 < statistics.median(taken_s) < most_s, taken_s
-
-
 DRAWN = """
-    const every = root => [...root.querySelectorAll("*")].flatMap(
-        e => e.shadowRoot ? [e, ...every(e.shadowRoot)] : [e]
-    );
     const [blocks, ...before] = arguments;
     const cells = every(document).filter(e => e.matches(".slick-row")).map(
         row => [...row.querySelectorAll(".slick-cell")].map(cell => cell.innerText)
@@ -170,12 +121,12 @@ def test_a_run_is_shown_while_it_is_under_way(client, driver, page):
         assert bars(driver, y.name)
         cells = []
         for _ in range(3):
-            cells.append(until(driver, DRAWN, "0 of 4 x 1", *cells, limit_s=60))
+            cells.append(until(driver, EVERY + DRAWN, "0 of 4 x 1", *cells, limit_s=60))
     finally:
         gate.set()
     assert future.result().shape == (400, 300)
     assert shown(driver, y.name)["blocks"] == "4 of 4 x 1"
-    until(driver, DRAWN, "4 of 4 x 1", limit_s=60)
+    until(driver, EVERY + DRAWN, "4 of 4 x 1", limit_s=60)
     assert complaints(driver) == []
 
 
@@ -209,9 +160,6 @@ def test_steps_of_a_section_are_shown_while_it_runs(client, driver, page):
 
 
 CUT = """
-    const every = root => [...root.querySelectorAll("*")].flatMap(
-        e => e.shadowRoot ? [e, ...every(e.shadowRoot)] : [e]
-    );
     const found = every(document).filter(e => e.matches(".slick-cell, .slick-header-column"));
     const widthOf = e => (e.querySelector(".slick-column-name") || e).scrollWidth;
     const cut = found.filter(e => widthOf(e) > e.clientWidth);
@@ -232,14 +180,40 @@ def test_no_column_is_cut_off_and_none_is_empty(client, driver, page):
             shown(driver, name)
 
         def is_whole():
-            texts, cut = driver.execute_script(CUT)
+            texts, cut = driver.execute_script(EVERY + CUT)
             return "longest task" in texts and "1234 of 1234" in " ".join(texts) and not cut
 
-        wait_until(is_whole, 60, lambda: driver.execute_script(CUT))
-        texts, _ = driver.execute_script(CUT)
+        wait_until(is_whole, 60, lambda: driver.execute_script(EVERY + CUT))
+        texts, _ = driver.execute_script(EVERY + CUT)
         assert "fallbacks" not in texts
     finally:
         driver.set_window_size(1400, 900)
+
+
+def test_a_narrow_page_scrolls_down_only_and_explains_itself(driver, page):
+    driver.set_window_size(600, 1000)
+    try:
+        visit(driver, page)
+        titles = (
+            "return [...arguments[0].querySelectorAll('a')].map(link => [link.href, link.title])"
+        )
+        links = driver.execute_script(titles, driver.find_element("css selector", "#p2p-theme"))
+        urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
+        guide = "docs/how-to/dashboard.md"
+        assert links[-1] == [f"{urls['Source']}/blob/main/{guide}", "Guide to this page"]
+        assert (ROOT / guide).exists()
+        heads = until(driver, EVERY + HEADS)
+        assert {head: TABLE[head] for head, _ in heads} == dict(heads)
+        until(driver, "return document.documentElement.scrollWidth <= innerWidth")
+        assert complaints(driver) == []
+    finally:
+        driver.set_window_size(1400, 900)
+
+
+HEADS = """
+    const heads = every(document).filter(e => e.matches(".slick-column-name [title]"));
+    return heads.length && heads.map(e => [e.innerText, e.title]);
+"""
 
 
 def luminance(colour):

@@ -9,7 +9,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import LocalBlock, PerRank, Same, Whole, iterate, spmd
+from dask_p2p import LocalBlock, PerRank, Same, Whole, spmd
 from dask_p2p.errors import (
     BlockMismatchError,
     InputError,
@@ -121,22 +121,6 @@ def test_each_rank_returns_values_of_its_own(client):
         spmd(normalized, array(), ranks=2, per_rank=(0,))[0].compute()
     with pytest.raises(BlockMismatchError, match=r"value of shape .* that becomes int64"):
         spmd(described, array(), ranks=2, per_rank=(0, np.zeros(2, int)))[1].compute()
-
-
-def test_ranks_may_return_values_of_their_own_alone(client):
-    def described(ctx, x):
-        return ctx.rank, [x.sum(), x.size]
-
-    ranks, sums = spmd(described, array(), ranks=4, outputs=0, per_rank=(0, np.zeros(2)))
-    ranks, sums = dask.compute(ranks, sums)
-    assert ranks.tolist() == [0, 1, 2, 3]
-    assert sums.sum(axis=0).tolist() == [X.sum(), X.size]
-    largest = spmd(lambda ctx, x: x.max(), array(), ranks=2, outputs=0, per_rank=[0.0])
-    assert largest.compute().max() == X.max()
-    with pytest.raises(BlockMismatchError, match=r"value of shape \(\) .*, got \(\) object"):
-        spmd(described, array(), ranks=2, outputs=0, per_rank=(0.0,)).compute()
-    with pytest.raises(BlockMismatchError, match=r"per_rank\[0\], per_rank\[1\], .* got 2"):
-        spmd(described, array(), ranks=2, outputs=0, per_rank=(0, 0, 0))[0].compute()
 
 
 def test_examples_of_what_ranks_return_are_numbers():
@@ -309,10 +293,6 @@ def test_wrong_arguments_are_refused():
         spmd(func, array(), ranks=0)
     with pytest.raises(InputError, match="number of outputs"):
         spmd(func, array(), outputs="1")
-    with pytest.raises(
-        InputError, match="partition: expected a tuple of axes of an array of 2 dimensions"
-    ):
-        spmd(func, array(), partition=(2,))
     with pytest.raises(UnsupportedArrayError, match="expected a Dask array"):
         spmd(func, X)
     with pytest.raises(InputError, match="expected arrays of the first one's chunks"):
@@ -427,20 +407,6 @@ def test_ranks_of_one_process_share_no_arguments(ranks):
             assert (y.compute() == 3).all()
     assert function.calls == given["log"] == given["table"]["calls"] == []
     assert given["table"]["weights"].tolist() == [1, 1, 1]
-
-
-def test_ranks_of_one_process_share_no_arguments_of_iterate():
-    def counted(u, log, out, table):
-        log.append(1)
-        table["calls"] += 1
-        out[...] = len(log) + table["calls"]
-
-    log, table = [], {"calls": 0}
-    with own_client(1, threads_per_worker=4, processes=False):
-        y = iterate(counted, array(), 1, 3, constants=(log,), ranks=3, overlap=False, table=table)
-        for _ in range(2):
-            assert (y.compute() == 6).all()
-    assert (log, table) == ([], {"calls": 0})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

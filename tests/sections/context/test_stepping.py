@@ -123,11 +123,6 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize("function", RIGHT)
-def test_right_states_are_not_refused(alone, function):
-    assert function(alone, np.arange(3.0)).tolist() == [12, 13, 14]
-
-
 def copy_worked_on(ctx, x):
     s = ctx.state(x=x)
     for _ in ctx.steps(STEPS, s, every=1):

@@ -144,6 +144,9 @@ def test_ranks_that_cannot_read_get_messages(monkeypatch):
     monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: True)
     run_gang(SLABS, to_columns)
     assert sent == [256 * 256 * 8] * 6
+    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: rank == 1)
+    run_gang(SLABS, to_columns)  # rank 1 reads memory of rank 0
+    assert sent == [256 * 256 * 8] * 7
 
 
 def test_memory_that_has_gone_ends_the_attempt(monkeypatch):

@@ -65,10 +65,7 @@ def test_equal_structures_of_other_types_are_not_confused():
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [
-        (threading.Lock(), "got lock"),
-        ({"a": (1, (n for n in ()))}, "got generator"),
-    ],
+    [(threading.Lock(), "got lock"), ({"a": (1, (n for n in ()))}, "got generator")],
 )
 def test_values_without_a_pickle_are_refused(value, error):
     with pytest.raises(InputError, match=f"value: expected.* {error}.* Send the numbers, arrays"):

@@ -126,19 +126,10 @@ def test_no_state_goes_before_a_newer_one_is_whole():
     assert all(5 in dict(each.steps("x"))[rank] for rank, each in enumerate(kept))
 
 
-def due(period, steps, clock=None, step_s=0.0):
-    found = []
-    for step in range(1, steps + 1):
-        if clock is not None:
-            clock.now_s += step_s
-        if period.is_due(step, lambda own: own):
-            found.append(step)
-    return found
-
-
-def test_checkpoints_are_due_after_steps():
-    assert due(Period(7), 20) == [7, 14]
-    assert due(Period(None), 20) == []
+@pytest.mark.parametrize(("every", "expected"), [(7, [7, 14]), (None, [])])
+def test_checkpoints_are_due_after_steps(every, expected):
+    period = Period(every)
+    assert [step for step in range(1, 21) if period.is_due(step, lambda own: own)] == expected
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 4.0, 50.0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import time
-from functools import partial
 from types import SimpleNamespace
 from weakref import ref
 
@@ -12,7 +11,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import estimate, iterate, spmd, tuning
+from dask_p2p import estimate, iterate, spmd
 from dask_p2p.backends import cupy as cupy_backend
 from dask_p2p.errors import (
     BlockMismatchError,
@@ -24,7 +23,6 @@ from dask_p2p.errors import (
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import capture as overlap
-from tests.clock import START_S, Clock
 from tests.sections.emulated import emulated_gpu, kernel, on_gpu, run_section
 from tests.sections.iterate.test_iterate import X as LARGE
 from tests.sections.iterate.test_iterate import star
@@ -138,33 +136,15 @@ def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
         assert second_gpu.stream is not device.stream, "which no other device uses"
 
 
-class StartedByHand:
-    """A thread that the test runs itself."""
-
-    def __init__(self, started, target, args, daemon):
-        assert daemon
-        self.start = lambda: started.append(partial(target, *args))
-
-
 def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    clock, later, device = Clock(), [], Gpu()
-    monkeypatch.setattr(gpu_streams, "time", clock)
-    monkeypatch.setattr(
-        gpu_streams,
-        "threading",
-        SimpleNamespace(Thread=lambda **options: StartedByHand(later, **options)),
-    )
+    tune(monkeypatch, window_linger_s=1.0)
+    device = Gpu()
     device.exported.append(memory := gpu.empty((100,), "f8"))
     used = gpu.live_bytes
     del memory
     device.let_go(is_orderly=False)
     assert gpu.live_bytes == used
-    (run,) = later
-    run()
-    assert clock.now_s - START_S == pytest.approx(
-        tuning.current.window_linger_s, abs=2 * gpu_streams._LOOK_S
-    )
-    assert gpu.live_bytes < used
+    wait_until(lambda: gpu.live_bytes < used)
     device.exported.append(gpu.empty((100,), "f8"))
     device.let_go(is_orderly=True)
     assert gpu.live_bytes < used

@@ -6,15 +6,11 @@ import gc
 from functools import partial
 
 import numpy as np
-import pytest
 
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.messages import READ, WRITTEN
-from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
-from tests.simulation.streams import RaceError
 from tests.support import tune
 
 RANKS = RankGrid(((1, 1, 1),), (3,))
@@ -108,21 +104,6 @@ def test_bytes_of_several_exchanges_add_up(gpu, monkeypatch):
     tune(monkeypatch, lent_bytes=3 * ROWS * WIDTH * 8)
     lent = lend_around(gpu, (1,))
     assert 2 * lent.count(False) == lent.count(True)
-
-
-@pytest.mark.parametrize("ways", [(1,), (1, -1)])
-@pytest.mark.parametrize("missing", ["wait for the writer", "wait for the readers"])
-def test_a_missing_wait_is_found(gpu, monkeypatch, missing, ways):
-    number = WRITTEN if missing == "wait for the writer" else READ
-    original = PeerMemory.wait
-    monkeypatch.setattr(
-        PeerMemory,
-        "wait",
-        lambda self, stream, event: None if event == number else original(self, stream, event),
-    )
-    tune(monkeypatch, lent_bytes=1 if ways == (1,) else 2**26)
-    with pytest.raises(RaceError):
-        lend_around(gpu, ways)
 
 
 def test_without_windows_bytes_are_sent(gpu):

@@ -13,10 +13,9 @@ from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu import messages as module
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.messages import READ, WRITTEN
 from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
-from tests.simulation.streams import Array, RaceError
+from tests.simulation.streams import Array
 from tests.support import BOUND_S, tune
 
 RANKS = RankGrid(((1, 1, 1),), (3,))
@@ -118,19 +117,6 @@ def to_the_right(gpu, ctx):
     received_arrays = [ctx.recv(0) for _ in range(3 if ctx.rank == 1 else 0)]
     ctx.device.stream.synchronize()
     return [*map(gpu.read, received_arrays)]
-
-
-@pytest.mark.parametrize("missing", ["for the sender", "for the receiver"])
-def test_a_missing_wait_is_found(gpu, monkeypatch, missing):
-    number = WRITTEN if missing == "for the sender" else READ
-    original = PeerMemory.wait
-    monkeypatch.setattr(
-        PeerMemory,
-        "wait",
-        lambda self, stream, event: None if event == number else original(self, stream, event),
-    )
-    with pytest.raises(RaceError):
-        run(gpu, lambda ctx: around(gpu, ctx))
 
 
 @pytest.mark.usefixtures("_unopened")

@@ -10,19 +10,10 @@ import pytest
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import ORDERS, RankGrid
 from dask_p2p.sections.gpu import regions as region_windows
-from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connections import Connections
-from tests.sections.gpu.test_regions import (
-    PAIR,
-    SLABS,
-    fail_on_rank,
-    filled,
-    overwritten,
-    run,
-)
+from tests.sections.gpu.test_regions import PAIR, SLABS, fail_on_rank, filled, overwritten, run
 from tests.sections.gpu.test_regions import there_and_back as both_ways
-from tests.simulation.streams import RaceError
 from tests.support import pairwise, tune
 
 
@@ -41,8 +32,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "exchange"),
-    pairwise([PAIR, SLABS, RankGrid(((20, 28), (16, 24)), (2, 2))], ORDERS),
+    ("ranks", "exchange"), pairwise([PAIR, SLABS, RankGrid(((20, 28), (16, 24)), (2, 2))], ORDERS)
 )
 def test_values(gpu, in_place, ranks, exchange):
     run(gpu, ranks, partial(both_ways, gpu, times=3, exchange=exchange))
@@ -102,39 +92,3 @@ def test_a_rank_that_shares_no_memory(gpu, in_place, monkeypatch, obstacle):
     fail_on_rank(monkeypatch, obstacle, "__init__", 2)
     run(gpu, SLABS, partial(both_ways, gpu))
     assert len({*in_place}) == 4
-
-
-# --- without one of the rules
-
-
-def no_wait_for_others(monkeypatch):
-    monkeypatch.setattr(PeerMemory, "wait", lambda peer, stream, number: None)
-
-
-def recorded_before_the_copies(monkeypatch):
-    make = OwnEvents.__init__
-
-    def early(instance, device, count):
-        make(instance, device, count)
-        for event in instance.events:
-            record, copy_stream = event.record, device.copies
-            event.record = lambda stream, record=record, copy_stream=copy_stream: record(
-                copy_stream
-            )
-
-    monkeypatch.setattr(OwnEvents, "__init__", early)
-
-
-def one_slot(monkeypatch):
-    memory, address = windows.OwnWindow.memory, PeerWindow.address
-    monkeypatch.setattr(
-        windows.OwnWindow, "memory", lambda instance, rank, slot: memory(instance, rank, 0)
-    )
-    monkeypatch.setattr(PeerWindow, "address", lambda peer, slot: address(peer, 0))
-
-
-@pytest.mark.parametrize("breaks", [no_wait_for_others, recorded_before_the_copies, one_slot])
-def test_each_rule_is_needed(gpu, monkeypatch, breaks):
-    breaks(monkeypatch)
-    with pytest.raises(RaceError):
-        run(gpu, PAIR, partial(both_ways, gpu, times=3))

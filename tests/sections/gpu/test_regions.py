@@ -102,9 +102,7 @@ def there_and_back(gpu, ctx, local_block, times=2, **kwargs):
 @pytest.mark.parametrize(
     ("part_bytes", "ranks", "has_windows"),
     pairwise(
-        [0, PART_BYTES, 2**14],
-        [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))],
-        [True, False],
+        [0, PART_BYTES, 2**14], [PAIR, SLABS, RankGrid(((48,), (40,)), (1, 1))], [True, False]
     ),
 )
 def test_values(gpu, through_host, part_bytes, ranks, has_windows):
@@ -524,34 +522,12 @@ def one_stream_waits(number):
     return breaks
 
 
-@pytest.mark.parametrize(
-    ("breaks", "part_bytes"),
-    [
-        (no_wait_for(WRITTEN), PART_BYTES),
-        (no_wait_for(WRITTEN), 0),
-        (no_wait_for(READ), PART_BYTES),
-        (recorded_elsewhere(WRITTEN), PART_BYTES),
-        (recorded_elsewhere(READ), PART_BYTES),
-        (without(start=False, end=True), PART_BYTES),
-        (without(start=True, end=False), PART_BYTES),
-        (one_stream_waits(0), 0),
-        (one_stream_waits(1), PART_BYTES),
-    ],
-)
-def test_each_rule_is_needed(gpu, monkeypatch, breaks, part_bytes):
-    breaks(monkeypatch)
-    with pytest.raises(RaceError):
-        run(gpu, PAIR, partial(there_and_back, gpu, times=1), part_bytes)
-
-
 def one_piece_for_all(monkeypatch):
     """Treat a local block as complete when its first piece is."""
     original = PeerMemory.wait
     first = WRITTEN
     monkeypatch.setattr(
-        PeerMemory,
-        "wait",
-        lambda peer, stream, number: original(peer, stream, min(number, first)),
+        PeerMemory, "wait", lambda peer, stream, number: original(peer, stream, min(number, first))
     )
 
 
@@ -560,25 +536,36 @@ def own_pieces_do_not_wait(monkeypatch):
     monkeypatch.setattr(DeviceQueue, "concurrent", careless)
 
 
+def turned(gpu, ctx, local_block):
+    there_and_back(gpu, ctx, local_block, times=1)
+
+
+def turned_in_pieces(gpu, ctx, local_block):
+    in_pieces(gpu, PAIR, ctx, local_block)
+
+
 @pytest.mark.parametrize(
-    "breaks",
+    ("program", "breaks", "part_bytes", "options"),
     [
-        no_wait_for(WRITTEN + 1),
-        no_wait_for(READ),
-        recorded_elsewhere(WRITTEN + 1),
-        one_piece_for_all,
-        own_pieces_do_not_wait,
+        (turned, no_wait_for(WRITTEN), PART_BYTES, {}),
+        (turned, no_wait_for(WRITTEN), 0, {}),
+        (turned, no_wait_for(READ), PART_BYTES, {}),
+        (turned, recorded_elsewhere(WRITTEN), PART_BYTES, {}),
+        (turned, recorded_elsewhere(READ), PART_BYTES, {}),
+        (turned, without(start=False, end=True), PART_BYTES, {}),
+        (turned, without(start=True, end=False), PART_BYTES, {}),
+        (turned, one_stream_waits(0), 0, {}),
+        (turned, one_stream_waits(1), PART_BYTES, {}),
+        (turned, without(start=False, end=True), PART_BYTES, {"has_windows": False}),
+        (turned, without(start=True, end=False), PART_BYTES, {"has_windows": False}),
+        (turned_in_pieces, no_wait_for(WRITTEN + 1), 0, {}),
+        (turned_in_pieces, no_wait_for(READ), PART_BYTES, {}),
+        (turned_in_pieces, recorded_elsewhere(WRITTEN + 1), 0, {}),
+        (turned_in_pieces, one_piece_for_all, PART_BYTES, {}),
+        (turned_in_pieces, own_pieces_do_not_wait, 0, {}),
     ],
 )
-@pytest.mark.parametrize("part_bytes", [0, PART_BYTES])
-def test_each_rule_is_needed_for_pieces(gpu, monkeypatch, breaks, part_bytes):
+def test_each_rule_is_needed(gpu, monkeypatch, program, breaks, part_bytes, options):
     breaks(monkeypatch)
     with pytest.raises(RaceError):
-        run(gpu, PAIR, partial(in_pieces, gpu, PAIR), part_bytes)
-
-
-@pytest.mark.parametrize(("start", "end"), [(False, True), (True, False)])
-def test_rules_of_regions_through_the_host(gpu, monkeypatch, start, end):
-    without(start=start, end=end)(monkeypatch)
-    with pytest.raises(RaceError):
-        run(gpu, PAIR, partial(there_and_back, gpu, times=1), has_windows=False)
+        run(gpu, PAIR, partial(program, gpu), part_bytes, **options)

@@ -15,7 +15,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire import streams as module
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.sections.wire.streams import MOST_STRANGERS, Strangers
+from dask_p2p.sections.wire.streams import Strangers
 from tests.clock import Clock
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S
@@ -216,12 +216,6 @@ def is_closed(end):
         return True
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_too_many_open_files_are_an_error_of_this_process(door, number):
-    with pytest.raises(SectionError, match="expected room for one more open file"):
-        door.accepted(OSError(number, "too many open files"))
-
-
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EHOSTUNREACH])
 def test_errors_of_a_peer_keep_no_other_one_out(door, connections, number):
     here, there = connections()
@@ -235,16 +229,6 @@ def test_a_connection_of_another_user_is_closed(door, connections, monkeypatch):
     monkeypatch.setattr(module.os, "geteuid", lambda: -1)
     assert door.accepted(here) == []
     assert is_closed(there)
-
-
-def test_no_more_than_some_tens_are_taken_and_these_make_room(door, connections, clock):
-    made = [connections() for _ in range(2 * MOST_STRANGERS)]
-    made[-1][1].send(b"abc")
-    assert door.accepted(*(here for here, _ in made)) == []
-    assert len(door.listener.results) == MOST_STRANGERS < 100
-    clock.now_s += door.strangers.patience_s
-    assert door.accepted() == [(b"abc", made[-1][0])]
-    assert all(is_closed(there) for _, there in made[:MOST_STRANGERS])
 
 
 def test_a_connection_that_is_silent_for_long_is_closed(door, connections, clock):

@@ -220,10 +220,7 @@ def test_strangers_are_disconnected(gang):
     """Ranks of other attempts, strangers without attempt tokens, and silent ones."""
     connections, own = gang.connections[1], gang.peers[1]
     *_, name, _, host, port = connections.endpoint.split()
-    addresses = [
-        (socket.AF_UNIX, bytes.fromhex(name)),
-        (socket.AF_INET, (host, int(port))),
-    ]
+    addresses = [(socket.AF_UNIX, bytes.fromhex(name)), (socket.AF_INET, (host, int(port)))]
     strangers = []
     for family, address in addresses:
         for sent in (

@@ -164,7 +164,6 @@ class CheckpointFiles:
     # --- contents of a checkpoint
 
     def _shapes(self, values: Mapping[str, SavedValue]) -> Shapes:
-        """Return the shape and dtype of each array that is divided between ranks."""
         divided = {name: value for name, value in values.items() if value.kind == DIVIDED}
         return {name: (value.shape, value.array.dtype) for name, value in divided.items()}
 
@@ -198,7 +197,6 @@ class CheckpointFiles:
         create_arrays(group, self._shapes(self._saved), self._values.chunks)
 
     def _write_parts(self, group: Any) -> np.uint64:
-        """Write this rank's part of a checkpoint; return its fingerprint."""
         parts, device = Parts(), self.ctx.device
         for name, value in self._saved.items():
             if value.kind == DIVIDED:
@@ -273,14 +271,12 @@ class CheckpointFiles:
         return record, "" if is_same else "got others"
 
     def _record(self, step: int) -> Any:
-        """Return the record of a checkpoint. Raises `ValueError` if it is damaged."""
         digest, _, text = self._marker(step, _COMPLETE).read().partition(b"\n")
         if digest != _digest(text):
             raise ValueError(f"{self._marker(step, _COMPLETE)} has other contents")
         return json.loads(text)
 
     def _read(self, group: Any, record: Mapping[str, Any], parts: Parts) -> Iterator[Any]:
-        """Yield the name and this rank's part of each value of a checkpoint."""
         boxes = {name: value.box for name, value in self._values.current().items()}
         for name, kind in record["kinds"].items():
             if kind == DIVIDED:
@@ -417,7 +413,6 @@ class CheckpointFiles:
         return self._folder.child(f"step-{step:012}")
 
     def _marker(self, step: int, end: str) -> Folder:
-        """Return the record of a checkpoint, or the file of an incomplete one."""
         return self._folder.child(f"step-{step:012}{end}")
 
     def _steps(self, end: str, names: list[str]) -> list[int]:

@@ -29,21 +29,7 @@ SERIES = "series."  # start of the names of the arrays of series
 
 
 class FieldValues:
-    """The values of `iterate` on one rank: fields, numbers and series.
-
-    Parameters
-    ----------
-    local : LocalFields
-        Fields and constants.
-    scalars : Scalars
-        Fields that are numbers.
-    series : Series
-        Recorded numbers.
-    chunks : tuple of int
-        Chunks of the arrays in a store.
-    settings : callable
-        Returns texts of the run's settings, by name.
-    """
+    """The values of `iterate` on one rank: fields, numbers and series."""
 
     def __init__(
         self,
@@ -51,8 +37,8 @@ class FieldValues:
         local: LocalFields,
         scalars: Scalars,
         series: Series,
-        chunks: tuple[int, ...],
-        settings: Callable[[], Mapping[str, str]],
+        chunks: tuple[int, ...],  # of the arrays in a store
+        settings: Callable[[], Mapping[str, str]],  # returns texts of the run's, by name
     ) -> None:
         self._ctx, self._local, self._scalars, self._series = ctx, local, scalars, series
         self.chunks, self.settings = chunks, settings
@@ -63,7 +49,6 @@ class FieldValues:
         return self._series.kinds
 
     def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
-        """Yield the name of each array, its local block, and its field."""
         for name, field in self._local.fields.items():
             for number, level in enumerate(field.levels if not field.spec.is_constant else ()):
                 yield f"{name}.{number}" if field.spec.is_list else name, level.inner, field
@@ -117,13 +102,6 @@ class StateValues:
     Arrays of the local block's shape are parts of one array of the store, so any number of ranks
     may resume. Numbers are the same on all ranks. Other values, such as series and generators, are
     stored once if they are the same on all ranks. If they differ, as many ranks must resume.
-
-    Parameters
-    ----------
-    ctx : Context
-        The rank.
-    state : State
-        The values.
     """
 
     records: ClassVar[Mapping[str, Any]] = {}
@@ -196,17 +174,7 @@ _LAST_SHIFT = 31
 
 
 def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
-    """Return the fingerprint of a part of an array.
-
-    Parameters
-    ----------
-    device
-        Device of the part.
-    block
-        Elements of the part.
-    box
-        Bounds of the part in the whole array.
-    """
+    """Return the fingerprint of a part of an array, which has the bounds `box` in the whole."""
     total = np.zeros((), np.uint64)
     if not box:
         block, box = block.reshape(1), ((0, 1),)
@@ -313,15 +281,9 @@ _READS_GLOBAL = "LOAD_GLOBAL", "LOAD_NAME"
 
 
 class Descriptions:
-    """Describes functions, and values that they use.
+    """Describes functions, and values that they use."""
 
-    Parameters
-    ----------
-    values : iterable
-        All functions and values to describe.
-    """
-
-    def __init__(self, values: Iterable[Any]) -> None:
+    def __init__(self, values: Iterable[Any]) -> None:  # all that will be described
         self._is_selecting = False  # whether entries that are not named are left out
         self._names = set[str]()  # of variables, attributes and keys in the code of functions
         self._texts: dict[int, tuple[Any, str]] = {}  # by identity, with the value itself
@@ -347,7 +309,6 @@ class Descriptions:
         return self._texts[id(value)][1]
 
     def _parts(self, value: Any) -> Iterator[str]:
-        """Yield texts of the parts of a value, in an order that is always the same."""
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             yield f"{value.dtype.str} {value.shape}"
             yield blake2b(np.ascontiguousarray(value).tobytes()).hexdigest()
@@ -421,7 +382,6 @@ class Descriptions:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    """Return the names of global variables that code reads, and functions within it."""
     instructions = dis.get_instructions(code)
     names = {
         instruction.argval for instruction in instructions if instruction.opname in _READS_GLOBAL

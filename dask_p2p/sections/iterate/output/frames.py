@@ -58,30 +58,16 @@ class Frames:
 
     The next frame that is due waits for all ranks, and then the thread of rank 0 records the
     previous one. Ranks that share chunks write in turn, without a thread.
-
-    Parameters
-    ----------
-    spec : FramesSpec
-        The checked arguments of a `Save`.
-    ctx : Context
-        The rank.
-    values : callable
-        Returns the current arrays and numbers by name.
-    steps : int
-        Number of steps of the run.
-    local : LocalFields, optional
-        The fields of `iterate`, for computed fields.
-    arguments : callable, optional
-        Updates the halos of some fields; returns a function of the arguments of computed fields.
     """
 
     def __init__(
         self,
         spec: FramesSpec,
         ctx: Context,
-        values: Callable[[], Mapping[str, SavedValue]],
-        steps: int,
-        local: LocalFields | None = None,
+        values: Callable[[], Mapping[str, SavedValue]],  # returns the current ones
+        steps: int,  # of the run
+        local: LocalFields | None = None,  # of `iterate`, for computed fields
+        # Updates the halos of some fields; returns a function of arguments of computed fields.
         arguments: Callable[[Collection[str]], Arguments] | None = None,
     ) -> None:
         self.spec, self._ctx, self._values = spec, ctx, values
@@ -131,7 +117,6 @@ class Frames:
         return first
 
     def _shapes(self) -> Iterator[tuple[str, tuple[tuple[int, ...], Any]]]:
-        """Yield the name, shape and dtype of each array."""
         current, arguments = self._values(), self._computed_arguments()
         for name in self._names:
             yield name, (self._lengths.get(name, ()), np.dtype(current[name].array.dtype))
@@ -225,7 +210,6 @@ class Frames:
         array.attrs.update(coordinate.attributes)
 
     def _shares_chunks(self) -> bool:
-        """Return whether this rank has a part of a chunk whose rest another rank has."""
         return any(
             rows.start < rows.stop
             and (rows.start % chunk or (rows.stop % chunk and rows.stop != length))
@@ -361,7 +345,6 @@ class Frames:
         return written
 
     def _wait(self) -> None:
-        """Wait until the thread has written its frame; raise its error."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -78,6 +78,7 @@ def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
         assert size_bytes == 8 or bytes(data) == bytes([found[-1]]) * size_bytes
     assert found == [1, 2, 3, 4]
     assert connection.mailbox.received_bytes == (0 if size_bytes == 8 else 4 * size_bytes)
+    assert slots.write(slots.sent_messages, 5, header(5)), "the slot is free again"
 
 
 @pytest.mark.parametrize("later", [header(2), HEADER.pack(1, 0, b"barrier()")])
@@ -146,6 +147,27 @@ def test_nothing_overtakes_bytes_that_have_yet_to_be_sent(connected):
     assert connection.write_to_slot(1, message)
     assert slots.calls.has(1)
     assert slots.messages.has(1)
+
+
+@pytest.mark.parametrize("first", [1, 100, HEADER.size - 1])
+def test_a_header_in_two_pieces(connected, first):
+    connection, peer, _ = connected
+    peer.send(header(7)[:first])
+    assert connection.receive_small(0.0) is None
+    peer.send(header(7)[first:] + header(8))
+    assert connection.receive_small(0.0) is None, "the rest is received as other messages are"
+    connection.mailbox.receive(receive := Receive(7, 5))
+    connection.receive_messages()
+    assert receive.is_complete
+    assert receive.arrival.data[:8] == b"12345678"
+
+
+def test_calls_of_all_ranks_that_were_earlier_come_first(connected):
+    connection, peer, _ = connected
+    connection.early.append((HEADER.pack(1, 0, b"barrier()"), memoryview(b"")))
+    peer.send(header(7))
+    assert connection.receive_small(0.0) is None
+    assert connection.call == "barrier()"
 
 
 @on_x86
