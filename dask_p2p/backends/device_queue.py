@@ -17,7 +17,7 @@ import numpy as np
 from dask_p2p.backends import device as device_module
 from dask_p2p.backends.base import MOST_UNREAD, SLOTS, Timer, memory_order
 from dask_p2p.backends.device import MEMCPY_DEFAULT, StreamTimings, is_managed
-from dask_p2p.backends.host import MakeTimer, RepeatingTimer
+from dask_p2p.backends.host import RepeatingTimer
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch
 from dask_p2p.geometry import Layout
 from dask_p2p.types import Array, DTypeLike, Kind
@@ -41,15 +41,10 @@ class SlotCache:
     They are freed after a while without use, or when memory runs out.
     """
 
-    def __init__(
-        self,
-        keep_s: float = 1.0,
-        clock: Callable[[], float] = time.monotonic,
-        timer: MakeTimer = threading.Timer,
-    ) -> None:
+    def __init__(self) -> None:
         self._slots: dict[int | None, list[list[Slot]]] = {}  # by device
-        self._used_s, self._clock = 0.0, clock
-        self._timer = RepeatingTimer(keep_s, self._expire, timer)
+        self._used_s = 0.0
+        self._timer = RepeatingTimer(1.0, self._expire)
         self._lock = threading.Lock()
 
     def take(self, device: int | None, slot_bytes: int, count: int = 1) -> list[Slot]:
@@ -68,7 +63,7 @@ class SlotCache:
         """Keep slots, which may be in use until their events happen."""
         with self._lock:
             self._slots.setdefault(device, []).append(slots)
-            self._used_s = self._clock()
+            self._used_s = time.monotonic()
         self._timer.start()
 
     def clear(self) -> bool:
@@ -79,7 +74,7 @@ class SlotCache:
 
     def _expire(self) -> bool:
         with self._lock:
-            if self._clock() - self._used_s < self._timer.interval_s:
+            if time.monotonic() - self._used_s < self._timer.interval_s:
                 return True
         self.clear()
         return False

@@ -78,7 +78,7 @@ class Ring:
         return array
 
     def to_fill(
-        self, part: int, index: int, like: Any, after: Iterable[tuple[str, int]] = ()
+        self, part: int, index: int, like: Any, after: Iterable[tuple[str, int]]
     ) -> np.ndarray[Any, Any]:
         """Return an array in host memory that no copy reads, after these actions of parts."""
         array = self.on_host(part, index, like)
@@ -88,7 +88,7 @@ class Ring:
 
     @contextmanager
     def queue_action(
-        self, action: str, part: int, after: Iterable[tuple[str, int]] = ()
+        self, action: str, part: int, after: Iterable[tuple[str, int]]
     ) -> Iterator[Any]:
         """Return a context that queues an action of a part, after these actions of parts.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial, wraps
 from types import TracebackType
 from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
@@ -108,7 +108,10 @@ def keep_user_frames(exc: BaseException) -> None:
 
 
 def _select_user_frames(exc: BaseException) -> TracebackType | None:
-    frames = [*_iterate_traceback(exc.__traceback__)]
+    frames, link = [], exc.__traceback__
+    while link is not None:
+        frames.append(link)
+        link = link.tb_next
     packages = [str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0] for tb in frames]
     runs_tasks = [package == _PACKAGE or package in _RUNNERS for package in packages]
     if isinstance(exc, _ABOUT_USERS):
@@ -128,12 +131,6 @@ def _select_user_frames(exc: BaseException) -> TracebackType | None:
     for tb in reversed(shown):
         result = TracebackType(result, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
     return result
-
-
-def _iterate_traceback(tb: TracebackType | None) -> Iterator[TracebackType]:
-    while tb is not None:
-        yield tb
-        tb = tb.tb_next
 
 
 logger = logging.getLogger(__name__)

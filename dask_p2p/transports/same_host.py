@@ -114,15 +114,13 @@ class SameHostTransport(Transport):
             reply = ask_and_wait(self.worker, holder, self._peer_op, PROBE_TIMEOUT_S, about)
             peer = Peer(**check_reply(reply, holder, about)["peer"])
             try:
-                description = self._peers[holder] = (peer, self._peer_obstacle(peer))
+                local = self.describe()
+                obstacle = separation(local, peer) or self.memory_obstacle(local, peer)
             except OSError as exc:
                 message = f"this worker cannot describe its own process: {exc}"
                 raise TransferError(message) from exc
+            description = self._peers[holder] = (peer, obstacle)
         return description
-
-    def _peer_obstacle(self, peer: Peer) -> Obstacle | None:
-        local = self.describe()
-        return separation(local, peer) or self.memory_obstacle(local, peer)
 
     # --- the holder's side ---
 

@@ -40,12 +40,8 @@ def install(monkeypatch):
     config.transport_classes.cache_clear()
 
 
-@pytest.fixture
-def pigeon(install):
+def test_it_can_be_named_and_comes_first(install):
     install("Pigeon")
-
-
-def test_it_can_be_named_and_comes_first(pigeon):
     assert options().order("numpy") == ("pigeon", "cma", "comm")
     assert options().order("cupy") == ("ipc", "ucx", "pinned", "comm")
     with dask.config.set({"p2p.transports.order": ["pigeon"]}):

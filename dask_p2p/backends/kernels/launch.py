@@ -141,14 +141,19 @@ def _plan_kernels(
     axes, word = geometry.axes, geometry.word_bytes
     if not axes or (len(axes) == 1 and axes[0][1:] == (word, word)):  # one run in both arrays
         return [_memcpy(dst, src, geometry)]
-    tiling = choose_tiling(geometry, (src - dst) % VECTOR_BYTES == 0)
+    tiling = _tile_plane(geometry)
+    if tiling.use < FULL_TILES and (src - dst) % VECTOR_BYTES == 0:
+        tiling = _tile_cells(geometry) or tiling
     inner, extra = tiling.outer[:MAX_OUTER], tiling.outer[MAX_OUTER:]
     launches: list[Launch] = []
     for src_offset, dst_offset in _split_offsets(extra):
         launch = _launch(
             tiling._replace(outer=inner), geometry.word_bytes, dst + dst_offset, src + src_offset
         )
-        launches += _split(launch, max_grid)
+        launches += [
+            launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
+            for first in range(0, launch.grid, max_grid)
+        ]
     return launches
 
 
@@ -182,14 +187,6 @@ def _launch(tiling: Tiling, word: int, dst: int, src: int) -> Launch:
     count = prod(tiles) * prod(axis.extent for axis in outer)
     entry = f"permute_{variant}_{word}"
     return Launch(entry, count, threads, src, dst, k, i, j, head, step, tiles, outer, cells)
-
-
-def _split(launch: Launch, max_grid: int) -> list[Launch]:
-    """Split a launch with too many thread blocks."""
-    return [
-        launch._replace(first_tile=first, grid=min(max_grid, launch.grid - first))
-        for first in range(0, launch.grid, max_grid)
-    ]
 
 
 # The axes of a permuted copy, reduced to a kernel's least input. Integers only.
@@ -337,16 +334,6 @@ class Tiling(NamedTuple):
             return 0.0  # its blocks read words one by one
         k, i = self.k.extent, self.i.extent
         return k * i / (round_up(k, self.step[0]) * round_up(i, self.step[1]))
-
-
-def choose_tiling(geometry: Geometry, alike: bool) -> Tiling:
-    """Choose the kernel and its tiles.
-
-    `alike`: both arrays start at the same offset modulo 16 bytes.
-    """
-    tiling = _tile_plane(geometry)
-    cells = _tile_cells(geometry) if alike and tiling.use < FULL_TILES else None
-    return cells or tiling
 
 
 def _tile_cells(geometry: Geometry) -> Tiling | None:

@@ -67,16 +67,12 @@ class Gathering:
         self._joined_s = self._lost_s = self._asked_s = float("-inf")
         self._lost = 0  # lost workers that were not replaced
 
-    def add(self, keys: Iterable[Any]) -> None:
-        """Begin to check the gangs among new tasks of the scheduler."""
+    def add(self, keys: Iterable[Any]) -> bool:
+        """Begin to check the gangs among new tasks. Return whether there are gangs to check."""
         for name in _find_gangs(keys):
             self._gangs.setdefault(name, _WaitingGang())
         if self._gangs and self._timer is None:
             self._schedule_check()
-
-    @property
-    def has_gangs(self) -> bool:
-        """True if there are gangs to check."""
         return bool(self._gangs)
 
     def forget(self, key: Any) -> None:

@@ -85,8 +85,7 @@ class Gangs:
 
     def _watch(self, keys: Iterable[Any]) -> None:
         """Watch the gangs among tasks from their arrival: a rank may never join."""
-        self._gathering.add(keys)
-        self._has_had_gangs = self._has_had_gangs or self._gathering.has_gangs
+        self._has_had_gangs = self._gathering.add(keys) or self._has_had_gangs
 
     def _overlay_target(self) -> None:
         handler = self._scheduler.handlers.get("adaptive_target")
