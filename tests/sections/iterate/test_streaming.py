@@ -184,7 +184,7 @@ def incomplete(u, out):
 @pytest.mark.parametrize("is_on_gpu", [False, True])
 def test_first_call_is_checked(gpu, step, is_on_gpu):
     function = kernel(gpu, step) if is_on_gpu else step
-    with pytest.raises((InputError, BlockMismatchError), match="only reads|to fill"):
+    with pytest.raises((InputError, BlockMismatchError), match=r"only reads|to fill"):
         computed(streamed(function, array(), 1, 4, ranks=1))
 
 
