@@ -110,7 +110,6 @@ def checksum(array: Array) -> int:
 
 
 def _backend_of(block: Array) -> Backend:
-    """Return the backend of the block's package."""
     kind = type(block)
     backend = BACKENDS.get(kind.__module__.partition(".")[0])
     if backend is None:

@@ -360,11 +360,9 @@ class Timer:
 
     @property
     def seconds(self) -> float:
-        """Estimated time of all groups: the mean of timed groups times the number of groups."""
         return self.timed_s * self.groups / self.timed if self.timed else 0.0
 
     def add(self, time_s: float) -> None:
-        """Add the time of a group."""
         self.timed += 1
         self.timed_s += time_s
 

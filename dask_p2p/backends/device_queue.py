@@ -67,7 +67,6 @@ class SlotCache:
         self._timer.start()
 
     def clear(self) -> bool:
-        """Free all slots; return true if there were any."""
         with self._lock:
             unused, self._slots = self._slots, {}
         return any(unused.values())
@@ -100,7 +99,6 @@ class UnreadArrays:
             del oldest
 
     def clear(self) -> None:
-        """Drop all arrays; only after all work with them."""
         self._arrays.clear()
 
 
@@ -311,12 +309,10 @@ class DeviceQueue:
 
     @property
     def reading(self) -> Sequence[Any]:
-        """The streams that read parts of peers' blocks."""
         return self._copies, self._stream
 
     @property
     def concurrent(self) -> Any:
-        """The stream of `concurrent` work."""
         return self._concurrent
 
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:

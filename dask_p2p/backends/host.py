@@ -125,7 +125,6 @@ def _grow(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> 
 
 
 def _boxes(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    """Yield the boxes that tile `shape`, in C order."""
     return product(
         *(
             [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
@@ -211,7 +210,6 @@ class RepeatingTimer:
             self._timer.start()
 
     def cancel(self) -> None:
-        """Stop the timer until the next `start`."""
         with self._lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -340,7 +338,6 @@ class IdentityCache(Generic[_T]):
         self._lock = Lock()  # held while a result is added
 
     def get(self, instance: Any, key: Hashable, compute: Callable[[], _T]) -> _T:
-        """Return the result for an object and a key; compute it if it is not kept."""
         identity = id(instance), key
         cached = self._results.get(identity)
         if cached is None:

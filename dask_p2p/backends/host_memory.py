@@ -251,7 +251,6 @@ def keep_small_buffers() -> None:
 
 
 def _resident_bytes() -> int:
-    """Return the memory of this process; 0 if it may open no more files."""
     with suppress(OSError):
         return int(_MEMORY.read_bytes().split()[1]) * PAGESIZE
     return 0

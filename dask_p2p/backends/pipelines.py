@@ -106,7 +106,6 @@ class Ring:
             freed_slot.free, freed_slot.is_used = event, True
 
     def wait(self, action: str, part: int) -> None:
-        """Wait for an action of a part."""
         self._events[action, part % self._count].synchronize()
 
     def _events_before(
@@ -162,7 +161,6 @@ class HostStreams:
         self._warn = warn
 
     def device_slots(self, count: int, size_bytes: int) -> list[Slot]:
-        """Return device memory for `count` parts."""
         if slots := self._kept_slots.take(self._device, size_bytes, count):
             return slots
         with self.streams["up"]:  # the stream that fills it, which therefore does not wait
@@ -346,7 +344,6 @@ class _BlockInTransit:
         return unregister is not None
 
     def wait(self) -> None:
-        """Wait for the last part on all streams, and thereby for all parts."""
         for action in self._streams.streams:
             self.ring.wait(action, len(self._plan.parts) - 1)
         self._streams.timings.read()
@@ -434,12 +431,10 @@ class _BlockInTransit:
         copy_on_host(target, self.ring.on_host(step.part, self._plan.slot_bytes, target))
 
     def _inputs(self, number: int) -> Iterable[tuple[np.ndarray[Any, Any], int]]:
-        """Return a part's view of each array, and its byte offset in a slot."""
         part = self._plan.parts[number]
         return zip(self._work.views(part), self._plan.input_indices(part), strict=False)
 
     def _target(self, number: int) -> Any:
-        """Return the view of the output that a part's result fills."""
         return self._out[self._work.output_slices(self._plan.parts[number])]
 
     def _pitch(self, number: int, view: np.ndarray[Any, Any]) -> Pitch | None:

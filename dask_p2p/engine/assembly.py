@@ -140,7 +140,6 @@ class Assembly:
         self._out: Any = None
 
     def key(self, source_number: int) -> tuple[Any, ...]:
-        """Dask key of a source."""
         return self.output.key(self.plan.sources[source_number])
 
     def run(self) -> Any:
@@ -385,7 +384,6 @@ class HeldBlocks:
         return blocks
 
     def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
-        """Return the known kinds of the blocks, each with the number of one block of this kind."""
         kinds = {backend_for(block).name: number for number, block in in_memory.items()}
         for number in self.blocks.keys() - in_memory.keys():
             kind = self._context.kind_of(self._keys[number])
@@ -414,7 +412,6 @@ class HeldBlocks:
             queue.wait_until_written(self._being_read.values(), any_stream=self._any_stream)
 
     def release(self) -> None:
-        """Drop all references. Call only when the queue is synchronised."""
         self._being_read = {}
 
     def put_into(self, out: Array, queue: Queue) -> None:

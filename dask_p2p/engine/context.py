@@ -110,14 +110,12 @@ class TaskContext(AttemptLog):
 
     @cached_property
     def router(self) -> Router:
-        """The routes to other workers."""
         raise _no_plugin()
 
     def transport(self, name: str) -> Any:
         """Return the transport with this name; None if the worker has none."""
 
     def block(self, key: Key) -> Any:
-        """Return a block, as `WorkerContext.block` does."""
         raise _no_plugin()
 
     def in_memory(self, key: Key) -> Any:

@@ -54,7 +54,6 @@ class RemoteSource:
 
     @property
     def size(self) -> int:
-        """Number of elements to read from the block."""
         return sum(box_size(piece.src) for piece in self.pieces)
 
     def give_up(self, error: TransferError) -> None:
@@ -109,12 +108,10 @@ class Fetch:
 
     @property
     def in_place(self) -> bool:
-        """True if the regions stay in the holder's memory and are read there."""
         return self.route.transport.in_place
 
     @property
     def live_sources(self) -> list[RemoteSource]:
-        """The sources of this fetch that have not failed, complete or not."""
         return [source for source in self.sources if source.fetch is self]
 
     def regions(self) -> Iterator[Region]:
@@ -335,7 +332,6 @@ class RemoteSources:
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """For each stage, the preferred transports that had failed."""
         return tuple(
             Fallback(stage.holder, name, failure.text[:REASON_CHARS])
             for stage in self.stages
@@ -346,7 +342,6 @@ class RemoteSources:
 
     @property
     def wanted_bytes(self) -> int:
-        """Total bytes to read; 0 before the routes are chosen. Any thread may read this."""
         return sum(source.size for source in self.sources) * int(self.dtype.itemsize)
 
     @property

@@ -260,7 +260,6 @@ class AssembleTask(ReferenceTask):
         blocks: Blocks,
         on_missing: OnMissing | None = None,
     ) -> AssembleTask:
-        """Return a new task."""
         callbacks = () if on_missing is None else (on_missing,)
         return cls(key, assemble_block, key, plan, index, output, blocks, *callbacks)
 

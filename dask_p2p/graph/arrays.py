@@ -195,7 +195,6 @@ class LayerExpr:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Chunks of the array."""
         return self.lazy_layer.chunks
 
     @cached_property
@@ -320,7 +319,6 @@ class PlannedLayer:
 
     @cached_property
     def token(self) -> str:
-        """Token of the layer; random if the function has no other, so it is computed once."""
         values = map(named_fields, (self.plan, self.options, self.epilogue))
         return str(tokenize(self.prefix, *values))
 
@@ -329,7 +327,6 @@ class PlannedLayer:
 
     @property
     def chunks(self) -> Chunks:
-        """Chunks of the array."""
         return self.plan.chunks if self.epilogue is None else self.epilogue.chunks
 
     def meta(self, first: Any) -> Array:
@@ -337,11 +334,9 @@ class PlannedLayer:
         return first._meta if self.epilogue is None else self.epilogue.meta
 
     def name(self, token: str) -> str:
-        """Return the name of the array."""
         return f"{self.prefix}-{token}"
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
-        """Return the tasks, by key, that assemble the blocks."""
         (x,) = inputs
         kind, epilogue = backend_for(x._meta).name, self.epilogue
         after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)

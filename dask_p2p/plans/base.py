@@ -198,7 +198,6 @@ class Input(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one element along the axis, or of the whole undivided block."""
         undivided_lengths = (n for axis, n in enumerate(self.shape) if axis != self.axis)
         return prod(undivided_lengths) * self.item_bytes
 
@@ -218,7 +217,6 @@ class Part(NamedTuple):
 
     @property
     def result_length(self) -> int:
-        """Length of the function's result along the axis."""
         return self.output_range[1] - self.output_range[0] + sum(self.result_halo)
 
 
@@ -241,7 +239,6 @@ class PartPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of all inputs of the largest part."""
         return max(self.input_indices(part)[-1] for part in self.parts)
 
     @property

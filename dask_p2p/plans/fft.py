@@ -46,14 +46,12 @@ class Transform:
     is_inverse: bool = False  # true if divisions move to earlier axes
 
     def ready(self, chunks: Chunks, remaining: frozenset[int]) -> frozenset[int]:
-        """Return the remaining axes that can be transformed locally."""
         undivided = frozenset(axis for axis in remaining if len(chunks[axis]) == 1)
         if self.first in remaining - undivided:
             return frozenset()
         return undivided - {self.last} if remaining - undivided else undivided
 
     def after(self, chunks: Chunks, transformed: frozenset[int]) -> Chunks:
-        """Return the chunks after the transform of these undivided axes."""
         result = list(chunks)
         for axis in transformed:
             result[axis] = (self.lengths[axis],)
@@ -202,7 +200,6 @@ class ReorderedPlan:
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Chunks in the array's order of axes."""
         return tuple(self.plan.chunks[self.order.index(a)] for a in range(len(self.order)))
 
     @property

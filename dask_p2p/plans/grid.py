@@ -142,12 +142,10 @@ class GridPlan:
 
     @cached_property
     def src_chunks(self) -> Chunks:
-        """Chunks of the input, in its order of axes."""
         return tuple(self.mappings[p].src_sizes for p in self._source_axes)
 
     @cached_property
     def chunks(self) -> Chunks:
-        """Chunks of the output, in its order of axes."""
         return tuple(mapping.sizes for mapping in self.mappings)
 
     @cached_property
@@ -189,7 +187,6 @@ class GridPlan:
         return reads
 
     def _all_sources(self, blocks: tuple[tuple[int, ...], ...]) -> tuple[Index, ...]:
-        """Return the sources of a block that reads these source blocks along each axis."""
         # Blocks of one row of the grid share a list: a transpose of slabs has a single one.
         sources = self._sources.get(blocks)
         if sources is None:

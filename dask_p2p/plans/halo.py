@@ -62,7 +62,6 @@ class Halo:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of the blocks with their halos."""
         return tuple(
             sum(stop - start for start, stop in self._reach(number))
             for number in range(len(self.src_sizes))
@@ -86,7 +85,6 @@ class Halo:
 
     @cached_property
     def widths(self) -> tuple[tuple[int, int], ...]:
-        """By block: widths of the halo before and after it, smaller at some ends."""
         reaches = map(self._reach, range(len(self.src_sizes)))
         return tuple((first - start, stop - last) for (start, first), _, (last, stop) in reaches)
 
@@ -207,7 +205,6 @@ class RankHalo(Exchange):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the local block with its halo."""
         return self.after
 
 
@@ -282,11 +279,9 @@ class _HaloBlocks:
         return cls(plan.mappings, halo_widths_of(plan), groups, has_corners)
 
     def shape(self, at: Index) -> tuple[int, ...]:
-        """Return the shape of a local block with its halo."""
         return tuple(m.sizes[i] for m, i in zip(self.mappings, at, strict=True))
 
     def inner(self, at: Index) -> Box:
-        """Return the box of a local block within its halo."""
         of_axes = zip(self.widths, at, self.shape(at), strict=True)
         return tuple((w[i][0], size - w[i][1]) for w, i, size in of_axes)
 
@@ -298,7 +293,6 @@ class _HaloBlocks:
         return {}
 
     def pieces(self, at: Index) -> list[_HaloPiece]:
-        """Return the pieces of a halo, in the order of an exchange."""
         if at not in self._pieces:
             inner, full_box, filled = self.inner(at), self._full_box(at), set[int]()
             pieces = self._pieces[at] = []

@@ -67,7 +67,6 @@ class RankGrid:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return prod(self.grid)
 
     @cached_property
@@ -80,7 +79,6 @@ class RankGrid:
 
     @cached_property
     def local_sizes(self) -> Chunks:
-        """Sizes of local blocks along each axis, in the form of chunks."""
         return tuple(
             tuple(sum(sizes[lo:hi]) for lo, hi in pairwise(cuts))
             for sizes, cuts in zip(self.chunks, self._cuts, strict=True)
@@ -88,22 +86,18 @@ class RankGrid:
 
     @cached_property
     def indices(self) -> list[Index]:
-        """By rank: the index in the grid."""
         return list(product(*map(range, self.grid)))
 
     def rank(self, index: Index) -> int:
-        """Return the rank at an index of the grid."""
         number = 0
         for at, count in zip(index, self.grid, strict=True):
             number = number * count + at
         return number
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Return the shape of a rank's local block."""
         return block_shape(self.local_sizes, self.indices[rank])
 
     def box(self, rank: int) -> Box:
-        """Return the box of a rank's local block in the array."""
         bounds = map(block_bounds, self.local_sizes)
         return tuple((b[at], b[at + 1]) for b, at in zip(bounds, self.indices[rank], strict=True))
 
@@ -299,7 +293,6 @@ class Exchange:
     receives: dict[int, list[Box]]  # by sender: boxes of the target
 
     def shape_before(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return a region's shape in the source, from the one in the target."""
         return tuple(shape[self.axes.index(axis)] for axis in range(len(shape)))
 
 

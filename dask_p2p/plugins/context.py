@@ -97,14 +97,12 @@ class DaskWorkerContext(TaskContext):
         raise KeyError(key)
 
     def is_on_disk(self, key: Key) -> bool:
-        """Return whether a block is spilled, so that `block` has to read it."""
         return is_spilled(self._worker.data, key)
 
     def transport(self, name: str) -> Any:
         return self.router.transports.get(name)
 
     def holds(self, key: Key) -> bool:
-        """Return whether the worker has a block, in memory or spilled."""
         return holds(self._worker.data, key)
 
     def in_memory(self, key: Key) -> Any:
@@ -150,7 +148,6 @@ class DaskWorkerContext(TaskContext):
         warn_client(self._worker, text, P2PWarning)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
-        """Log an event for `client.get_events`: a transport to a holder was given up."""
         event = {
             "worker": self.address,
             "holder": holder,
@@ -205,7 +202,6 @@ class DaskWorkerContext(TaskContext):
         return backend_named(kind).memory_below(wanted_bytes, limit_bytes)
 
     def probe_peers(self, holders: Iterable[str], kind: Kind) -> None:
-        """Probe the route that blocks of this kind will take from each of these workers."""
         with device_work():
             for holder in holders:
                 if holder != self.address:
@@ -221,7 +217,6 @@ class DaskWorkerContext(TaskContext):
         meter(record)
 
     def running_records(self) -> list[TaskRecord]:
-        """Return the records of running tasks, as far as they have come."""
         return [make_record() for make_record in tuple(self.running.values())]
 
     def _add_run_number(self, record: TaskRecord) -> TaskRecord:

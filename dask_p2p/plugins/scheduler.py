@@ -110,7 +110,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.scheduler.add_plugin(self, name=PLUGIN_NAME)
 
     async def close(self) -> None:
-        """Stop when the scheduler closes."""
         self._gangs.close()
         self.feed.close()
         prometheus.unregister(self.scheduler)
@@ -119,13 +118,11 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             set_up.task.cancel()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        """Install the plugin on a worker that joins."""
         self._gangs.add_worker()
         if PLUGIN_NAME in scheduler.worker_plugins:
             self._begin_set_up(worker)
 
     def remove_worker(self, scheduler: Any, worker: str, **kwargs: Any) -> None:
-        """Drop the state of a worker that leaves."""
         self._failed.pop(worker, None)
         self._records.forget(worker)
         self.feed.forget(worker)
@@ -321,7 +318,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self._begin_set_up(worker)
 
     def _begin_set_up(self, worker: str) -> None:
-        """Start the installation on a worker, unless one is running."""
         self._states[worker] = self.scheduler.workers[worker]
         if worker not in self._set_ups or self._set_ups[worker].task.done():
             task = asyncio.ensure_future(self._set_up(worker))

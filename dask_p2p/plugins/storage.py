@@ -275,7 +275,6 @@ class PinnedOutputs(OutputMemory):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of all pinned memory: outputs in use, and kept buffers."""
         return sum(list(self._pinned.values()))
 
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:

@@ -164,13 +164,11 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         return {**self._context.counters.values(), **gauges}
 
     def clear_probes(self) -> None:
-        """Drop the blocks that were made to measure links."""
         for key in self._context.probes.clear():
             for transport in self._transports.values():
                 transport.on_released(key)
 
     async def teardown(self, worker: Worker) -> None:
-        """Restore the worker's handlers, and end all leases."""
         worker.stream_handlers.update(self._originals)
         prometheus.unregister(worker)
         own_metrics = (_LEASED_METRIC, DEVICE_METRIC, COUNTERS_METRIC)

@@ -97,12 +97,10 @@ class Region:
     prefetched: Any = None  # the reader's local copy, if the array lies elsewhere
 
     def mark_requested(self, bring: Bring, has_arrived: Callable[[], bool] | None = None) -> Region:
-        """Mark the region as requested, and return it."""
         self.bring, self.has_arrived = bring, has_arrived
         return self
 
     def mark_failed(self, error: Exception) -> Region:
-        """Mark the region as failed, and return it."""
         self.error = without_frames(error)
         return self
 
@@ -141,7 +139,6 @@ class Reading(ABC):
         """Request and yield one region after another."""
 
     def drop(self, request: int) -> None:
-        """Stop requesting parts of this request, which has failed."""
         self._dropped.add(request)
 
     def confirm(self) -> None:  # noqa: B027  # optional
@@ -386,7 +383,6 @@ class Probes:
             return self._blocks[key]
 
     def clear(self) -> list[_Key]:
-        """Drop all probe blocks, and return their keys."""
         with self._lock:
             keys = list(self._blocks)
             self._blocks.clear()

@@ -57,7 +57,6 @@ class Buffers:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of idle buffers."""
         return sum(size * len(buffers) for (_, size), buffers in list(self._idle.items()))
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -144,7 +143,6 @@ class SegmentName(NamedTuple):
     size_bytes: int
 
     def is_open(self) -> bool:
-        """Return true if the segment's process still has it open."""
         try:
             return os.stat(f"/proc/{self.pid}/fd/{self.fd}").st_ino == self.inode
         except OSError:
@@ -167,7 +165,6 @@ class Segment:
 
     @classmethod
     def make(cls, size_bytes: int) -> Segment:
-        """Make a segment with all its pages."""
         fd = os.memfd_create(FILE_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
@@ -207,7 +204,6 @@ class Segment:
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        """NumPy's array interface, for `Buffers`."""
         return self.bytes.__array_interface__
 
     def pin(self) -> None:
@@ -219,7 +215,6 @@ class Segment:
         self.device_id = current_device()
 
     def array(self, backend: Backend) -> Any:
-        """Return the memory as a 1-D array of bytes."""
         if backend.on_device:
             self.pin()
         return backend.bytes_of(self, self.bytes.nbytes, self)
@@ -281,7 +276,6 @@ class Footprint:
     comes_in_batches: bool = False  # True if small regions share a part
 
     def task_bytes(self, largest_bytes: int, remote_bytes: int, item_bytes: int) -> int:
-        """Return the upper bound of one task's memory; see `staging_bytes`."""
         if self.part_bytes is None:
             return 0
         whole_bytes = remote_bytes if self.comes_in_batches else largest_bytes
@@ -290,7 +284,6 @@ class Footprint:
 
     @property
     def each_bytes(self) -> int:
-        """Upper bound of the memory of one part."""
         return self._size_of(self.part_bytes or 0)
 
     def idle_bytes(self, options: Options) -> int:

@@ -168,7 +168,6 @@ class MappedAllocation:
     unused_since_s: float = 0.0  # monotonic
 
     def overlaps(self, process: str, ipc_handle: IpcHandle) -> bool:
-        """Return true if it overlaps the addresses of an allocation of the process."""
         own_handle = self.ipc_handle
         return self.process == process and (
             own_handle.base < ipc_handle.base + ipc_handle.nbytes
@@ -200,7 +199,6 @@ class Mappings:
         self._timer = RepeatingTimer(UNUSED_S, self.close_unused)
 
     def __len__(self) -> int:
-        """Return the number of open mappings."""
         return len(self._open)
 
     def acquire(self, peer: Peer, ipc_handle: IpcHandle, block_bytes: int) -> MappedAllocation:

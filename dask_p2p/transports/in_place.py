@@ -54,7 +54,6 @@ class CmaTransport(SameHostTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return a footprint with one part at a time, read by the reader's own thread."""
         part_bytes = min(options.part_bytes or _PART_BYTES, _MOST_PART_BYTES)
         most_bytes = max(1, options.staging_limit_bytes // 2)  # rest: parts from other hosts
         return Footprint(part_that_fits(part_bytes, most_bytes), 0, parts_idle=2)
@@ -170,7 +169,6 @@ class IpcTransport(SameHostTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return a footprint with one part for each slot of the queue."""
         part_bytes = ipc_part_bytes(options)
         return Footprint(part_bytes, SLOTS - 1, parts_held=SLOTS, copies=SLOTS, is_buffered=False)
 

@@ -79,7 +79,6 @@ class _LockFile:
         fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, byte, 1, 0))
 
     def is_locked(self, byte: int) -> bool:
-        """Return whether a byte is locked through another open file."""
         query = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
         conflict = fcntl.fcntl(self.fd, fcntl.F_OFD_GETLK, query)
         return bool(_FLOCK.unpack(conflict)[0] != fcntl.F_UNLCK)
@@ -281,13 +280,11 @@ class PublishedBlocks(_LockFile):
 
     @property
     def leased_bytes(self) -> int:
-        """Bytes of all blocks that are kept alive."""
         with self._lock:
             live_blocks = [*self.published.values(), *self.withdrawn]
         return sum(getattr(published.block, "nbytes", 0) for published in live_blocks)
 
     def __len__(self) -> int:
-        """Return the number of blocks that are kept alive."""
         return len(self.published) + len(self.withdrawn)
 
     def _reserve(self, digest: bytes) -> int:

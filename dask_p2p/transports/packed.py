@@ -72,11 +72,9 @@ class ReadRequest(NamedTuple):
 
     @property
     def left_s(self) -> float:
-        """Remaining time until the deadline; at least 0."""
         return max(0.0, self.deadline_s - time.monotonic())
 
     def layout(self) -> Layout:
-        """Return the layout of the regions in one buffer."""
         return lay_out_regions([box for _, box in self.parts], self.item_bytes)
 
 
@@ -195,7 +193,6 @@ class PackedTransport(Transport):
         return {"parts": await self.pack_request(request, where)}
 
     async def pack_request(self, request: ReadRequest, where: Any) -> Sequence[dict[str, Any]]:
-        """Pack the requested regions. Return the reply for each."""
         send_buffer = await self.make_send_buffer(request, where)
         send_buffer.begin(*await self.reserve(request))
         return await self.worker.offload(self.pack_all, send_buffer, threads=self.threads)
@@ -252,7 +249,6 @@ class PackedTransport(Transport):
         return block
 
     def _queue_for(self, block: Array) -> Queue:
-        """Return a queue that packs regions of a block after the block is written."""
         queue = backend_for(block).queue(leave_bandwidth=True)
         queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
         return queue
@@ -290,7 +286,6 @@ class CommTransport(PackedTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return a footprint with parts of the configured size, or the largest size that fits."""
         part_bytes, on_device = options.part_bytes or _PART_BYTES, backend_named(kind).on_device
         part_count = parts_held(_IN_FLIGHT, kind) + on_device  # one more in host memory
         return Footprint(

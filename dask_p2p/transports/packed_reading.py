@@ -71,7 +71,6 @@ class RecvBuffer:
         return None
 
     async def regions(self, replies: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
-        """Wait for the regions of these replies, and return them."""
         return [reply.get("data") for reply in replies]
 
     def abandon(self) -> None:
@@ -91,7 +90,6 @@ class FlatRecvBuffer(RecvBuffer):
         """Return memory for all regions. Raises `TransferError` if there is none."""
 
     async def wait_for_arrival(self, replies: Sequence[Any], deadline_s: float) -> Array:
-        """Wait for the regions of these replies, and return the memory."""
         return self.memory
 
     async def regions(self, replies: Sequence[Any], first: int, deadline_s: float) -> Sequence[Any]:
@@ -99,7 +97,6 @@ class FlatRecvBuffer(RecvBuffer):
         return [self.region(memory, first + number) for number in range(len(replies))]
 
     def region(self, memory: Array, number: int) -> Array:
-        """Return the region with this number, in this memory."""
         region: Array = self.layout.view(memory, number, self.about.dtype)
         return region
 
@@ -127,7 +124,6 @@ class PackedReading(Reading):
         self.batch_bytes = min(all_items * requests[0].dtype.itemsize, self.part_bytes)
 
     def layout(self, parts: Sequence[Region]) -> Layout:
-        """Return the layout of parts in one buffer."""
         return lay_out_regions([part.box for part in parts], self.requests[0].dtype.itemsize)
 
     def __iter__(self) -> Iterator[Region]:

@@ -94,7 +94,6 @@ class PinnedTransport(PackedTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return a footprint with parts of the configured size, or the largest size that fits."""
         part_bytes = options.part_bytes or _PART_BYTES
         on_device = backend_named(kind).on_device
 

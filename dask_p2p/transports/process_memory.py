@@ -311,7 +311,6 @@ class Processes:
                 _call(name, [on_end])
 
     def forget(self, name: str, on_end: OnEnd) -> None:
-        """Cancel a function of `watch`."""
         with self._lock:
             self._calls.get(name, {}).pop(on_end, None)
 

@@ -104,7 +104,6 @@ class Router:
         return (route.holder, route.transport.name) in self.failures
 
     def _works(self, route: Route, kind: Kind) -> bool:
-        """Return whether a route works. The first call probes it."""
         about = (route.holder, route.transport.name, kind)
         if (proof := self.proofs.get(about)) is None:
             with self._lock:
@@ -166,7 +165,6 @@ class Router:
         return [(name, failure) for name, failure in failures if failure is not None]
 
     def on_worker_left(self, holder: str) -> None:
-        """Drop all records of a worker that has left."""
         with self._lock:
             learnt: tuple[dict[Any, Any], ...] = self.failures, self.proofs
             for facts in learnt:

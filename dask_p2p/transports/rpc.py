@@ -145,7 +145,6 @@ class Background:
         running.add_done_callback(self._finished)
 
     def cancel(self) -> None:
-        """Cancel all that run. On the event loop."""
         for running in self._running:
             running.cancel()
 

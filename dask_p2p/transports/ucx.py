@@ -313,7 +313,6 @@ class UcxTransport(PackedTransport):
 
     @classmethod
     def footprint(cls, options: Options, kind: Kind) -> Footprint:
-        """Return a footprint with parts of the configured size, or the largest size that fits."""
         default_bytes = _PART_BYTES if backend_named(kind).on_device else _HOST_PART_BYTES
         part_bytes, available_bytes = options.part_bytes or default_bytes, left_bytes(options, kind)
         footprint = fit_parts(
@@ -390,7 +389,6 @@ class UcxTransport(PackedTransport):
     # --- the reader's side, in task threads ---
 
     def make_tags(self, holder: str, number: int = 1) -> MessageTags:
-        """Return new tags for this number of messages."""
         closed = self.messenger().count_closed(self.addresses.get(holder, b""))
         return MessageTags([*islice(self.tags, number)], self.worker.address, closed)
 

@@ -195,7 +195,6 @@ class Messenger:
                 timer.start()
 
     def count_closed(self, address: bytes) -> int:
-        """Return the number of endpoints to an address that have been closed."""
         with self._lock:  # all endpoints except an open one
             return self._endpoint_counts[address] - (address in self.endpoints)
 

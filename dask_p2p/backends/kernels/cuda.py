@@ -215,7 +215,6 @@ class RegionBatch:
         return copies.large
 
     def fill(self, dst: Array, fills: Sequence[Fill]) -> None:
-        """Add constants in regions of an array."""
         by_item = self._fills.get(fills, dst.dtype.str, lambda: [*_group_by_item(fills, dst.dtype)])
         for item, pieces in by_item:
             everywhere = cupy.broadcast_to(item, dst.shape)
@@ -223,7 +222,6 @@ class RegionBatch:
                 permute_into(dst[box_slices(box)], everywhere[box_slices(box)], range(dst.ndim))
 
     def flush(self) -> None:
-        """Enqueue all copies."""
         pending, self._pending = self._pending, []
         if not pending:
             return

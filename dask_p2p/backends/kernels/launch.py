@@ -257,7 +257,6 @@ CopyAxis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
 
 
 def _reverse_axes(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
-    """Reverse the axes with negative strides in `dst`."""
     forward, src_offset, dst_offset = [], 0, 0
     for extent, src_stride, dst_stride in axes:
         if dst_stride < 0:

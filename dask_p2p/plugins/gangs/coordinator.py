@@ -181,7 +181,6 @@ class Coordinator:
         cause: str = "",  # reason why the attempt cannot go on; empty if the function has returned
         error: bytes | None = None,  # pickled exception for all ranks; None if all run again
     ) -> None:
-        """Record that a rank's function has ended."""
         joined = self._rank(gang, rank, token)
         if joined is None or joined.state != "running" or joined.has_returned:
             return
@@ -210,11 +209,9 @@ class Coordinator:
         self._settle(gang)
 
     def is_committed(self, gang: str) -> bool:
-        """Return whether this gang has committed, so that its outputs are valid."""
         return gang in self._gangs and self._gangs[gang].phase == "committed"
 
     def has_started(self, gang: str) -> bool:
-        """Return whether a gang runs, or has run and was committed."""
         return gang in self._gangs and self._gangs[gang].phase != "gathering"
 
     def waiting(self, gang: str, worker: str | None = None) -> set[int]:
@@ -243,7 +240,6 @@ class Coordinator:
         return Wait(state.size, state.attempt, missing, gangs)
 
     def forget(self, gang: str) -> None:
-        """Drop a gang whose tasks are all forgotten."""
         self._gangs.pop(gang, None)
         self._settle(gang)
 

@@ -76,7 +76,6 @@ class Gathering:
         return bool(self._gangs)
 
     def forget(self, key: Any) -> None:
-        """Stop checking a gang whose tasks are forgotten."""
         for gang in _find_gangs([key]):
             self._gangs.pop(gang, None)
 
@@ -178,7 +177,6 @@ class Gathering:
 
 
 def _find_gangs(keys: Iterable[Key]) -> list[str]:
-    """Return the names of the gangs among tasks, by their commit tasks."""
     return [str(key[0]) for key in keys if isinstance(key, tuple) and key[1:] == (COMMIT,)]
 
 

@@ -156,7 +156,6 @@ class Gangs:
     async def leave(
         self, gang: str, rank: int, token: str, cause: str = "", error: bytes | None = None
     ) -> dict[str, Any]:
-        """Record that a rank's function has returned, or why it has not."""
         self._coordinator.leave(gang, rank, token, cause, error)
         self._wake_ranks()
         if self._coordinator.is_committed(gang):
@@ -165,7 +164,6 @@ class Gangs:
 
     @rpc_handler
     async def order(self, gang: str, rank: int, token: str, known_state: str) -> dict[str, Any]:
-        """Reply with a rank's next order, once its state differs from `known_state`."""
         return await self._next_order(gang, rank, token, known_state)
 
     @rpc_handler
@@ -367,12 +365,10 @@ class Waiting:
             self._warn_after(self._after_s, gang, wait.attempt, 0.0)
 
     def forget(self, gang: str) -> None:
-        """Stop the timer of a gang that was forgotten: a new gang may have its name."""
         if (timer := self._timers.pop(gang, None)) is not None:
             timer.cancel()
 
     def close(self) -> None:
-        """Stop all timers."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
