@@ -6,8 +6,6 @@
          3 4 5     ------------------------------------->             1 4
                                                                       2 5
 
-Examples
---------
 >>> import numpy as np
 >>> from dask_p2p.backends import backend_for
 >>> src = np.arange(6).reshape(2, 3)
@@ -28,26 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from dask_p2p.backends.base import MOST_UNREAD, PLAIN, SLOTS, Backend, Queue, Timer, memory_order
+from dask_p2p.backends.base import MOST_UNREAD as MOST_UNREAD
+from dask_p2p.backends.base import PLAIN
+from dask_p2p.backends.base import SLOTS as SLOTS
+from dask_p2p.backends.base import Backend as Backend
+from dask_p2p.backends.base import Queue as Queue
+from dask_p2p.backends.base import Timer as Timer
+from dask_p2p.backends.base import memory_order as memory_order
 from dask_p2p.backends.cupy import CUPY
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
 from dask_p2p.types import Array, Key
-
-__all__ = [
-    "BACKENDS",
-    "MOST_UNREAD",
-    "SLOTS",
-    "Backend",
-    "Queue",
-    "Timer",
-    "as_array",
-    "backend_for",
-    "backend_named",
-    "device_of",
-    "memory_order",
-    "worker_backend",
-]
 
 #: All array libraries, by name. A worker computes with the first one in use.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUPY, NUMPY)}

@@ -400,7 +400,6 @@ class StreamTimings:
 
     @contextmanager
     def group(self, timer: Timer) -> Iterator[None]:
-        """Time the work queued in this context on one stream, from `begin` on."""
         number = timer.groups + 1
         is_power_of_8 = number & (number - 1) == 0 and number.bit_length() % 3 == 1
         if is_power_of_8 and len(self._pairs) < MOST_PAIRS:
@@ -415,7 +414,6 @@ class StreamTimings:
             self._timer = self._pair = None
 
     def begin(self, stream: Any) -> None:
-        """Record the start of the group's work on a stream."""
         self.has_begun = True
         if self._timer is not None and self._pair is None:
             self._pair = _TimedEvents(self._timer, stream, self._event(), self._event())

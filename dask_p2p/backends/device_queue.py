@@ -60,7 +60,6 @@ class SlotCache:
         return []
 
     def keep(self, device: int | None, slots: list[Slot]) -> None:
-        """Keep slots, which may be in use until their events happen."""
         with self._lock:
             self._slots.setdefault(device, []).append(slots)
             self._used_s = time.monotonic()
@@ -90,7 +89,6 @@ class UnreadArrays:
         self._arrays: deque[tuple[Any, Any]] = deque()  # events, and the arrays read until then
 
     def add(self, array: Array, read: Any) -> None:
-        """Keep an array until this event has happened."""
         self._arrays.append((read, array))
         while len(self._arrays) > self._max_arrays or (self._arrays and self._arrays[0][0].done):
             # The array gets a name, because it must outlive the event.

@@ -41,13 +41,6 @@ class LibraryFunction:
     tuples. Arrays that it returns are taken back in the same way. A read-only array over writable
     memory is passed as a writable one, since DLPack has no read-only arrays; another read-only
     array is copied.
-
-    Parameters
-    ----------
-    function : callable
-        The user's function.
-    library : str
-        Name of the library, one of `LIBRARIES`.
     """
 
     def __init__(self, function: Callable[..., Any], library: str) -> None:
@@ -71,7 +64,6 @@ class LibraryFunction:
             return self._return_blocks(library, self.function(*arguments, **named))
 
     def _return_blocks(self, library: _Library, value: Any) -> Any:
-        """Return the arrays of a returned value as NumPy and CuPy arrays."""
         if isinstance(value, library.kind):
             if library.frees_early:
                 self._returned.add(value)

@@ -78,8 +78,6 @@ def block_shape(
 
     Its axes are in the order of `dst`.
 
-    Examples
-    --------
     >>> block_shape((10000, 10000), (8, 80000), (80000, 8))  # float64, transposed
     (512, 256)
     >>> block_shape((10000, 10000), (80000, 8), (80000, 8)) is None  # same order
@@ -114,7 +112,6 @@ def competing_bytes(stride_bytes: int) -> int:
 
 
 def _grow(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
-    """Extend a two-dimensional tile over the other axes."""
     block, most_items = [1] * len(shape), tuning.current.grown_block_items
     for axis, extent in tile.items():
         block[axis] = min(extent, shape[axis])

@@ -70,7 +70,6 @@ class Ring:
         return self._streams.cupy.ndarray(like.shape, like.dtype, memory.data)
 
     def on_host(self, part: int, index: int, like: Any) -> np.ndarray[Any, Any]:
-        """Return such an array in a part's slot of host memory."""
         if not self._host_slots:
             self._host_slots = self._streams.host_slots(self._count, self._host_slot_bytes)
         memory = self._host_slots[part % self._count].memory[index:][: like.nbytes]
@@ -167,7 +166,6 @@ class HostStreams:
             return _divide_memory(self.cupy.empty((count * size_bytes,), np.uint8), count)
 
     def host_slots(self, count: int, size_bytes: int) -> list[Slot]:
-        """Return host memory for `count` parts, pinned if possible."""
         if slots := self._kept_host_slots.take(None, size_bytes, count):
             return slots
         try:
@@ -178,7 +176,6 @@ class HostStreams:
 
     @classmethod
     def drop_slots(cls) -> None:
-        """Free the device memory that is kept for the next block."""
         cls._kept_slots.clear()
 
     def keep(self, slots: list[Slot], host_slots: list[Slot]) -> None:
@@ -271,16 +268,10 @@ class GpuTraffic:
 class PartStreams(HostStreams):
     """The path of blocks, part by part, through the current GPU.
 
-    Parameters
-    ----------
-    register_from_bytes
-        Input arrays of at least this size outside pinned memory are pinned in place while they are
-        read. Smaller arrays are copied into slots of pinned memory.
-    warn
-        Called with the problem and its cause if memory cannot be pinned; copies are slower then.
-    on_issued
-        Returns a context, entered when all work of a block is queued and the previous block is
-        finished. In it the thread only waits for the queued work, and the next block may start.
+    Input arrays of at least `register_from_bytes` outside pinned memory are pinned in place while
+    they are read; smaller ones are copied into slots. `on_issued` returns a context, entered when
+    all work of a block is queued and the previous block is finished. In it the thread only waits
+    for the queued work, and the next block may start.
     """
 
     _waits = Lock()  # held inside `on_issued`
@@ -360,7 +351,6 @@ class _BlockInTransit:
         self.ring.give_back()
 
     def do(self, step: Step) -> None:
-        """Execute a step, or queue it on its stream, after its dependencies."""
         if step.action in ("fill", "empty"):
             getattr(self, f"_{step.action}")(step)
             return
@@ -375,7 +365,6 @@ class _BlockInTransit:
             getattr(self, f"_{step.action}")(step.part, stream)
 
     def _fill(self, step: Step) -> None:
-        """Start to copy unpinned inputs into a host slot by threads."""
         for number, (view, index) in enumerate(self._inputs(step.part)):
             if view.size and self._pitch(number, view) is None:
                 to = self.ring.to_fill(step.part, index, view, step.after)
@@ -422,7 +411,6 @@ class _BlockInTransit:
         self._streams.copied.down_bytes += result.nbytes
 
     def _empty(self, step: Step) -> None:
-        """Copy a result out of a host slot by threads, if it went there."""
         target = self._target(step.part)
         if self._reaches_out and pitch_of(target) is not None:
             return

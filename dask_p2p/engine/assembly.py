@@ -143,19 +143,7 @@ class Assembly:
         return self.output.key(self.plan.sources[source_number])
 
     def run(self) -> Any:
-        """Return the output block.
-
-        Raises
-        ------
-        BlockMismatchError, UnsupportedArrayError
-            An input block differs from the declaration of its Dask array.
-        TransferError
-            No route delivered a remote block. A later attempt, or another worker, may succeed.
-        MemoryLimitError
-            The block never fits into this worker's memory, or an allocation failed.
-        DeviceLostError
-            The worker's GPU no longer works.
-        """
+        """Return the output block. After a `TransferError`, a later attempt may succeed."""
         try:
             with device_work(), device_of(*(local := self.local.in_memory()).values()):
                 kind = self._kind(local)
@@ -183,7 +171,6 @@ class Assembly:
         raise need.error(message, "a block", self._where, self._remedy)
 
     def finish(self, block: Any, index: Index) -> Any:
-        """Return the result of `OutputSpec.epilogue` for the block that `run` returned."""
         if self.output.epilogue is None:
             return block
         is_large = block.nbytes >= _KEEP_FROM_BYTES

@@ -91,7 +91,6 @@ class AttemptLog:
             )
 
     def forget_attempts(self, key: Key) -> None:
-        """Remove a task from the log. A later run of the task starts at attempt 1."""
         with self._lock:
             self.failed.pop(key, None)
 
@@ -119,7 +118,6 @@ class TaskContext(AttemptLog):
         raise _no_plugin()
 
     def in_memory(self, key: Key) -> Any:
-        """Return a block in memory. Raises `KeyError` if the block is spilled or not here."""
         raise _no_plugin()
 
     def kind_of(self, key: Key) -> Kind | None:

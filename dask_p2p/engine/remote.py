@@ -57,7 +57,6 @@ class RemoteSource:
         return sum(box_size(piece.src) for piece in self.pieces)
 
     def give_up(self, error: TransferError) -> None:
-        """Record the failure of the current route."""
         if self.fetch is not None:
             self.wasted += self.size - self.missing
         self.error, self.fetch = without_frames(error), None
@@ -148,7 +147,6 @@ class Fetch:
             self.waited_s += self.last_s - start_s
 
     def record_written(self, region: Region) -> None:
-        """Record that a region is in the output, or will be once the queue is synchronised."""
         self.sources[region.request].missing -= box_size(region.box)
 
     def give_up(self, region: Region, error: TransferError) -> None:
@@ -346,7 +344,6 @@ class RemoteSources:
 
     @property
     def wasted_bytes(self) -> int:
-        """Bytes that arrived but had to be read again."""
         return sum(source.wasted for source in self.sources) * int(self.dtype.itemsize)
 
     def close(self) -> None:

@@ -83,11 +83,15 @@ def _undo_transpose(x: Any) -> tuple[Any, tuple[int, ...]] | None:
     axes = tuple(map(indices.index, layer.output_indices))
     if before not in x.dask.layers or not _is_permutation(layer.task, axes):
         return None
-    return _input_array(x, before, axes), axes
+    layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
+    graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
+    inverse = tuple(map(axes.index, range(len(axes))))
+    chunks = tuple(x.chunks[axis] for axis in inverse)
+    meta = x._meta.transpose(inverse)
+    return new_da_object(graph, before, chunks, meta=meta, dtype=x.dtype), axes
 
 
 def _is_permutation(task: Any, axes: tuple[int, ...]) -> bool:
-    """Return whether a task only permutes the axes of its block in this order."""
     function, keywords = getattr(task, "func", None), getattr(task, "kwargs", {})
     if function is np.transpose:
         return keywords == {"axes": axes}
@@ -97,15 +101,6 @@ def _is_permutation(task: Any, axes: tuple[int, ...]) -> bool:
     first, second = keywords["axis1"], keywords["axis2"]
     order[first], order[second] = second, first
     return axes == tuple(order)
-
-
-def _input_array(x: Any, before: str, axes: tuple[int, ...]) -> Any:
-    """Return the array of the layer `before`; `x` is its transpose."""
-    layers = {name: layer for name, layer in x.dask.layers.items() if name != x.name}
-    graph = HighLevelGraph(layers, {name: x.dask.dependencies[name] for name in layers})
-    inverse = tuple(map(axes.index, range(len(axes))))
-    chunks = tuple(x.chunks[axis] for axis in inverse)
-    return new_da_object(graph, before, chunks, meta=x._meta.transpose(inverse), dtype=x.dtype)
 
 
 def array_of_plan(
@@ -330,7 +325,6 @@ class PlannedLayer:
         return self.plan.chunks if self.epilogue is None else self.epilogue.chunks
 
     def meta(self, first: Any) -> Array:
-        """Return an empty array like the blocks, perhaps of another number of dimensions."""
         return first._meta if self.epilogue is None else self.epilogue.meta
 
     def name(self, token: str) -> str:

@@ -78,7 +78,6 @@ class BlockPlan:
 
     @property
     def is_copy(self) -> bool:
-        """True if the output block equals one source block."""
         return (
             self.source_shapes == (self.shape,)
             and len(self.pieces) == 1
@@ -243,11 +242,9 @@ class PartPlan:
 
     @property
     def host_slot_bytes(self) -> int:
-        """Bytes of a slot in host memory: the inputs of a part, then its result."""
         return self.slot_bytes + _align_bytes(self.result_bytes)
 
     def device_bytes(self, slots: int) -> tuple[int, int]:
-        """Return the bytes on the device of all slots, and of the function's results."""
         count = min(slots, len(self.parts))
         return count * self.slot_bytes, (count + self.has_halo) * _align_bytes(self.result_bytes)
 
@@ -265,8 +262,6 @@ def plan_parts(
 
     A part has at least one element along the axis, even above the limit.
 
-    Examples
-    --------
     >>> block = Input(shape=(10, 4), item_bytes=8, axis=0, halo=(1, 1), depth=(1, 1))
     >>> for part in plan_parts([block], 8, 5 * 32, 32).parts:
     ...     print(part.output_range, "of", part.reads[0])
@@ -332,8 +327,6 @@ def schedule_steps(
     waits for its own work does not delay copies. Threads start to fill the next slot before that,
     and continue in the background. The slot of a part is its number modulo `slots`.
 
-    Examples
-    --------
     >>> for step in schedule_steps(2, 2):
     ...     print(step.action, step.part, step.after)
     fill 0 ()

@@ -68,8 +68,6 @@ def plan_stages(
     An exchange connects each grid to the next. The path loses as few blocks as possible, then needs
     as few exchanges as possible, then moves as few bytes as possible.
 
-    Examples
-    --------
     >>> both = Transform({0: 8, 1: 6})
     >>> plan_stages(((4, 4), (6,)), both)
     [FftStage(chunks=((4, 4), (6,)), axes=(1,)), FftStage(chunks=((8,), (3, 3)), axes=(0,))]
@@ -163,8 +161,6 @@ def move_division(sizes: tuple[int, ...], target_sizes: tuple[int, ...]) -> tupl
 class RolledAxis(SplitAxis):
     """The mapping of a rolled axis: elements shift, and wrap around from its end to its start.
 
-    Examples
-    --------
     >>> [(part.block, part.src, part.dst) for part in RolledAxis((3, 2), (3, 2), 1).segments(0)]
     [(1, (1, 2), (0, 1)), (0, (0, 2), (1, 3))]
     """

@@ -60,8 +60,6 @@ class AxisMapping(Protocol):
 class SplitAxis:
     """The mapping of an axis that is divided at other bounds.
 
-    Examples
-    --------
     >>> SplitAxis((4, 4), (3, 5)).segments(1)
     [AxisSegment(block=0, src=(3, 4), dst=(0, 1), is_halo=False, value=None), \
 AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
@@ -382,7 +380,6 @@ def group_blocks(
 
 
 def _choose_group_count(plan: GridPlan, threads: Callable[[], int | None]) -> int:
-    """Return the best number of groups for many edges: few, but enough for all threads."""
     small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
     if plan.edges > MOST_EDGES:
         small = min(small, MANY_GROUPS)

@@ -41,8 +41,6 @@ ODD = "odd"
 class Halo:
     """The mapping of an axis along which each block gets a halo, at most as wide as the axis.
 
-    Examples
-    --------
     >>> [segment.block for segment in Halo((4, 4), 1, 1, "periodic").segments(0)]
     [1, 0, 1]
     >>> Halo((4, 4), 1, 2, "none").sizes
@@ -325,7 +323,6 @@ class _HaloBlocks:
         return all(i == source or source in mapping.blocks(i) for mapping, i, source in along)
 
     def fills(self, at: Index) -> list[Fill]:
-        """Return the halo regions beyond the array's ends that have a constant value."""
         base = self._full_box(at) if self.has_corners else self.inner(at)
         fills = [
             Fill((*base[:axis], part.dst, *base[axis + 1 :]), part.value)

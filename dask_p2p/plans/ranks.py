@@ -19,8 +19,6 @@ from dask_p2p.plans.grid import redistribution
 class RankGrid:
     """A grid of ranks. Each has a box of whole blocks, its local block, about equal to the others.
 
-    Examples
-    --------
     >>> ranks = RankGrid.at_most(((3, 3), (1, 2, 3, 4)), 3)
     >>> ranks.grid, ranks.local_sizes
     ((1, 3), ((6,), (1, 2, 7)))
@@ -71,7 +69,6 @@ class RankGrid:
 
     @cached_property
     def _cuts(self) -> list[list[int]]:
-        """By axis: the index of each rank's first block, and the number of blocks."""
         return [
             [len(sizes) * number // count for number in range(count + 1)]
             for sizes, count in zip(self.chunks, self.grid, strict=True)
@@ -168,8 +165,6 @@ def distribute_array(
     axis with the same number of ranks as before keeps its bounds; other axes are divided evenly. If
     an axis has fewer elements than ranks, some local blocks are empty.
 
-    Examples
-    --------
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
     >>> distribute_array(slabs, (8, 4), (1,)).local_sizes
     ((8,), (2, 2))
@@ -206,8 +201,6 @@ def distribute_alike(ranks: RankGrid, shape: Sequence[int]) -> RankGrid:
 
     Along axis 0, if the array has none of these axes.
 
-    Examples
-    --------
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
     >>> distribute_alike(slabs, (7, 2, 2)).local_sizes
     ((4, 3), (2,), (2,))
@@ -231,8 +224,6 @@ def plan_transform_stages(
 ) -> list[TransformStage]:
     """Return the stages of a transform: one distribution after another.
 
-    Examples
-    --------
     >>> slabs = RankGrid(((4, 4), (6,)), (2, 1))
     >>> both = Transform({0: 8, 1: 6})
     >>> [(stage.before.grid, stage.axes) for stage in plan_transform_stages(slabs, slabs, both)]
@@ -365,8 +356,6 @@ def schedule_partners(
 ) -> list[Partners]:
     """Return a rank's partners, stage by stage: each other rank once in either direction.
 
-    Examples
-    --------
     >>> schedule_partners("left-right", 0, 4)
     [Partners(to=1, source=3), Partners(to=3, source=1), Partners(to=2, source=2)]
     >>> [stage.to for stage in schedule_partners("pairwise", 0, 4)]
@@ -383,8 +372,6 @@ def schedule_partners(
 def tree_neighbours(rank: int, size: int) -> tuple[list[int], list[int]]:
     """Return the parent and the children of a rank in a tree of all ranks. The root has no parent.
 
-    Examples
-    --------
     >>> tree_neighbours(0, 12)
     ([], [1, 2, 3, 4, 5, 6, 7, 8])
     >>> tree_neighbours(9, 12)

@@ -184,7 +184,8 @@ class PoolThread:
 
         They may wait for tasks that Dask has placed on this worker.
         """
-        self._worker.loop.add_callback(self._begin_again)
+        self._worker.loop.add_callback(self._end)
+        self._worker.loop.add_callback(self._begin, _RETURNED_S)
 
     def close(self) -> None:
         """Keep the slot from now on. If another thread has it, end this thread after the task.
@@ -209,12 +210,8 @@ class PoolThread:
         self._executor._adjust_thread_count()
         return True
 
-    def _begin(self) -> None:
-        self._timer = self._worker.loop.call_later(_LONG_S, self._leave)
-
-    def _begin_again(self) -> None:
-        self._end()
-        self._timer = self._worker.loop.call_later(_RETURNED_S, self._leave)
+    def _begin(self, leave_s: float = _LONG_S) -> None:
+        self._timer = self._worker.loop.call_later(leave_s, self._leave)
 
     def _leave(self) -> None:
         """Release the slot. On the event loop, which must not wait for the lock."""

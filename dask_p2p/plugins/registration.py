@@ -86,12 +86,7 @@ def register(client: Any = None) -> Any:
 def register_cluster(cluster: Any) -> None:
     """Register the plugins with a cluster that this process has started.
 
-    The first call of each client then finds them there.
-
-    Raises
-    ------
-    RegistrationError
-        As for `register`.
+    The first call of each client then finds them there. The errors are those of `register`.
     """
     _report(cluster.sync(ask, cluster.scheduler_comm))
 

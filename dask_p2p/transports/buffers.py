@@ -60,7 +60,6 @@ class Buffers:
         return sum(size * len(buffers) for (_, size), buffers in list(self._idle.items()))
 
     def take(self, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        """Return a C-ordered array with undefined values."""
         dtype = np.dtype(dtype)
         _, lent = self.lend(prod(shape) * dtype.itemsize)
         return lent.view(dtype).reshape(shape)

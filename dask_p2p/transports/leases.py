@@ -175,14 +175,8 @@ class PublishedBlocks(_LockFile):
         `find` returns the block, which stays referenced until it is withdrawn and no lease is left.
         `describe` waits for the block's values, and returns its descriptor.
 
-        Raises
-        ------
-        KeyError
-            The key was withdrawn during the publication.
-        TransferError
-            The descriptor is too long, or no entry is free.
-        ValueError, OSError
-            No block can be published, or the file cannot be written.
+        Raises `KeyError` if the key was withdrawn meanwhile, `TransferError` if the descriptor is
+        too long or no entry is free, and `ValueError` or `OSError` if nothing can be published.
         """
         publication, replaced = object(), None
         with self._lock:

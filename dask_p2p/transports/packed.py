@@ -153,7 +153,6 @@ class PackedTransport(Transport):
         """Return the send buffer of a request, by the reader's description `where`."""
 
     def own_bytes(self, request: ReadRequest) -> list[int]:
-        """Return the sizes of the holder's own memory for packing a request."""
         return []
 
     def read(self, requests: Sequence[Request], options: Options) -> PackedReading:

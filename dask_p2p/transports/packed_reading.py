@@ -46,7 +46,6 @@ class RateController:
         self.most_bytes = _UNLIMITED_BYTES  # upper bound of one reply
 
     def update(self, asked_bytes: int, took_s: float, limit_s: float) -> None:
-        """Record the time of a reply, or of the wait for a reply that did not come."""
         share = took_s / limit_s
         if share > _LATE:
             least_bytes = min(self.most_bytes, max(asked_bytes, _SMALLEST_BYTES))

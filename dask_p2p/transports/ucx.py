@@ -108,7 +108,6 @@ class UcxRecvBuffer(FlatRecvBuffer):
         return tuple(to)
 
     def post_receive(self, first: int, tag: int) -> None:
-        """Post the receive of a message with the regions from this one on."""
         memory = self.memory[self.layout.starts[first] :]
         self.message = self._messenger.receive(memory, tag) if memory.size else None
 
@@ -188,7 +187,6 @@ class StreamedReading(PackedReading):
             self.calls.discard(call)
 
     def ask_again(self, recv_buffer: UcxRecvBuffer) -> Any:
-        """Request a part on its own, since its row ended before it. Return the region."""
         self.expected.discard(recv_buffer)
         recv_buffer.abandon()
         limit_s = self.timeout_s + tuning.current.event_loop_grace_s
@@ -269,7 +267,6 @@ class UcxSendBuffer(FlatSendBuffer):
         self.wait()
 
     def start(self) -> None:
-        """Wait until the message is packed, and start to send it."""
         self._end_packing()
         if not self.size_bytes or self._message is not None:
             return
@@ -282,7 +279,6 @@ class UcxSendBuffer(FlatSendBuffer):
             )
 
     def wait(self) -> None:
-        """Wait for the message's arrival, if it was sent."""
         if self._message is not None:
             with device_of(self._memory):
                 self._message.result(self.request.left_s)

@@ -59,7 +59,6 @@ class Message:
 
     @property
     def is_complete(self) -> bool:
-        """True if UCX no longer uses the array, after success or failure."""
         return bool(self._request.completed)
 
     def give_up(self, timeout_s: float) -> None:

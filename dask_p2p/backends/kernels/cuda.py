@@ -55,14 +55,7 @@ _MOST_LAUNCHES = 256  # that are kept, for the same copies of the same arrays
 class CudaSource(Generic[_T]):
     """The kernels of a CUDA source file, loaded once on each device.
 
-    Parameters
-    ----------
-    file
-        Name of the file.
-    load
-        Returns the kernels, from the compiled `cupy.RawModule` on the current device.
-    options
-        Options of the compiler, in addition to the C++ standard.
+    `load` returns the kernels, from the compiled `cupy.RawModule` on the current device.
     """
 
     def __init__(self, file: str, load: Callable[[Any], _T], *options: str) -> None:
@@ -71,7 +64,6 @@ class CudaSource(Generic[_T]):
         self._loading = threading.Lock()
 
     def on(self, device_id: int) -> _T:
-        """Return the kernels on the current device, `device_id`."""
         kernels = self._loaded.get(device_id)
         if kernels is None:
             with self._loading:  # other threads wait for the compilation
@@ -96,18 +88,9 @@ def permute_into(
 ) -> None:
     """Do ``dst[...] = src.transpose(axes)`` on the device of `dst`.
 
-    See `dask_p2p.backends.base.Backend`. The call returns when the work is queued; keep both arrays
-    until its end.
-
-    Parameters
-    ----------
-    dst, src, axes
-        As for `Backend.permute_into`.
-    stream
-        A `cupy.cuda.Stream` of the device of `dst`; default: the device's current stream.
-    low_occupancy
-        Run fewer thread blocks on a multiprocessor. A kernel at full speed takes all bandwidth of
-        the device's memory, and nearly stops copy engines that use this memory.
+    See `Backend.permute_into`. The call returns when the work is queued; keep both arrays until its
+    end. `low_occupancy` leaves multiprocessors room: a kernel at full speed takes all bandwidth of
+    the device's memory, and nearly stops copy engines that use this memory.
     """
     view = transpose_view(dst, src, axes)
     launches = plan_launches(
@@ -276,7 +259,6 @@ def _plan_copies(
 
 
 def _group_by_item(fills: Sequence[Fill], dtype: Any) -> Iterator[tuple[Array, Sequence[Piece]]]:
-    """Yield the values of fills, as items on the GPU, and the regions of each as pieces."""
     groups: dict[bytes, list[Piece]] = {}
     for box, value in fills:
         item = np.full((), value, dtype).tobytes()

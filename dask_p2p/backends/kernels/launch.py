@@ -328,7 +328,6 @@ class Tiling(NamedTuple):
 
     @property
     def use(self) -> float:
-        """Part of the tiles' area that is in use."""
         if self.variant == "copy":
             return 0.0  # its blocks read words one by one
         k, i = self.k.extent, self.i.extent

@@ -89,7 +89,6 @@ class _Gang:
 
     @property
     def workers(self) -> set[str]:
-        """Workers that the gang needs for itself."""
         return set() if self.is_resident else {joined.worker for joined in self.ranks.values()}
 
     def start(self) -> None:
@@ -215,7 +214,6 @@ class Coordinator:
         return gang in self._gangs and self._gangs[gang].phase != "gathering"
 
     def waiting(self, gang: str, worker: str | None = None) -> set[int]:
-        """Return the ranks of a gang that wait for it, on all workers or on one."""
         ranks = self._gangs[gang].ranks.items() if gang in self._gangs else ()
         on_worker = ((rank, joined) for rank, joined in ranks if worker in (None, joined.worker))
         return {rank for rank, joined in on_worker if joined.state == "waiting"}

@@ -93,7 +93,6 @@ class Gathering:
         self._lost_s, self._lost = self._now_s(), self._lost + 1
 
     def record_target(self) -> None:
-        """Record that an adaptive cluster has requested its target number of workers."""
         self._asked_s = self._now_s()
 
     def _schedule_check(self) -> None:

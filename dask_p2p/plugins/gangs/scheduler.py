@@ -168,7 +168,6 @@ class Gangs:
 
     @rpc_handler
     async def saves(self, gang: str, rank: int, token: str, worker: str) -> dict[str, Any]:
-        """Record that a worker is about to keep states of a gang."""
         self._keepers[gang].add(worker)
         task = self._scheduler.tasks.get((gang, rank))
         has_failed = task is not None and task.state == "erred"
@@ -205,7 +204,6 @@ class Gangs:
                 self._background.start(call)  # it fails if the worker is closing
 
     def update_graph(self, tasks: list[Any]) -> None:
-        """Watch the gangs of a graph from its submission."""
         self._watch(tasks)
 
     def add_worker(self) -> None:
@@ -360,7 +358,6 @@ class Waiting:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def watch(self, gang: str) -> None:
-        """Start the timer of a gang that has begun to wait."""
         if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
             self._warn_after(self._after_s, gang, wait.attempt, 0.0)
 
