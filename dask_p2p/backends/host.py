@@ -184,10 +184,7 @@ class RepeatingTimer:
     """Calls a function, which may use the device, at intervals until it returns False."""
 
     def __init__(
-        self,
-        interval_s: float,
-        function: Callable[[], bool],
-        timer: MakeTimer = threading.Timer,
+        self, interval_s: float, function: Callable[[], bool], timer: MakeTimer = threading.Timer
     ) -> None:
         self.interval_s = interval_s
         self._function, self._make_timer = function, timer

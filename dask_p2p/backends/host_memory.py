@@ -75,11 +75,7 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(
-    warn: Callable[[str], None],
-    where: str,
-    problem: str,
-    cause: str,
-    remedy: str = REMEDY,
+    warn: Callable[[str], None], where: str, problem: str, cause: str, remedy: str = REMEDY
 ) -> None:
     """Warn of a worker's problem once in this process."""
     if (where, problem) not in _warned:

@@ -49,11 +49,7 @@ from dask_p2p.engine.context import (
     where_is,
 )
 from dask_p2p.engine.remote import BlockRef, Fetch, RemoteSource, RemoteSources
-from dask_p2p.errors import (
-    BlockMismatchError,
-    P2PError,
-    TransferError,
-)
+from dask_p2p.errors import BlockMismatchError, P2PError, TransferError
 from dask_p2p.geometry import Chunks, Index, box_size, box_slices, split_box
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.transports.base import Region
@@ -99,10 +95,7 @@ class OutputSpec:
         staged_bytes = staging_bytes(self.options, kind, largest_bytes, remote_bytes, item_bytes)
         extra_bytes = getattr(self.epilogue, "extra_bytes", lambda *_: 0)(shape, self.dtype)
         return MemoryNeed(
-            {
-                "for itself": prod(shape) * item_bytes,
-                "for this worker's input blocks": input_bytes,
-            },
+            {"for itself": prod(shape) * item_bytes, "for this worker's input blocks": input_bytes},
             ({"for regions in transfer": staged_bytes}, {"to transform it": extra_bytes}),
             kind,
         )

@@ -36,15 +36,7 @@ from dask_p2p.ops.rechunk import align_chunks
 from dask_p2p.plans import GridPlan, plan_halo
 from dask_p2p.plans.halo import halo_widths_of
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.types import (
-    Array,
-    BoundaryLike,
-    ChunksLike,
-    DaskArray,
-    DepthLike,
-    DType,
-    DTypeLike,
-)
+from dask_p2p.types import Array, BoundaryLike, ChunksLike, DaskArray, DepthLike, DType, DTypeLike
 
 
 def map_on_gpu(

@@ -235,9 +235,7 @@ class PoolThread:
         now_s = time.time()
         self._worker.handle_stimulus(
             SecedeEvent(
-                key=self._key,
-                compute_duration=now_s - self._start_s,
-                stimulus_id=f"secede-{now_s}",
+                key=self._key, compute_duration=now_s - self._start_s, stimulus_id=f"secede-{now_s}"
             )
         )
 

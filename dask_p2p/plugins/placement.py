@@ -64,9 +64,7 @@ class Overlay:
 
 
 def overlay_memory_check(
-    scheduler: Any,
-    is_wanted: Callable[[], bool],
-    obstacle: Callable[[str], Exception | None],
+    scheduler: Any, is_wanted: Callable[[], bool], obstacle: Callable[[str], Exception | None]
 ) -> None:
     """Skip Dask's check of whole dependencies for this package's tasks; see `Overlay`.
 

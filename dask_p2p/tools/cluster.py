@@ -16,12 +16,7 @@ from typing import Any
 import dask
 
 from dask_p2p.backends import backend_named
-from dask_p2p.errors import (
-    ConfigError,
-    InputError,
-    install_command,
-    needs,
-)
+from dask_p2p.errors import ConfigError, InputError, install_command, needs
 from dask_p2p.inputs import checked_count, nearest_name
 from dask_p2p.plugins.registration import register_cluster
 from dask_p2p.types import Kind, LocalCluster

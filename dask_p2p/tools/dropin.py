@@ -32,13 +32,7 @@ from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import map_with_halos
 from dask_p2p.ops.rechunk import rechunk as own_rechunk
 from dask_p2p.tools import zarr_stores
-from dask_p2p.tools.zarr_stores import (
-    ACTIVE,
-    LACKING,
-    LOCK,
-    is_taken_in_any_case,
-    try_replace,
-)
+from dask_p2p.tools.zarr_stores import ACTIVE, LACKING, LOCK, is_taken_in_any_case, try_replace
 from dask_p2p.types import DaskArray
 
 _replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement

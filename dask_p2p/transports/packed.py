@@ -41,12 +41,7 @@ from dask_p2p.backends import (
 from dask_p2p.config import Options
 from dask_p2p.errors import TransferError
 from dask_p2p.geometry import Box, Layout, box_size, box_slices
-from dask_p2p.transports.base import (
-    Request,
-    Transport,
-    WorkerContext,
-    find_block,
-)
+from dask_p2p.transports.base import Request, Transport, WorkerContext, find_block
 from dask_p2p.transports.buffers import Footprint, Release, left_bytes, parts_held
 from dask_p2p.transports.packed_reading import (
     PackedReading,

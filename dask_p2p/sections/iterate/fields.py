@@ -107,9 +107,7 @@ class FieldOutput(Output):
         return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
 
 
-def check_fields(
-    of_all: Field,
-) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
+def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
     """Return the specs of a mapping of fields, their arrays, and the specs of numbers."""
     fields: Mapping[str, Any] = of_all.value
     if not fields:

@@ -19,11 +19,7 @@ from typing import Any
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
 from dask_p2p.sections.wire.endpoint import ConnectionSetup, is_lost
-from dask_p2p.sections.wire.frames import (
-    TEXT_BYTES,
-    SentMessage,
-    slots_message,
-)
+from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage, slots_message
 from dask_p2p.sections.wire.mailbox import (
     HAS_ORDERED_STORES,
     MOST_BYTES,

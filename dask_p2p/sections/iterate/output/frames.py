@@ -40,11 +40,7 @@ from dask_p2p.sections.iterate.output.groups import (
     resize,
     run_on_first_rank,
 )
-from dask_p2p.sections.iterate.output.stores import (
-    ComputedField,
-    FramesSpec,
-    part_of_slice,
-)
+from dask_p2p.sections.iterate.output.stores import ComputedField, FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array
 
