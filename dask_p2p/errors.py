@@ -11,18 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar
 
+# fmt: off
 __all__ = [
-    "BlockMismatchError",
-    "ConfigError",
-    "FileError",
-    "InputError",
-    "MemoryLimitError",
-    "P2PError",
-    "P2PWarning",
-    "SectionError",
-    "TransferError",
-    "UnsupportedArrayError",
+    "BlockMismatchError", "ConfigError", "FileError", "InputError", "MemoryLimitError",
+    "P2PError", "P2PWarning", "SectionError", "TransferError", "UnsupportedArrayError",
 ]
+# fmt: on
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,27 +37,13 @@ from dask_p2p.ops.fft.stages import (
 )
 from dask_p2p.types import ChunksLike, DaskArray
 
+# fmt: off
 __all__ = [
-    "estimate",
-    "fft",
-    "fft2",
-    "fftfreq",
-    "fftn",
-    "fftshift",
-    "hfft",
-    "ifft",
-    "ifft2",
-    "ifftn",
-    "ifftshift",
-    "ihfft",
-    "irfft",
-    "irfft2",
-    "irfftn",
-    "rfft",
-    "rfft2",
-    "rfftfreq",
+    "estimate", "fft", "fft2", "fftfreq", "fftn", "fftshift", "hfft", "ifft", "ifft2",
+    "ifftn", "ifftshift", "ihfft", "irfft", "irfft2", "irfftn", "rfft", "rfft2", "rfftfreq",
     "rfftn",
 ]
+# fmt: on
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,6 @@ from dask_p2p.backends.host_memory import bases
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, MemoryLimitError, P2PWarning, TransferError
 from dask_p2p.monitoring.records import REASON_CHARS, TaskRecord
-from dask_p2p.transports.base import PROBE_TIMEOUT_S
 from dask_p2p.transports.router import Router
 from dask_p2p.types import Array, DType, Key, Kind
 
@@ -32,11 +31,10 @@ def where_is(worker: Any) -> str:
     return f"worker {address}" if address else "this process"
 
 
-# The retry policy of a worker: the number of attempts, their pauses, and the longest total time.
+# The retry policy of a worker: the number of attempts, and their pauses.
 #
-# "Failure" in docs/design.md describes it. `worst_case_s` bounds the total time for one task or for
-# many. The worker's event loop enforces the deadlines. While the loop itself is blocked, each wait
-# takes `Tuning.event_loop_grace_s` longer.
+# "Failure" in docs/design.md describes it. The worker's event loop enforces the deadlines. While
+# the loop itself is blocked, each wait takes `Tuning.event_loop_grace_s` longer.
 
 _FIRST_PAUSE_S = 0.05  # after the first failed attempt at a task; it doubles after each other one
 LONGEST_PAUSE_S = 2.0  # between two attempts at a task
@@ -47,17 +45,6 @@ _CAUSE_CHARS = 500  # length of a cause
 def pause_s(attempt: int) -> float:
     """Return the pause after a failed attempt. The first attempt has number 1."""
     return min(LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (attempt - 1))
-
-
-def worst_case_s(
-    options: Options,  # the task's
-    holders: int = 1,  # silent workers that hold the task's blocks
-    unprobed: int = 0,  # allowed transports that have not probed these workers
-) -> float:
-    """Return the longest time until a task ends in an error, on one worker."""
-    waiting_s = holders * (options.request_timeout_s + unprobed * PROBE_TIMEOUT_S)
-    pauses_s = sum(pause_s(attempt) for attempt in range(1, options.attempts))
-    return options.attempts * waiting_s + pauses_s
 
 
 class AttemptLog:

@@ -217,7 +217,6 @@ def _cut_to_limit(records: list[TaskRecord]) -> list[TaskRecord]:
 
 
 def _merge_stages(record: TaskRecord) -> Stage:
-    """Return all stages of a task merged into one."""
     stages = record.stages
     if len(stages) == 1:
         return stages[0]

@@ -10,16 +10,9 @@ from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, block_plans, stage
 from dask_p2p.plans.grid import GridPlan, group_blocks, redistribution, slab_chunks
 from dask_p2p.plans.halo import plan_halo
 
+# fmt: off
 __all__ = [
-    "BlockPlan",
-    "Fill",
-    "GridPlan",
-    "Piece",
-    "Plan",
-    "block_plans",
-    "group_blocks",
-    "plan_halo",
-    "redistribution",
-    "slab_chunks",
-    "stage_order",
+    "BlockPlan", "Fill", "GridPlan", "Piece", "Plan", "block_plans", "group_blocks",
+    "plan_halo", "redistribution", "slab_chunks", "stage_order",
 ]
+# fmt: on

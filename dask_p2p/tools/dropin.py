@@ -227,7 +227,6 @@ def _replace_stores(*owners: Any) -> None:
 
 
 def _replace_writers(package: Any) -> None:
-    """Replace methods of xarray."""
     with LOCK:
         if not _replaced:  # uninstalled by another thread
             return

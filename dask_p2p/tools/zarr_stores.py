@@ -132,7 +132,6 @@ Area = Sequence[range | int] | None
 
 
 def _area(x: DaskArray, target: Any, region: Any) -> Area:
-    """Return the rows that an array gets in a Zarr array."""
     if not is_zarr_array(target):
         return None
     check_chunks_are_known(x)

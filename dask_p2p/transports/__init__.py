@@ -7,6 +7,7 @@ an entry point of the group ``dask_p2p.transports`` takes the place of that line
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from dask_p2p.config import Options, transport_classes, transport_finders
 from dask_p2p.errors import ConfigError
@@ -17,14 +18,8 @@ from dask_p2p.transports.packed import CommTransport
 from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.ucx import UcxTransport
 
-#: The transports of this package, best first.
-OWN: tuple[type[Transport], ...] = (
-    IpcTransport,
-    CmaTransport,
-    UcxTransport,
-    PinnedTransport,
-    CommTransport,  # works between any two workers: the last resort
-)
+#: The transports of this package, best first. The last resort works between any two workers.
+OWN: Any = (IpcTransport, CmaTransport, UcxTransport, PinnedTransport, CommTransport)
 
 
 def all_transports() -> dict[str, type[Transport]]:

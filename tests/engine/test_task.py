@@ -12,7 +12,7 @@ from distributed import Reschedule
 from dask_p2p.config import options
 from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.context import AttemptLog, worst_case_s
+from dask_p2p.engine.context import AttemptLog
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
 from dask_p2p.errors import TransferError
@@ -55,15 +55,6 @@ def test_it_survives_pickling_and_renaming(task):
     renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
     assert type(renamed) is AssembleTask
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
-
-
-def test_the_worst_case_adds_up():
-    chosen = replace(options(), attempts=3, request_timeout_s=30.0)
-    assert worst_case_s(chosen) == pytest.approx(3 * 30 + 0.05 + 0.1)
-    assert worst_case_s(chosen, holders=2, unprobed=1) == pytest.approx(
-        3 * 2 * (30 + 10) + 0.05 + 0.1
-    )
-    assert worst_case_s(replace(chosen, attempts=1)) == 30.0
 
 
 def test_the_last_error_names_the_cause_of_each_attempt(monkeypatch):
@@ -113,7 +104,6 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
                 module.reschedule_failed("key", error, runtime, chosen)
         assert pauses_s[:3] == [0.05, 0.1, 0.2]
         assert max(pauses_s) <= 2.0
-        assert worst_case_s(replace(chosen, request_timeout_s=0.0)) == sum(pauses_s)
         with pytest.raises(
             TransferError,
             match=r"'key' failed 8 times on tcp://here: attempts 1 to 8:.*deaf\. Check",

@@ -79,7 +79,7 @@ class HaltingIpc(_Halting, ipc.IpcTransport):
         super().__init__(worker, options)
         self.mappings = cuda_ipc.Mappings()  # each worker stands for a process
 
-    def _peer_obstacle(self, peer):
+    def memory_obstacle(self, local, peer):
         return None
 
     def describe(self):

@@ -380,7 +380,6 @@ class LocalPoints:
         return samples
 
     def _where(self, block: Any) -> tuple[Array, ...]:
-        """Return the indices of the neighbours in a block."""
         array = block.inner if isinstance(block, HaloArray) else block
         shape = getattr(array, "shape", None)
         starts = self._starts.get(shape, set()) if isinstance(shape, tuple) else set()

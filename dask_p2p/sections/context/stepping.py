@@ -264,7 +264,6 @@ def _checked_count(count: Any) -> int | None:
 
 
 def _checked_stores(save: Any, checkpoint: Any, state: State | None) -> list[StateFolder]:
-    """Return the stores of a state: its checkpoints, and those of frames."""
     stores = [*save] if isinstance(save, Sequence) else [save]
     for store in stores:
         if not hasattr(store, "of_state"):

@@ -220,7 +220,6 @@ class Transforms:
         partition: _Partition,
         from_partition: _Partition,
     ) -> tuple[RankGrid, RankGrid]:
-        """Return the partitions of an array before and after the transform."""
         names = {"partition": partition, "from_partition": from_partition}
         space, waves = (
             ("partition", "from_partition") if kind in INVERSE else ("from_partition", "partition")

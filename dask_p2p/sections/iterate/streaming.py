@@ -295,7 +295,6 @@ class StreamedSteps:
     def _compute(
         self, first: int, count: int, rows: tuple[int, int], slab_fields: Sequence[_SlabField]
     ) -> None:
-        """Make the steps of a visit on one slab."""
         fields = {slab.local.spec.name: slab for slab in slab_fields}
         for number in range(count):
             self._number.value = first + number
