@@ -142,8 +142,8 @@ class Loop:
     def free_steps(self, step: int) -> int:
         """Return the number of steps until a callback is known to be due, or the loop ends."""
         assert self._steps is not None, "the caller does not end the loop"
-        known = (callback.schedule.next_known_step(step) for callback in self._callbacks)
-        return int(min(self._steps, *known, inf)) - step
+        due_steps = (callback.schedule.next_known_step(step) for callback in self._callbacks)
+        return int(min(self._steps, *due_steps, inf)) - step
 
     def _next_step_after(self, step: int) -> float:
         return min((callback.schedule.next_step(step) for callback in self._callbacks), default=inf)

@@ -292,16 +292,16 @@ def check_streaming(
 ) -> None:
     """Raise `InputError` for arguments of `iterate` that streamed fields do not have."""
     counts = {"steps_per_visit": steps_per_visit, "slab_rows": slab_rows}
-    given = {name: count for name, count in counts.items() if count is not None}
-    if on_gpu is None and not given:
+    sizes = {name: count for name, count in counts.items() if count is not None}
+    if on_gpu is None and not sizes:
         return
     if not isinstance(on_gpu, str) or on_gpu != "stream":
         raise InputError(
             f"on_gpu: expected None, or 'stream' for fields in host memory that go through a GPU, "
-            f"got {on_gpu!r}{''.join(f' and {name}' for name in given)}. Give on_gpu='stream', or "
+            f"got {on_gpu!r}{''.join(f' and {name}' for name in sizes)}. Give on_gpu='stream', or "
             f"leave it out."
         )
-    for name, count in given.items():
+    for name, count in sizes.items():
         checked_count(name, 1, **{name: count})
     phase, capture, overlap, library = arguments.phases[0], *options
     fields = arguments.fields

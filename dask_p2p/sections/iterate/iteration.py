@@ -218,15 +218,15 @@ class VisitPlan:
 
     def _steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
         """Return the number of steps of a visit: the argument, or a number for thick slabs."""
-        asked = iteration.steps_per_visit
-        if asked is not None and longest < asked <= iteration.steps:
+        requested = iteration.steps_per_visit
+        if requested is not None and longest < requested <= iteration.steps:
             raise InputError(
                 f"steps_per_visit: expected at most {longest}, as its halo is not longer than an "
-                f"axis, got {asked}. Give a smaller number."
+                f"axis, got {requested}. Give a smaller number."
             )
         slab = min(most_rows, max(1, rows // _SLABS))
         chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO * self.depth[0]))
-        return max(1, min(asked or chosen, longest, iteration.steps))
+        return max(1, min(requested or chosen, longest, iteration.steps))
 
     def _most_rows(self, ctx: Context) -> int:
         """Return the number of rows, with halos, that fit into a slot or a cache."""

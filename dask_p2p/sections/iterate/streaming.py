@@ -2,7 +2,7 @@
 
 A *visit* makes several steps. It fills halos that are as wide as all of its steps need, and then
 takes the local block apart along the first axis. A slab goes to the GPU with its halo; each step
-leaves a region that is smaller by the depth; what is left after the last one is the slab::
+leaves a region that is smaller by the depth. The slab is left after the last one::
 
     rows      ---halo---|--------slab--------|---halo---
     copied in ..........................................
