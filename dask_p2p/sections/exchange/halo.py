@@ -245,6 +245,7 @@ class HaloExchange:
         # Returns results of `wait`; None: `data`.
         make_result: Callable[[HaloArray], Array] | None = None,
     ) -> Pending:
+        arrays = []
         for halo_array in halo_arrays:
             if halo_array.layout.is_in_flight:
                 raise InputError(
@@ -255,7 +256,8 @@ class HaloExchange:
             halo_array.layout.is_in_flight = True
             # Before halos for others are packed: they include this.
             halo_array.layout.fill(halo_array.data)
-        end = self._moved.begin([halo_array.data for halo_array in halo_arrays], in_background)
+            arrays.append(halo_array.data)
+        end = self._moved.begin(arrays, in_background)
         return Pending(halo_arrays, end, make_result)
 
     def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
