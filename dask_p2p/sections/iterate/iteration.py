@@ -140,10 +140,13 @@ class Iteration:
         inputs_bytes: Sequence[int],
     ) -> SectionEstimate:
         """Return the estimate of one rank; `section_estimate` is the estimate for any function."""
-        field_bytes = [_bytes_of(spec, ranks, rank) for spec in self.fields]
+        field_bytes = [_bytes_of(spec, ranks, rank, self.is_streamed) for spec in self.fields]
         work, returned, state, sent, received = (
             sum(sizes) for sizes in zip(*field_bytes, strict=True)
         )
+        visit_bytes = work if self.is_streamed else 0
+        if self.is_streamed and len(list(ranks.blocks(rank))) == 1:
+            returned = 0  # the output blocks
         constants = inputs_bytes[sum(len(spec.depths) for spec in self.fields) :]
         has_states = self.period is not None and ranks.size > 1
         item_bytes = {spec.name: spec.dtype.itemsize for spec in self.fields}
@@ -160,6 +163,7 @@ class Iteration:
             frames_bytes=sum(frames.size_bytes(*sized) for frames in self.stores.frames),
             series_bytes=3 * series_bytes,  # the values, the results, and the output's copy
             step_bytes=sent,
+            visit_bytes=visit_bytes,
             checkpoint_bytes=state if has_states else 0,
         )
 
@@ -174,14 +178,14 @@ class _FieldBytes(NamedTuple):
     received: int
 
 
-def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
+def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int, is_streamed: bool) -> _FieldBytes:
     ranks = ranks.extend(spec.extra)
     exchange = plan_halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels
     level_bytes = prod(exchange.shape) * item_bytes
     return _FieldBytes(
-        work=(levels + (not spec.is_constant)) * level_bytes,
+        work=(levels + (not spec.is_constant and not is_streamed)) * level_bytes,
         returned=results * level_bytes,
         state=results * prod(ranks.shape(rank)) * item_bytes,
         sent=sum(map(elements_of, exchange.sends.values())) * item_bytes,
@@ -263,8 +267,11 @@ class VisitPlan:
 
         pairs = sorted(product(map(int, steps_of_visits), rows_of_slabs))
         fitting = [(k, n) for k, n in pairs if n + 2 * k * self.depth[0] <= self._fitting_rows]
-        self.steps, self.slab_rows = min(fitting or [(self.steps, self.slab_rows)], key=step_s)
-        logger.info("visits of %d steps to slabs of %d rows", self.steps, self.slab_rows)
+        sizes = self.steps, self.slab_rows = min(
+            fitting or [(self.steps, self.slab_rows)], key=step_s
+        )
+        expected_ms = 1e3 * step_s(sizes)
+        logger.info("visits of %d steps to slabs of %d rows: %.3g ms a step", *sizes, expected_ms)
 
     def _most_steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
         """Return the number of steps of a visit: the argument, or a number for thick slabs."""
