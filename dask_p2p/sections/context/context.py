@@ -330,15 +330,16 @@ class Context(Communicator, Transforms):
                 halo_array.first_copy.check()
         return exchange.begin(halo_arrays, in_background, self._copies.copy if copy else None)
 
-    def halo_exchange(self, halo_arrays: Sequence[HaloArray]) -> HaloExchange:
+    def halo_exchange(
+        self, halo_arrays: Sequence[HaloArray], is_wide: bool = False
+    ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
-        return HaloExchange.of(halo_arrays, self._connections)
+        reads_memory = self._messages.reads_memory if is_wide else None
+        return HaloExchange.of(halo_arrays, self._connections, reads_memory)
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
         """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
         self._copies.check_returned(arrays)
-
-    # --- steps, and saved state to resume from when a worker is lost
 
     def state(self, **values: Any) -> State:
         """Return the state of a loop of steps: values that change from step to step.
@@ -418,7 +419,7 @@ class Context(Communicator, Transforms):
         SectionError
             If the ranks made different calls.
         """
-        code = sys._getframe(1).f_code
+        code = sys._getframe(1).f_code  # of the function with the loop
         return begin_steps(self, count, state, every, save, checkpoint, code)
 
     def loop(

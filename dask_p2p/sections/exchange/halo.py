@@ -15,8 +15,8 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.halo import RankHalo, split_interior
 from dask_p2p.sections.exchange.boundaries import Ends
-from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.regions import ExchangeCall
+from dask_p2p.sections.exchange.device import HOST, Host, WideHalos
+from dask_p2p.sections.exchange.regions import ExchangeCall, HaloMover
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType
 
@@ -206,8 +206,9 @@ class HaloLayout:
             for fill in halo.fills
         ]
         self.is_in_flight = False  # whether an exchange of such an array has begun
-        #: Exchanges of arrays, the first with this layout, by the texts of the others' calls.
-        self.exchanges: dict[tuple[str, ...], HaloExchange] = {}
+        #: Exchanges of arrays, the first with this layout, by whether ranks read them in place, and
+        #: the texts of the others' calls.
+        self.exchanges: dict[tuple[bool, tuple[str, ...]], HaloExchange] = {}
 
     @cached_property
     def local_box(self) -> Box:
@@ -233,28 +234,40 @@ class HaloExchange:
         self,
         layouts: Sequence[HaloLayout],  # of the halo arrays
         connections: Connections,  # connections to other ranks
+        # Whether ranks read wide halos in each other's host memory; None: halos are packed.
+        reads_memory: bool | None = None,
     ) -> None:
         # Layouts have references to exchanges. One in return would delay the end of both.
         calls, halos = [layout.call for layout in layouts], [layout.halo for layout in layouts]
-        self._moved = layouts[0].device.halo_mover(calls, connections)
+        self._moved: HaloMover = (
+            layouts[0].device.halo_mover(calls, connections)
+            if reads_memory is None
+            else WideHalos(calls, connections, reads_memory)
+        )
         self._elements = box_size(halos[0].inner)
         self.boxes = split_interior(halos)
 
     @classmethod
-    def of(cls, halo_arrays: Sequence[HaloArray], connections: Connections) -> HaloExchange:
+    def of(
+        cls,
+        halo_arrays: Sequence[HaloArray],
+        connections: Connections,
+        reads_memory: bool | None,
+    ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same.
 
         Raises `InputError` for anything but halo arrays, each of them once.
         """
         _check_halo_arrays(halo_arrays)
         first, *companions = halo_arrays
-        names = (
-            tuple([halo_array.layout.call.text for halo_array in companions]) if companions else ()
-        )
-        exchange = first.layout.exchanges.get(names)
+        names: tuple[str, ...] = ()
+        if companions:
+            names = tuple(halo_array.layout.call.text for halo_array in companions)
+        key = reads_memory is not None, names
+        exchange = first.layout.exchanges.get(key)
         if exchange is None:
             layouts = [halo_array.layout for halo_array in halo_arrays]
-            exchange = first.layout.exchanges[names] = cls(layouts, connections)
+            exchange = first.layout.exchanges[key] = cls(layouts, connections, reads_memory)
         return exchange
 
     @property
