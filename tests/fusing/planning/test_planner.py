@@ -123,8 +123,8 @@ def test_stencils_that_are_reduced_hold_few_blocks(count, most_mib):
 SMALL_EXCHANGES = {
     "_LARGE_EXCHANGES_BYTES": 0,
     "_EXCHANGED_BYTES": 1,
+    "_PARTS": 2**40,
     "_WORTHWHILE": float("inf"),
-    "_FEWER": float("inf"),
 }
 
 
