@@ -24,7 +24,6 @@ from dask_p2p.fusing.fused import (
     argument,
     array_of_value,
     check_reads,
-    graph_as_optimised,
     graph_of,
     pinned,
     with_call_values,
@@ -289,8 +288,8 @@ class CompiledFunction:
         idle_s: float,
         annotations: Mapping[str, Any],
         token: str,
-    ) -> Any:
-        """Submit a resident gang; return the future of its commit task."""
+    ) -> tuple[Any, Sequence[Any]]:
+        """Submit a resident gang; return the future of its commit task, and its inputs."""
         gang, name = self._gang, name_of_gang(PREFIX, token)
         ranks = []
         for rank in gang.ranks:
@@ -298,11 +297,15 @@ class CompiledFunction:
             of_first = body.dtype, body.shape, body.kind
             resident = RunResident(name, body.program, self._names, *of_first, idle_s)
             ranks.append(rank._replace(body=resident))
-        names, before = graph_as_optimised(arrays)
-        tasks = MaterializedLayer(replace(gang, ranks=ranks).tasks(name, names), annotations)
-        layers = {**before.layers, name: tasks}
-        graph = HighLevelGraph(layers, {**before.dependencies, name: {*before.layers}})
-        return client.compute(Delayed(commit_of(name), graph, layer=name))
+        inputs = client.persist(arrays)
+        futures = {key: future for x in inputs for key, future in x.__dask_graph__().items()}
+        tasks = replace(gang, ranks=ranks).tasks(name, [x.name for x in inputs])
+        layers = {
+            f"{name}-inputs": MaterializedLayer(futures),
+            name: MaterializedLayer(tasks, annotations),
+        }
+        graph = HighLevelGraph(layers, {f"{name}-inputs": set(), name: {f"{name}-inputs"}})
+        return client.compute(Delayed(commit_of(name), graph, layer=name)), inputs
 
     def _checked(self, arguments: Sequence[Any]) -> tuple[dict[int, DaskArray], dict[int, Any]]:
         declarations, like = self._signature.arguments, self._signature.like

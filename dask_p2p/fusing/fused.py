@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, overload
 
-import dask
 import numpy as np
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import DataNode, Task, TaskRef
-from dask.utils import ensure_dict
 
 from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
@@ -339,35 +337,3 @@ def graph_of(
     check_tasks(read)
     check_annotations(layers.layers, read.tasks)
     return ArraysGraph(tasks_of, keys, layers, read)
-
-
-def graph_as_optimised(arrays: Sequence[DaskArray]) -> tuple[list[str], HighLevelGraph]:
-    """Return the names that the keys of arrays' blocks have in their graph, and this graph.
-
-    It has the tasks that Dask computes, since the scheduler may have some of them under their keys.
-    """
-    if is_expression(arrays[0]):
-        graphs, keys = zip(*map(optimize_tasks, arrays), strict=True)
-        names = [str(name_of(of_array[0])) for of_array in keys]
-        optimised = dict(zip(names, map(MaterializedLayer, graphs), strict=True))
-        return names, HighLevelGraph(optimised, {name: set() for name in optimised})
-    with dask.config.set({"p2p.fuse": "off"}):
-        optimise = arrays[0].__dask_optimize__
-    before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    tasks = ensure_dict(optimise(before, [x.__dask_keys__() for x in arrays]))
-    # Each task is in the layer that it had, which may have annotations.
-    layer_of = {key: name for name, layer in before.layers.items() for key in layer}
-    layers: dict[Any, dict[Key, Any]] = {}
-    dependencies: dict[Any, set[Any]] = {}
-    for key, task in tasks.items():
-        name = layer_of.get(key, key)
-        layers.setdefault(name, {})[key] = task
-        reads = getattr(task, "dependencies", ())
-        before_task = {layer_of.get(read, read) for read in reads if read in tasks}
-        dependencies.setdefault(name, set()).update(before_task - {name})
-    annotations = {name: before.layers[name].annotations for name in before.layers}
-    new_layers = {
-        name: MaterializedLayer(of_layer, annotations.get(name))
-        for name, of_layer in layers.items()
-    }
-    return [x.name for x in arrays], HighLevelGraph(new_layers, dependencies)

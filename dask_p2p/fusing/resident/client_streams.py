@@ -51,8 +51,8 @@ _MOST_AHEAD = 64  # calls that have not run
 
 _DROP_S = 0.1  # time until dropped handles go to the ranks, without another call
 
-#: Submits a gang with a token; returns the future of its commit task.
-Submit = Callable[[str], Any]
+#: Submits a gang with a token; returns the future of its commit task, and its inputs on workers.
+Submit = Callable[[str], tuple[Any, Sequence[Any]]]
 
 
 class ClientStreams:
@@ -69,6 +69,7 @@ class ClientStreams:
         self._streams: Sequence[CommandStream] = ()
         self._attempt: asyncio.Future[None] | None = None
         self._future: Any = None  # of the gang's commit task
+        self._inputs: Sequence[Any] = ()  # Dask arrays on workers, until the gang has ended
         self._is_awake = self._drops_soon = False  # whether `_send` will run
         self._awaited_requests = set[int]()  # requests whose answers a thread awaits
         self._replies: dict[int, Mapping[int, Any]] = {}  # by number of the request
@@ -87,7 +88,7 @@ class ClientStreams:
     def start(self, submit: Submit) -> None:
         token = uuid4().hex  # each gang has its own ranks
         receive(self.client, name_of_gang(PREFIX, token), self)
-        self._future = submit(token)
+        self._future, self._inputs = submit(token)
         self._future.add_done_callback(self._record_end)
 
     def call(self, arguments: Sequence[Any], first: int) -> None:
@@ -162,7 +163,7 @@ class ClientStreams:
     def close(self) -> None:
         """End the gang now, if it runs."""
         with self._changed:
-            self.is_over = True
+            self.is_over, self._inputs = True, ()
         if self._future is not None:
             self._future.release()
         if not self._loop.is_closed():
