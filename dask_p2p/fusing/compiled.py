@@ -37,6 +37,7 @@ from dask_p2p.fusing.planning.sizes import (
     DeclaredBlocks,
     DeclaredValue,
     is_value,
+    sizes_of,
 )
 from dask_p2p.fusing.planning.tasks import check_arrays, kind_of, kinds_of, name_of
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
@@ -365,7 +366,8 @@ def _compiled(
     read = with_call_values(graph.read, values)
     size = min(size_limit, read.tasks.widest)
     # Without locations: arguments differ, and results, which lie in order, become arguments.
-    programs = programs_of(read.tasks, size, pinned=pinned(arrays, outputs, graph.keys, size))
+    owners = pinned(arrays, outputs, graph.keys, size)
+    programs = programs_of(read.tasks, size, sizes_of(read.tasks, graph.declared), owners)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept_tasks = {key: task for key, task in read.dask_tasks.items() if name_of(key) not in names}
     first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)

@@ -21,6 +21,7 @@ from dask_p2p.fusing.planning.sizes import (
     Declared,
     DeclaredBlocks,
     DeclaredValue,
+    blocks_of_expression,
     blocks_of_layers,
     sizes_of,
 )
@@ -129,7 +130,7 @@ def _fused(arrays: Sequence[DaskArray], size_limit: int) -> list[DaskArray]:
     graph = graph_of(arrays, options)
     read = graph.read
     size = min(size_limit, read.tasks.widest)
-    sizes_bytes = sizes_of(read.tasks, declared=blocks_of_layers(graph.layers.layers))
+    sizes_bytes = sizes_of(read.tasks, graph.declared)
     locations = _locations(read) if size > 1 else UNKNOWN
     programs = programs_of(read.tasks, size, sizes_bytes, locations=locations)
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
@@ -309,6 +310,7 @@ class ArraysGraph:
     keys: Sequence[Sequence[Key]]  # of the blocks of each array
     layers: HighLevelGraph  # without layers where arrays are expressions
     read: ReadGraph  # all tasks, with those that ranks run set apart
+    declared: Mapping[str, DeclaredBlocks]  # blocks of all arrays, by name
 
     def random_layers(self) -> dict[Any, Any]:
         nodes = {**self.read.tasks.nodes, **self.read.dask_tasks}
@@ -325,15 +327,17 @@ def graph_of(
     """
     tasks_of: dict[str, Mapping[Key, Any]]
     if is_expression(arrays[0]):
-        graphs, keys = zip(*map(optimize_tasks, arrays), strict=True)
+        graphs, keys, exprs = zip(*map(optimize_tasks, arrays), strict=True)
         layers = HighLevelGraph({}, {})
         tasks_of = {"": {key: task for graph in graphs for key, task in graph.items()}}
+        declared = {k: v for expr in exprs for k, v in blocks_of_expression(expr).items()}
     else:
         keys = tuple(map(keys_of, arrays))
         layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
         tasks_of = {name: tasks_of_layer(layer, options) for name, layer in layers.layers.items()}
+        declared = blocks_of_layers(layers.layers)
     tasks = {key: task for layer_tasks in tasks_of.values() for key, task in layer_tasks.items()}
     read = read_graph(reading_values(tasks, values), keys)
     check_tasks(read)
     check_annotations(layers.layers, read.tasks)
-    return ArraysGraph(tasks_of, keys, layers, read)
+    return ArraysGraph(tasks_of, keys, layers, read, declared)

@@ -299,7 +299,7 @@ def choice_of(
     check_tasks(read)
     check_annotations(layers, read.tasks)
     declared = declared or blocks_of_layers(layers)
-    sizes_bytes = sizes_of(read.tasks, known_tasks.sizes_bytes, declared)
+    sizes_bytes = sizes_of(read.tasks, declared, known_tasks.sizes_bytes)
     kind = kind_of(kinds, read)
     size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
     if is_auto:

@@ -9,7 +9,6 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
     Cluster,
     check_count,
@@ -17,7 +16,7 @@ from dask_p2p.fusing.suitability import (
     check_suitable,
     ranks_for,
 )
-from tests.fusing.support import read_arrays, smooth
+from tests.fusing.support import read_arrays, smooth, tasks_and_sizes
 from tests.support import tune
 
 CLUSTER_OF_4 = Cluster(workers=4, threads=8, memory_bytes=2**30, has_resources=False)
@@ -34,8 +33,7 @@ def stencils(x, steps=6):
 
 
 def check(x, size=4, cluster=CLUSTER_OF_4, kind="numpy"):
-    tasks = read_arrays(x)[1].tasks
-    sizes = sizes_of(tasks)
+    tasks, sizes = tasks_and_sizes(x)
     check_suitable(tasks, programs_of(tasks, size, sizes), sizes, cluster, kind)
 
 
@@ -87,8 +85,7 @@ def test_very_many_tasks(monkeypatch):
 
 def test_ranks():
     def ranks(x, cluster=CLUSTER_OF_4):
-        tasks = read_arrays(x)[1].tasks
-        return ranks_for(tasks, sizes_of(tasks), cluster)
+        return ranks_for(*tasks_and_sizes(x), cluster)
 
     assert ranks(stencils(array())) == 4
     assert ranks(stencils(array(rows=32))) == 2

@@ -19,7 +19,7 @@ from dask.task_spec import DataNode, GraphNode
 from dask.utils import key_split
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of, sizes_of
+from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
@@ -103,20 +103,18 @@ _EVEN = 1.15
 def owners_of(
     tasks: FusedTasks,
     size: int,
-    sizes_bytes: Mapping[Key, int] | None = None,
+    sizes_bytes: Mapping[Key, int],
     pinned: Mapping[Key, int] = {},
     source_elements: SourceElements | None = None,
     locations: Locations = UNKNOWN,
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
 
-    `sizes_bytes` has the sizes of all values; by default those of `sizes_of`. `pinned` has owners
-    that are decided. An input in `locations` belongs to a rank on its worker.
+    `pinned` has owners that are decided. An input in `locations` belongs to a rank on its worker.
     """
     if size == 1:
         return dict.fromkeys((*tasks.inputs, *tasks.nodes), 0)
     by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
-    sizes_bytes = sizes_of(tasks) if sizes_bytes is None else sizes_bytes
     elements = source_elements or SourceElements()
     # Blocks that are neighbours stay together, wherever the inputs lie.
     inputs = {key: by_position[key] for key in tasks.inputs}

@@ -24,7 +24,6 @@ from dask_p2p.fusing.planning.sizes import (
     WholeValue,
     peak_bytes,
     read_bytes_of,
-    sizes_of,
 )
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.geometry import block_shape
@@ -44,13 +43,11 @@ _WORTHWHILE = 0.9  # least ratio of memory that counts
 def programs_of(
     tasks: FusedTasks,
     size: int,
-    sizes_bytes: Mapping[Key, int] | None = None,
+    sizes_bytes: Mapping[Key, int],
     pinned: Mapping[Key, int] = {},
     locations: Locations = UNKNOWN,
 ) -> list[Program]:
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
-    if sizes_bytes is None:
-        sizes_bytes = sizes_of(tasks)
     return [
         replace(program, declared_bytes=peak_bytes(program, sizes_bytes))
         for program in _programs_of(tasks, size, sizes_bytes, pinned, locations)

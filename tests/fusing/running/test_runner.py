@@ -17,7 +17,14 @@ from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.plans.halo import plan_halo
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, HostLending
-from tests.fusing.support import check_blocks, graphs, integers, read_arrays, run_programs, smooth
+from tests.fusing.support import (
+    check_blocks,
+    graphs,
+    integers,
+    run_programs,
+    smooth,
+    tasks_and_sizes,
+)
 from tests.support import tune
 
 
@@ -163,8 +170,8 @@ def test_functions_of_map_overlap_may_overwrite_their_blocks():
 def programs(x, steps):
     for _ in range(steps):
         x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
-    tasks = read_arrays(x)[1].tasks
-    return len(tasks.nodes), programs_of(tasks, 4)
+    tasks, sizes = tasks_and_sizes(x)
+    return len(tasks.nodes), programs_of(tasks, 4, sizes)
 
 
 ROWS = (2,) * 6, (12,)
