@@ -101,22 +101,17 @@ def check_count(tasks: FusedTasks) -> None:
         )
 
 
-def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> None:
-    """Refuse a graph of few tasks. `exchanges` of None: not counted yet."""
-    if exchanges is None:
-        nodes = tasks.nodes.items()  # no array needs more than one exchange
-        exchanges = len({name_of(key) for key, node in nodes if not isinstance(node, DataNode)})
-    if exchanges >= _LEAST_EXCHANGES:
-        return
-    outputs = sum(map(len, tasks.outputs))
+def _check_gain(tasks: FusedTasks, programs: Sequence[Program]) -> None:
+    """Refuse a graph of few tasks: `UnsupportedArrayError`."""
+    exchanges, outputs = exchanges_of(programs), sum(map(len, tasks.outputs))
     further = max(0.0, tasks_of_dask(tasks) - outputs)
-    if further < _LEAST_TASKS * size:
+    if exchanges < _LEAST_EXCHANGES and further < _LEAST_TASKS * len(programs):
         count = f"about {_counted_as(round(further), 'task')}" if round(further) else "no tasks"
         raise UnsupportedArrayError(
-            f"too small to gain: at most {_counted_as(exchanges, 'exchange')} "
+            f"too small to gain: {_counted_as(exchanges, 'exchange')} "
             f"({_LEAST_EXCHANGES} needed), and {count} besides "
             f"the {_counted_as(outputs, 'output')} ({_LEAST_TASKS} for each of "
-            f"{_counted_as(size, 'rank')} needed). Compute more operations together."
+            f"{_counted_as(len(programs), 'rank')} needed). Compute more operations together."
         )
 
 
@@ -140,7 +135,7 @@ def check_suitable(
             "expected workers without resources, got some that have them: each rank would need "
             "those that the call requests. Call dask_p2p.fused(x)."
         )
-    check_gain(tasks, len(programs), exchanges_of(programs))
+    _check_gain(tasks, programs)
     most_bytes = _check_memory(tasks, programs, sizes_bytes, cluster, kind)
     _check_balance(programs, sizes_bytes)
     return most_bytes
@@ -304,7 +299,6 @@ def choice_of(
     size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
     if is_auto:
         check_count(read.tasks)
-        check_gain(read.tasks, size)  # before programs are made
     programs = programs_of(read.tasks, size, sizes_bytes, locations=known_tasks.locations)
     most_bytes = None
     if is_auto:

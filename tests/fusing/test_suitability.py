@@ -12,7 +12,6 @@ from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.suitability import (
     Cluster,
     check_count,
-    check_gain,
     check_suitable,
     ranks_for,
 )
@@ -43,11 +42,9 @@ def test_few_tasks():
     ):
         check(array() + 1)
     with pytest.raises(
-        UnsupportedArrayError, match=r"at most 1 exchange .* and about 1 task besides the 4 outputs"
+        UnsupportedArrayError, match=r": 1 exchange .* and about 1 task besides the 4 outputs"
     ):
         check(stencils(array(rows=16), 1))
-    with pytest.raises(UnsupportedArrayError, match=r"at most 1 exchange \("):  # without programs
-        check_gain(read_arrays(array() + 1)[1].tasks, 4)
     check(stencils(array(rows=16), 3))
 
 

@@ -236,14 +236,13 @@ def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
 class Declared:
     """The properties of an argument, or of a result."""
 
-    name: str
     chunks: Chunks
     dtype: DType
     meta: Any
 
     @classmethod
     def from_array(cls, x: DaskArray) -> Declared:
-        return cls(x.name, x.chunks, x.dtype, x._meta)
+        return cls(x.chunks, x.dtype, x._meta)
 
     @property
     def takes_values(self) -> bool:

@@ -34,9 +34,7 @@ from dask_p2p.fusing.resident.commands import (
     CommandLog,
     CommandStream,
     Ranks,
-    Sizes,
     receive,
-    registered,
     workers_of,
 )
 from dask_p2p.fusing.running.gang import PREFIX
@@ -129,14 +127,6 @@ class ClientStreams:
                 self._awaited_requests.discard(number)
                 replies = self._replies.pop(number, {})
         return [replies[rank] for rank in range(len(replies))]
-
-    def register(self, name: str, sizes: Sequence[Sizes]) -> dict[Key, Any]:
-        """Register the blocks of an array with the scheduler; return their futures, by key.
-
-        `sizes` has the indices and bytes of the blocks of each rank. Raises `KeyError` if the
-        scheduler has lost a worker.
-        """
-        return dict(self.client.sync(registered, self.client, name, sizes, self.ranks))
 
     def drop(self, handle: int) -> None:
         """Send the number of a handle that is not used any more, soon or with the next call.

@@ -206,7 +206,7 @@ class CommandStream:
 Sizes: TypeAlias = Sequence[tuple[Index, int]]
 
 
-async def registered(client: Any, name: str, sizes: Sequence[Sizes], ranks: Ranks) -> Any:
+async def register_blocks(client: Any, name: str, sizes: Sequence[Sizes], ranks: Ranks) -> Any:
     """Register blocks with the scheduler, before the ranks add them; return their futures, by key.
 
     Raises `KeyError` if the scheduler has lost a worker.
