@@ -148,7 +148,9 @@ def _check_memory(
     cluster: Cluster,
     kind: Kind,
 ) -> float:
-    limit_bytes, most_bytes, place = cluster.memory_bytes, most_bytes_of(cluster), "a worker"
+    limit_bytes, place = cluster.memory_bytes, "a worker"
+    least_bytes = int(_LEAST_MEMORY * limit_bytes)
+    most_bytes = max(least_bytes, int(_MOST_MEMORY * limit_bytes) - _PROCESS_BYTES)
     if kind == "cupy":
         limit_bytes, place = cluster.device_bytes, "a worker's GPU"
         most_bytes = int(_MOST_DEVICE_MEMORY * limit_bytes)
@@ -173,13 +175,6 @@ def _check_memory(
             f"chunks, or workers with more memory."
         )
     return most_bytes / ranks
-
-
-def most_bytes_of(cluster: Cluster) -> int:
-    """Return the most bytes that the values of a worker's ranks may take."""
-    limit_bytes = cluster.memory_bytes
-    least_bytes = int(_LEAST_MEMORY * limit_bytes)
-    return max(least_bytes, int(_MOST_MEMORY * limit_bytes) - _PROCESS_BYTES)
 
 
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:

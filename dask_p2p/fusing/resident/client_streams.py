@@ -35,7 +35,6 @@ from dask_p2p.fusing.resident.commands import (
     CommandStream,
     Ranks,
     receive,
-    workers_of,
 )
 from dask_p2p.fusing.running.gang import PREFIX
 from dask_p2p.geometry import block_shape
@@ -287,7 +286,7 @@ class KeepingRule:
     def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
         if log.is_keeping:
             return False
-        if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints
+        if len({address for address, *_ in ranks}) < 2:  # its loss would take all checkpoints
             return log.since_kept >= log.command_limit
         command_limit, most_s = tuning.current.kept_commands, tuning.current.kept_s
         is_due = log.since_kept >= command_limit or time.monotonic() - self._last_s >= most_s

@@ -239,11 +239,6 @@ def receive(client: Any, gang: str, streams: ClientStreams) -> None:
     client.subscribe_topic(TOPIC, partial(_pass_on, client_streams))
 
 
-def workers_of(ranks: Ranks) -> set[str]:
-    """Return the addresses of the workers of some ranks."""
-    return {address for address, *_ in ranks}
-
-
 def _pass_on(client_streams: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
     _, message = event
     if (streams := client_streams.get(message["gang"])) is not None:
