@@ -26,6 +26,7 @@ from dask_p2p.sections.iterate.output.groups import (
     Coordinate,
     Folder,
     attributes_of,
+    check_seen,
     create_arrays,
     create_group,
     describe_shapes,
@@ -35,7 +36,6 @@ from dask_p2p.sections.iterate.output.groups import (
     newer_run_error,
     open_array,
     open_group,
-    open_seen_group,
     remove_frames,
     resize,
     run_on_first_rank,
@@ -103,7 +103,9 @@ class Frames:
         """Open the group for frames after a first step, which is returned."""
         shapes = dict(self._shapes())
         run_on_first_rank(self._ctx, self._folder, partial(self._open, shapes, first))
-        self._group = open_seen_group(self._ctx, self._folder)
+        check_seen(self._ctx, self._folder)
+        with explain_errors(self._folder):
+            self._group = open_group(self._folder)
         for name, (_, dtype) in shapes.items():
             self._arrays[name] = open_array(self._group, name)
             if name in self._parts:
@@ -144,7 +146,8 @@ class Frames:
         names = [name for name in folder.names() if not name.endswith(".partial")]
         group = open_group(folder) if names else None
         if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
-            group = create_group(folder, shapes, {"program": program, "frames": 0, "steps": 0})
+            attributes = {"program": program, "frames": 0, "steps": 0}
+            group = create_group(folder, (dtype for _, dtype in shapes.values()), attributes)
         elif group.attrs.get("program") != program:
             raise InputError(
                 f"expected a new folder, or frames of the same fields and steps, at {folder}, got "

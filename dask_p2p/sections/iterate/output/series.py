@@ -14,9 +14,8 @@ from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import checked_shape
-from dask_p2p.sections.iterate.fields import Scalars, check_name
+from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
 from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array, DTypeLike
@@ -211,11 +210,6 @@ class Series:
         }
 
     @property
-    def unset(self) -> list[Array]:
-        """Each series without values, as long as that of all steps."""
-        return [spec.unset(spec.count(self._steps)) for spec in self._specs]
-
-    @property
     def kinds(self) -> dict[str, Any]:
         """The steps between values, and the shape and dtype of a value, of each series."""
         records = {spec.name: spec.record for spec in self._specs}
@@ -232,38 +226,11 @@ class Series:
                 parts[0] = values[spec.name][: len(parts[0])].copy()
                 self.last[spec.name] = parts[0][-1]
 
-    def results(self) -> list[Array]:
-        """Return all series, as long as those of all steps."""
+    def results(self) -> dict[str, Array]:
+        """Return all series by name, as long as those of all steps."""
         self.combine()
-        pairs = zip(self.values.values(), self.unset, strict=True)
-        return [np.concatenate([recorded, unset[len(recorded) :]]) for recorded, unset in pairs]
-
-
-class NumberState:
-    """The numbers and series of one rank, as arrays of its device."""
-
-    def __init__(self, device: Host, scalars: Scalars, series: Series) -> None:
-        self._device, self._scalars, self._series = device, scalars, series
-        #: Arrays that `save` fills, and `load` reads.
-        scalars_and_series = [*self._scalars_on_host(), *series.unset]
-        self.arrays = [device.zeros(array.shape, array.dtype) for array in scalars_and_series]
-
-    def save(self) -> None:
-        """Copy all numbers into the arrays."""
-        self._series.combine()
-        numbers = [*self._scalars_on_host(), *self._series.values.values()]
-        for array, number in zip(self.arrays, numbers, strict=True):
-            self._device.copy_from_host(array[: len(number)], number)
-
-    def load(self, step: int) -> None:
-        """Copy the arrays, after a number of steps, into the numbers; none before the first."""
-        if not step:
-            return
-        host_arrays = [self._device.to_host(array) for array in self.arrays]
-        scalars = zip(self._scalars.values, host_arrays, strict=False)
-        self._scalars.update({name: array[0] for name, array in scalars})
-        series = zip(self._series.values, host_arrays[len(self._scalars.values) :], strict=True)
-        self._series.resume(dict(series), step)
-
-    def _scalars_on_host(self) -> list[Array]:
-        return [np.array([value]) for value in self._scalars.values.values()]
+        pairs = zip(self._specs, self.values.values(), strict=True)
+        return {
+            spec.name: np.concatenate([values, spec.unset(spec.count(self._steps) - len(values))])
+            for spec, values in pairs
+        }
