@@ -11,7 +11,12 @@ import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import box_slices
 from dask_p2p.sections.gang import worker as progress
+from dask_p2p.sections.gang.checkpoints import copy_into_state, size_of
+from dask_p2p.sections.gpu.device import Gpu
+from tests.sections.emulated import emulated_gpu, on_gpu, rank_tasks
+from tests.sections.gangs import run_gang
 from tests.sections.iterate.test_coupled import U, array
 from tests.support import mostly_slow
 
@@ -183,6 +188,60 @@ def test_the_end_by_time(client, tmp_path, ranks):
     assert (later_result["u"] == steps + 10).all()
     (newest,) = (path.name for path in tmp_path.glob("*.complete"))
     assert int(newest.removesuffix(".complete").rpartition("-")[2]) == steps
+
+
+# --- checkpoints in memory
+
+
+class States:
+    """The states of ranks, which the next attempt resumes from."""
+
+    def __init__(self):
+        self.newest = {}  # step and state by rank
+
+    def __call__(self, rank, connections, device):
+        def save(step, arrays):
+            state = memoryview(bytearray(size_of(arrays)))
+            copy_into_state(state, arrays, device)
+            self.newest[rank] = step, state
+
+        return SimpleNamespace(save=save, read_state=lambda: self.newest.get(rank, (0, None)))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "cupy"])
+def test_numbers_and_series_resume_from_memory(monkeypatch, kind):
+    gpu = emulated_gpu(monkeypatch) if kind == "cupy" else None
+    states = States()
+
+    def step(u, t, n, at, allowed):
+        assert at.last.get("times", 0.5) == 0.5 + at.step // 2 * 2
+        if at.step not in allowed:
+            raise InputError(f"stopped at {at.step}")
+        new = u.apply(lambda values: values + 1) if hasattr(u, "apply") else u + 1
+        return {"u": new, "t": t + 1, "n": n + 1}
+
+    def attempt(allowed):
+        u = array(START, ((12, 12), 20))
+        fields = {"u": on_gpu(gpu, u) if gpu else u, "t": 0.5, "n": np.int32(3)}
+        options = {"record": {"times": Record(lambda t: t, every=2)}, "checkpoint_every": 3}
+        lazy_result = iterate(step, fields, 0, 9, ranks=2, allowed=allowed, **options)
+        task = rank_tasks(lazy_result["u"])[0]
+
+        def function(ctx):
+            with ctx.device.running([]):
+                block = START[box_slices(ctx.box)]
+                results = task.body(ctx, [gpu.written(block) if gpu else block])
+                return [gpu.read(results[0][0]) if gpu else results[0][0], *results[1:]]
+
+        device = {"device": Gpu} if gpu else {}
+        return run_gang(task.args[2], function, checkpoints=states, **device)
+
+    with pytest.raises(InputError, match="stopped at 7"):
+        attempt(range(7))
+    (upper, (t,), (n,), (times,), (steps,)), (lower, *_) = attempt(range(6, 9))
+    np.testing.assert_allclose(np.concatenate([upper, lower]), START + 9, rtol=1e-14)
+    assert (t, n, n.dtype, steps) == (9.5, 12, np.int32, 9)
+    assert times.tolist() == [2.5, 4.5, 6.5, 8.5]
 
 
 # --- the log
