@@ -108,7 +108,7 @@ class RankWork:
             every = Multiples(iteration.check_every)
             callbacks.append(Callback(self._ask_until, every, reads_halos=True))
         callbacks += (
-            Callback(partial(self._write, store), store.schedule, store.reads_halos)
+            Callback(partial(store.write, flush=self._flush), store.schedule, store.reads_halos)
             for store in self._stores
         )
         if iteration.max_time is not None:
@@ -131,9 +131,6 @@ class RankWork:
             store.close()
 
     # --- after some steps
-
-    def _write(self, store: Frames | CheckpointFiles, step: int) -> None:
-        store.write(step, self._flush)
 
     def _record(self, step: int) -> bool:
         iteration, steps = self._iteration, self.steps

@@ -142,7 +142,7 @@ class CheckpointFiles:
     def write(self, step: int, flush: Callable[[], None]) -> None:
         """Write a checkpoint; `flush` completes all frames before it is complete."""
         ctx, folder, values = self.ctx, self._step_folder(step), self._values.current()
-        self.step, own = step, self._differing(values)
+        self.step, rank_names = step, self._differing(values)
 
         def create() -> None:
             with self._explain_errors(folder):
@@ -155,7 +155,7 @@ class CheckpointFiles:
         run_on_first_rank(ctx, folder, create)
         check_seen(ctx, folder, self._check_run)
         with self._explain_errors(folder):
-            part = self._write_parts(open_group(folder), values, own)
+            part = self._write_parts(open_group(folder), values, rank_names)
             folder.sync()
         flush()
         record = {
@@ -165,7 +165,7 @@ class CheckpointFiles:
             "fingerprint": int(ctx.allreduce(part)),
             "kinds": {name: value.kind for name, value in values.items()},
             "ranks": ctx.size,
-            "own": own,
+            "own": rank_names,
             "records": dict(self._records),
         }
         run_on_first_rank(ctx, folder, lambda: self._complete(step, record))
@@ -204,14 +204,14 @@ class CheckpointFiles:
                 )
         return names
 
-    def _write_parts(self, group: Any, values: Values, own: Collection[str]) -> np.uint64:
-        """Write this rank's parts of all values; `own` names those that each rank has."""
+    def _write_parts(self, group: Any, values: Values, rank_names: Collection[str]) -> np.uint64:
+        """Write this rank's parts of all values; `rank_names` names those of each rank."""
         parts = Parts()
         for name, value in values.items():
             block = self.ctx.device.to_host(value.array)
             if value.kind == DIVIDED:
                 parts.write(group, name, block, value.box)
-            elif name in own:
+            elif name in rank_names:
                 parts.create(group, self._rank_name(name), block)
             elif self.ctx.rank == 0:
                 parts.create(group, name, block)

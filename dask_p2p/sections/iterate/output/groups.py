@@ -65,11 +65,6 @@ def check_seen(ctx: Context, folder: Folder, check_run: Callable[[], None] = lam
         )
 
 
-def attributes_of(group: Any, folder: Folder) -> bytes:
-    """Return the text of a group's attributes as they are in its folder now."""
-    return folder.child("zarr.json" if group.metadata.zarr_format == 3 else ".zattrs").read()
-
-
 def newer_run_error(kind: str, folder: Folder) -> FileError:
     """Return the error of a run that finds that a later one writes to its folder."""
     return FileError(
