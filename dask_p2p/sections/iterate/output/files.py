@@ -92,17 +92,19 @@ class FieldValues:
 
     def restore(self) -> int:
         """Take over the newest values that `save` has saved; return their step, or 0."""
-        current, arrays = self._of_all_steps(), list[Array]()
+        arrays = dict[str, Array]()
 
         def read(saved: memoryview) -> None:
-            arrays.extend(host_arrays(saved, [(a.dtype, a.shape) for a in current.values()]))
+            current = self._of_all_steps()
+            specs = [(array.dtype, array.shape) for array in current.values()]
+            arrays.update(zip(current, host_arrays(saved, specs), strict=True))
 
         if step := self._ctx.restore_state(read):
-            self.load(step, zip(current, arrays, strict=True))
+            self.load(step, arrays.items())
         return step
 
     def _of_all_steps(self) -> dict[str, Array]:
-        """Return all arrays, of the same shapes in each step: later ones use their memory again."""
+        """Return all arrays. Their shapes stay, so that later checkpoints use the same memory."""
         arrays = {name: value.array for name, value in self._levels().items()}
         arrays |= {name: value.array.reshape(1) for name, value in self._numbers().items()}
         return arrays | {SERIES + name: array for name, array in self._series.results().items()}
