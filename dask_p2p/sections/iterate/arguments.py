@@ -163,7 +163,7 @@ def checked_arguments(
     series = checked_series(record, names, all_names, divided, library)
     written = checked_stores(*stores, names, all_names, levels[0].chunks, library)
     _check_library(library, phases, plain)
-    bindings = [value.binding for value in (*phases, *series)]
+    bindings = [phase.binding for phase in phases] + [spec.binding for spec in series]
     used = written.names.union(*(binding.names for binding in bindings))
     if unused := [name for name in kwargs if name not in used]:
         raise InputError(
@@ -197,11 +197,12 @@ def _named_constants(
             f"constants: expected a mapping of names, as the fields have, got "
             f"{type(constants).__name__}. Give {{'name': value}}."
         )
-    for name in (constants := dict(constants)):
+    named: dict[str, Any] = dict(constants)
+    for name in named:
         check_name(name, "a constant")
     for name in kwargs:
         check_name(name, "a keyword")
-    return constants
+    return named
 
 
 def _check_unnamed(record: Any, stores: tuple[Any, Any]) -> None:
