@@ -344,12 +344,8 @@ class Stream:
         self.ptr = self
 
     def synchronize(self):
-        self.before_copies()
         while self.queued:
             self.queued.popleft()()
-
-    def before_copies(self):
-        """Called before copies are waited for."""
 
 
 class FakeCupy(SimpleNamespace):
