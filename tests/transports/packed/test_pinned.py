@@ -37,13 +37,6 @@ TRANSPORT = PinnedTransport
 WHOLE = ((0, 6), (0, 10))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage():
-    """Each test looks for what is left, after a garbage collection: have that be quick."""
-    gc.collect()
-    gc.freeze()
-
-
 MADE = weakref.WeakSet()
 
 
