@@ -117,12 +117,15 @@ def test_messages_are_received_into_memory(path, count):
     assert all(run_gang(grid(1), received))
 
 
-def test_memory_of_another_shape_is_refused(path):
+@pytest.mark.parametrize(
+    ("count", "out"), [(3, np.zeros(4)), (3, np.zeros(3, int)), (LARGE, np.zeros(LARGE, int))]
+)
+def test_memory_of_another_shape_or_dtype_is_refused(path, count, out):
     def other(ctx):
-        return ctx.sendrecv(np.zeros(3), *ring(ctx), out=np.zeros(4))
+        return ctx.sendrecv(np.zeros(count), *ring(ctx), out=out.copy())
 
     for ranks in (1, 2):
-        with pytest.raises(InputError, match=r"out: expected an array of shape \(3,\) and dtype"):
+        with pytest.raises(InputError, match=rf"shape \({count},\) and dtype float64, like"):
             run_gang(grid(ranks), other)
 
 

@@ -193,25 +193,25 @@ def ranks_of(grid, shape=(8, 16)):
 
 
 @GRIDS
-@pytest.mark.parametrize("boundary", MODES)
-def test_blocks_with_halos_are_parts_of_the_padded_array(grid, boundary):
-    ranks = ranks_of(grid)
+def test_blocks_with_halos_are_parts_of_the_padded_array(grid):
     global_array = np.random.default_rng(0).normal(size=(8, 16))
-    values = {"constant_values": 0.5} if boundary == 0.5 else {}
-    expected = np.pad(global_array, ((2, 2), (1, 1)), MODES[boundary], **values)
 
     def padded(ctx):
         local_block = global_array[tuple(slice(*along) for along in ctx.box)]
         before = local_block.copy()
-        for _ in range(2):
-            padded_block = ctx.pad(local_block, (2, 1), boundary)
-            (top, bottom), (first_column, right) = ctx.box
-            assert (padded_block == expected[top : bottom + 4, first_column : right + 2]).all()
+        (top, bottom), (first_column, right) = ctx.box
+        for boundary, (rows, columns) in [*product(MODES, [(2, 1), (1, 2)])] * 2:
+            values = {"constant_values": 0.5} if boundary == 0.5 else {}
+            widths = (rows, rows), (columns, columns)
+            expected = np.pad(global_array, widths, MODES[boundary], **values)
+            expected = expected[top : bottom + 2 * rows, first_column : right + 2 * columns]
+            padded_block = ctx.pad(local_block, (rows, columns), boundary)
+            assert (padded_block == expected).all()
             padded_block[:] = 0
             assert (local_block == before).all()
         return True
 
-    assert all(run_gang(ranks, padded))
+    assert all(run_gang(ranks_of(grid), padded))
 
 
 @GRIDS
