@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.metrics import COUNTERS_METRIC
 from dask_p2p.monitoring.records import TaskRecord, packed, unpacked
 from dask_p2p.plugins.gangs.scheduler import ORDER
 from dask_p2p.plugins.placement import Overlay
@@ -125,6 +126,55 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     assert {tuple(reply["silent"]) for reply in replies} == {("still", "refuses")}
     records = [unpacked(reply["records"]) for reply in replies]
     assert records == [noted[:2], [running], noted, noted, noted[2:], noted[::-1]]
+
+
+def test_a_run_lasts_until_no_task_of_its_array_is_left():
+    scheduler, name = Scheduler(good=[OK]), "p2p-on-gpu-1"
+    keys = [(name, number) for number in range(2)]
+    around = {"processing_on": None, "dependencies": (), "dependents": (), "who_wants": ()}
+    scheduler.tasks = {
+        key: SimpleNamespace(key=key, run_spec=None, run_id=number, **around)
+        for number, key in enumerate(keys, 7)
+    }
+    group = scheduler.task_groups[name] = SimpleNamespace(states={"processing": 2})
+    scheduler.records["good"] = [
+        TaskRecord(key, 0.0, 1.0, run=number) for number, key in enumerate(keys, 7)
+    ]
+
+    async def main():
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
+        await plugin.start(scheduler)
+        await plugin.register()
+        for finished, key in enumerate(keys, 1):  # the second starts when the first is over
+            plugin.transition(key, "waiting", "processing")
+            group.states = {"memory": finished, "waiting": 2 - finished}
+            plugin.transition(key, "processing", "memory")
+        reply = await plugin.records()
+        await plugin.close()
+        return unpacked(reply["records"])
+
+    assert [record.run for record in run_clocked(main())] == [7, 7]
+
+
+def test_counters_of_a_worker_that_left_stay_beside_those_of_its_successor():
+    scheduler = Scheduler(good=[OK, OK])
+
+    def report(count):
+        values = {"tasks": {"p2p-transpose": count}}
+        scheduler.workers["good"] = SimpleNamespace(metrics={COUNTERS_METRIC: values})
+
+    async def main():
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
+        report(5)
+        await plugin.start(scheduler)
+        plugin.remove_worker(scheduler, "good")
+        report(7)
+        plugin.add_worker(scheduler, "good")
+        figures = plugin.figures()
+        await plugin.close()
+        return figures
+
+    assert run_clocked(main())["tasks"] == {"p2p-transpose": 12}
 
 
 @pytest.mark.parametrize("is_removed", ["off", "by another"])
