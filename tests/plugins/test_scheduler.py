@@ -128,34 +128,6 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     assert records == [noted[:2], [running], noted, noted, noted[2:], noted[::-1]]
 
 
-def test_a_run_lasts_until_no_task_of_its_array_is_left():
-    scheduler, name = Scheduler(good=[OK]), "p2p-on-gpu-1"
-    keys = [(name, number) for number in range(2)]
-    around = {"processing_on": None, "dependencies": (), "dependents": (), "who_wants": ()}
-    scheduler.tasks = {
-        key: SimpleNamespace(key=key, run_spec=None, run_id=number, **around)
-        for number, key in enumerate(keys, 7)
-    }
-    group = scheduler.task_groups[name] = SimpleNamespace(states={"processing": 2})
-    scheduler.records["good"] = [
-        TaskRecord(key, 0.0, 1.0, run=number) for number, key in enumerate(keys, 7)
-    ]
-
-    async def main():
-        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
-        await plugin.start(scheduler)
-        await plugin.register()
-        for finished, key in enumerate(keys, 1):  # the second starts when the first is over
-            plugin.transition(key, "waiting", "processing")
-            group.states = {"memory": finished, "waiting": 2 - finished}
-            plugin.transition(key, "processing", "memory")
-        reply = await plugin.records()
-        await plugin.close()
-        return unpacked(reply["records"])
-
-    assert [record.run for record in run_clocked(main())] == [7, 7]
-
-
 def test_counters_of_a_worker_that_left_stay_beside_those_of_its_successor():
     scheduler = Scheduler(good=[OK, OK])
 

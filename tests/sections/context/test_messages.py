@@ -151,6 +151,19 @@ def test_another_tag_is_refused():
         run_gang(grid(2), tagged)
 
 
+@pytest.mark.parametrize("count", [1, LARGE])
+def test_a_message_of_another_communicator_is_refused(count):
+    def mixed(ctx):
+        column = ctx.along(0)
+        if ctx.rank == 0:
+            ctx.isend(np.zeros(count), 1)
+        else:
+            column.recv(0)
+
+    with pytest.raises(SectionError, match="got one of another communicator"):
+        run_gang(grid(2), mixed)
+
+
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0), (3, 2)])
 def test_a_begun_message_that_nobody_receives_is_refused(sender, receiver):
     def lost(ctx):
