@@ -459,12 +459,19 @@ def test_names_and_numbers_of_axes():
 def test_several_arrays_are_aligned_and_cut_as_dask_does():
     x, y = da.from_array(X, chunks=(12, 3)), da.from_array(X[0], chunks=5)
 
-    def weighed(a, b):
+    def weighed(*blocks):
+        b, a = sorted(blocks, key=np.ndim)
         return a * b + a[::-1]
 
-    for options in ({"depth": [{0: 2}, 0], "boundary": ["periodic", "none"]}, {"depth": 0}, {}):
-        result = dask_p2p.map_overlap(weighed, x, y, **options)
-        expected = da.map_overlap(weighed, x, y, **options)
+    depth, boundary = [{0: 2}, 0], ["periodic", "none"]
+    for arrays, options in (
+        ((x, y), {"depth": depth, "boundary": boundary}),
+        ((y, x), {"depth": depth[::-1], "boundary": boundary[::-1]}),
+        ((x, y), {"depth": 0}),
+        ((x, y), {}),
+    ):
+        result = dask_p2p.map_overlap(weighed, *arrays, **options)
+        expected = da.map_overlap(weighed, *arrays, **options)
         assert result.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))
         np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
     with pytest.raises(InputError, match="expected arrays that broadcast, got the shapes"):

@@ -187,6 +187,7 @@ class TestIpcEmulated(Conformance):
             setup.reader.on_worker_left(setup.holder)
 
         loop.run(forget())
+        assert setup.reader.boot_id(setup.holder) is None, "a new worker may have its address"
         assert len(setup.device.runtime.open) == 1, "it is being read"
         remote.close()
         wait_until(lambda: setup.device.runtime.open == {})
