@@ -1,7 +1,7 @@
 """Wave steps on fields in host memory that go through one GPU, compared with steps in core.
 
     python -m benchmarks.streamed --gib 16 --workers 1
-    python -m benchmarks.streamed --cpu --gib 0.02 --core-gib 0.02 --side 64 --steps 8
+    python -m benchmarks.streamed --cpu --gib 0.02 --core-gib 0.02 --side 64 --visit 0 --most 8
 
 The wave is that of `benchmarks.sections_gpu`: a 25-point stencil in float32 with two time levels.
 Values of a small array are first compared with those in core, bit for bit. The bus is measured by
@@ -13,6 +13,7 @@ of bus and kernel: both levels go in and out once in a visit.
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import click
@@ -21,6 +22,8 @@ import numpy as np
 from distributed import Client, wait
 
 import dask_p2p
+from benchmarks.environment import environment
+from benchmarks.growth import write
 from benchmarks.rivals.wave import RADIUS, wave
 
 __all__ = ["main"]
@@ -96,12 +99,12 @@ def _on_host(x: Any) -> Any:
     return x.map_blocks(lambda block: block.get() if hasattr(block, "get") else block)
 
 
-def step_s(x: Any, steps: int, client: Any, **options: Any) -> float:
-    """Return the seconds of a step of `iterate`, after a run that is not timed."""
+def step_s(x: Any, steps: tuple[int, int], client: Any, **options: Any) -> float:
+    """Return the seconds of a step of `iterate`, by a short and a long run after a first one."""
     x = client.persist(x)
     wait(x)
     seconds = []
-    for count in (steps, steps, 3 * steps):
+    for count in (steps[0], *steps):
         newest, _ = dask_p2p.iterate(
             wave, (x, x), depth=_DEPTH, steps=count, checkpoint_every=None, **options
         )
@@ -109,57 +112,82 @@ def step_s(x: Any, steps: int, client: Any, **options: Any) -> float:
         # One element: the client does not gather the fields.
         client.compute(newest[:1, :1, :1]).result()
         seconds.append(time.perf_counter() - start_s)
-    return (seconds[2] - seconds[1]) / (2 * steps)
+        del newest
+    return (seconds[2] - seconds[1]) / (steps[1] - steps[0])
+
+
+def refuse_pinned_memory() -> None:
+    """Make this worker's memory pageable, as where a system does not allow to pin it."""
+    from dask_p2p.sections.iterate import streaming
+
+    def refuse(owner: Any, memory: Any) -> None:
+        raise MemoryError("pinned memory is refused for this measurement")
+
+    vars(streaming)["pin_while"] = refuse
 
 
 @click.command(context_settings={"show_default": True})
 @click.option("--gib", default=16.0, help="Both levels of the streamed fields, of all workers.")
-@click.option("--core-gib", default=4.0, help="The same of the fields in core.")
+@click.option("--core-gib", default=4.0, help="The same of fields that fit into the GPUs; 0: none.")
 @click.option("--side", default=1024, help="Length of the second and third axis.")
 @click.option("--workers", default=1, help="Workers with a GPU each.")
-@click.option("--visit", "visits", multiple=True, type=int, default=(1, 4, 8, 16))
-@click.option("--steps", default=16, help="Steps of the short run: a multiple of all visits.")
-@click.option("--rows", type=int, help="Rows of a slab.  [default: by memory]")
+@click.option("--visit", "visits", multiple=True, type=int, default=(0, 1, 4, 16))
+@click.option("--most", default=32, help="Steps of the short runs, for visits of 0: chosen.")
+@click.option("--rows", type=int, help="Rows of a slab.  [default: chosen]")
+@click.option("--pageable", is_flag=True, help="Refuse pinned memory.")
 @click.option("--cpu", "on_cpu", is_flag=True, help="Use NumPy, to try the program.")
+@click.option("--json", "path", type=click.Path(path_type=Path))
 def main(
-    gib: float, core_gib: float, side: int, workers: int, visits: tuple[int, ...], steps: int,
-    rows: int | None,
-    on_cpu: bool,
+    gib: float, core_gib: float, side: int, workers: int, visits: tuple[int, ...], most: int,
+    rows: int | None, pageable: bool, on_cpu: bool, path: Path | None,
 ) -> None:  # fmt: skip
     """Time wave steps on fields in host memory, and print a table."""
-    shape, core = (
-        (round(n * 2**30 / (4 * _LEVELS * side**2)), side, side) for n in (gib, core_gib)
-    )
+
+    def shape_of(size_gib: float) -> tuple[int, int, int]:
+        return round(size_gib * 2**30 / (4 * _LEVELS * side**2)), side, side
+
     with dask_p2p.local_cluster(workers, gpus=not on_cpu) as cluster, Client(cluster) as client:
         dask_p2p.register(client)
+        if pageable:
+            client.run(refuse_pinned_memory)
         print(f"values equal those in core: {are_equal(workers, not on_cpu)}", flush=True)
         first = next(iter(client.scheduler_info()["workers"]))
         bus = kernel = 0.0
         if not on_cpu:
             bus = client.submit(bus_gb_s, workers=first, pure=False).result()
-            part = shape[0] // workers // 16, side, side
-            kernel = client.submit(kernel_s, part, workers=first, pure=False).result() * 16
-            print(f"bus {bus:.1f} GB/s each way; kernel {kernel * 1e3:.2f} ms a step", flush=True)
-        in_core = step_s(field(core, workers, not on_cpu), steps, client, ranks=workers)
-        cell_s = in_core / core[0]
-        print(f"in core, {core_gib:g} GiB: {in_core * 1e3:.2f} ms a step", flush=True)
-        for visit in visits:
-            options: dict[str, Any] = {
-                "ranks": workers,
-                "steps_per_visit": visit,
-                "slab_rows": rows,
-            }
-            streamed = step_s(
-                field(shape, workers, False), steps, client, on_gpu="stream", **options
-            )
-            copy_s = _LEVELS * 4 * side**2 * shape[0] / workers / (bus * 1e9) / visit if bus else 0
-            bound = max(copy_s, kernel) or streamed
+            part = 512, side, side
+            kernel = client.submit(kernel_s, part, workers=first, pure=False).result() / 512
+            print(f"bus {bus:.1f} GB/s each way; kernel {kernel * 1e6:.2f} us a row", flush=True)
+        table: list[dict[str, Any]] = []
+
+        def add(name: str, size_gib: float, visit: int | None, seconds: float) -> None:
+            local_rows = shape_of(size_gib)[0] / workers
+            copy_s = _LEVELS * 4 * side**2 * local_rows / (bus * 1e9) if bus else 0.0
+            bound_s = max(copy_s / (visit or most), kernel * local_rows)
+            row = {"name": name, "gib": size_gib, "steps_per_visit": visit, "step_s": seconds}
+            table.append({**row, "copy_s": copy_s, "kernel_s": kernel * local_rows})
             print(
-                f"streamed, {gib:g} GiB, {visit:2} steps a visit: {streamed * 1e3:.2f} ms a step, "
-                f"{streamed / bound:.2f} of the bound {bound * 1e3:.2f} ms, "
-                f"{streamed / (cell_s * shape[0]):.2f} of in core",
+                f"{name}, {size_gib:g} GiB, {visit or 'chosen'} steps a visit: "
+                f"{seconds * 1e3:.2f} ms a step; kernel {kernel * local_rows * 1e3:.2f} ms, "
+                f"bus {copy_s * 1e3:.1f} ms; {seconds / (bound_s or seconds):.2f} of the bound",
                 flush=True,
             )
+            about = {"bus_gb_s": bus, "workers": workers, "side": side, "pageable": pageable}
+            write(path, {**environment(), **about, "rows": table})
+
+        streamed: dict[str, Any] = {"ranks": workers, "on_gpu": "stream", "slab_rows": rows}
+        if core_gib:
+            core, steps = shape_of(core_gib), (2 * 256, 10 * 256) if not on_cpu else (8, 24)
+            seconds = step_s(field(core, workers, not on_cpu), steps, client, ranks=workers)
+            add("in core", core_gib, steps[1], seconds)
+            seconds = step_s(field(core, workers, False), steps, client, **streamed)
+            add("streamed", core_gib, None, seconds)
+        for visit in visits:
+            steps = (2 * visit, 8 * visit) if visit else (most, 9 * most)
+            sizes = {"steps_per_visit": visit or None}
+            field_x = field(shape_of(gib), workers, False)
+            seconds = step_s(field_x, steps, client, **streamed, **sizes)
+            add("streamed", gib, visit or None, seconds)
 
 
 if __name__ == "__main__":

@@ -170,6 +170,12 @@ def _total_bytes(device_id: int) -> int:
         return int(cuda.runtime.memGetInfo()[1])
 
 
+def free_bytes() -> int:
+    """Return the memory of the current GPU that new arrays may use, or all memory of its pool."""
+    free, _ = _import_cupy().cuda.runtime.memGetInfo()
+    return max(int(free), _rmm_status().get("pool_bytes") or 0)
+
+
 def _rmm_resources() -> list[Any]:
     """Return RMM's memory resources, from the current one to the one that calls CUDA.
 

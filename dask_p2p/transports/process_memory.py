@@ -27,12 +27,13 @@ from uuid import uuid4
 import numpy as np
 
 from dask_p2p import tuning
-from dask_p2p.backends.host import kernel_and_namespace
+from dask_p2p.backends.host import kernel_and_namespace, pool, thread_count
 from dask_p2p.errors import Obstacle
 from dask_p2p.geometry import first_gapless_axis
 from dask_p2p.types import Array, DType
 
 MOST_RUNS = 1024  # of one system call: IOV_MAX
+PIECE_BYTES = 1 << 24  # of contiguous memory that a thread reads, at least
 
 TOKEN_BYTES = 16
 _PROOF = struct.Struct(f"<QQ{TOKEN_BYTES}s")  # process, its token's address, the token
@@ -183,6 +184,19 @@ def _read_runs(
     local_run_bytes: int,
 ) -> None:
     """Copy runs of another process to local runs. One length divides the other."""
+    if len(remote_addresses) == len(local_addresses) == 1 and run_bytes >= 2 * PIECE_BYTES:
+        _read_by_threads(pid, int(remote_addresses[0]), int(local_addresses[0]), run_bytes)
+    else:
+        _read_in_calls(pid, remote_addresses, run_bytes, local_addresses, local_run_bytes)
+
+
+def _read_in_calls(
+    pid: int,
+    remote_addresses: np.ndarray[Any, Any],
+    run_bytes: int,
+    local_addresses: np.ndarray[Any, Any],
+    local_run_bytes: int,
+) -> None:
     remote, local = _iovecs(remote_addresses, run_bytes), _iovecs(local_addresses, local_run_bytes)
     longest = max(run_bytes, local_run_bytes)
     step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
@@ -200,6 +214,19 @@ def _read_runs(
             # A short copy: the rest is not mapped there.
             error = ctypes.get_errno() if copied_bytes < 0 else errno.EFAULT
             raise OSError(error, os.strerror(error))
+
+
+def _read_by_threads(pid: int, remote: int, local: int, size_bytes: int) -> None:
+    """Copy contiguous memory of another process, with a piece of it for each thread."""
+    piece_bytes = max(PIECE_BYTES, -(-size_bytes // thread_count()))
+
+    def read_piece(start: int) -> None:
+        length = min(piece_bytes, size_bytes - start)
+        src, dst = (np.array([address + start], np.uint64) for address in (remote, local))
+        _read_in_calls(pid, src, length, dst, length)
+
+    for piece in [pool().submit(read_piece, at) for at in range(0, size_bytes, piece_bytes)]:
+        piece.result()
 
 
 def _iovecs(addresses: np.ndarray[Any, Any], run_bytes: int) -> np.ndarray[Any, Any]:

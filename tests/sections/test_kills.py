@@ -277,6 +277,32 @@ def test_coupled_fields_resume_from_a_checkpoint(client, tmp_path):
     nothing_is_left(client)
 
 
+def test_a_rank_killed_in_a_visit_resumes(client, tmp_path):
+    """Fields that go through a cache slab by slab; a visit ends where a checkpoint is due."""
+
+    def step(u, out, folder, die_at):
+        note(folder / "calls", 1)
+        if len((folder / "calls").read_bytes()) // 2 >= die_at:
+            die_once(folder / "killed")
+        out[...] = (u[:-2] + 2 * u[1:-1] + u[2:]) / 4
+
+    x, calls = da.from_array(X, chunks=(2, 12)), []
+    options = {"ranks": 3, "checkpoint_every": 4, "on_gpu": "stream", "steps_per_visit": 3}
+    results = []
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
+        folder.mkdir()
+        die_at = 0.8 * calls[0] if calls else np.inf
+        y = iterate(step, x, {0: 1}, 16, folder=folder, die_at=die_at, **options)
+        results.append(result_of(client, client.compute(y)))
+        calls.append(len((folder / "calls").read_bytes()) // 2)
+        del y
+    assert np.array_equal(*results), "the same bits"
+    assert (tmp_path / "killed/killed").exists()
+    assert calls[1] < 1.7 * calls[0], "it resumes from a checkpoint"
+    nothing_is_left(client)
+
+
 def counting_steps(folder, array_bytes):
     """Return a function that counts its steps in an array of its own."""
     count = np.zeros(array_bytes // 8)

@@ -236,6 +236,9 @@ class SectionEstimate(MemoryEstimate):
         Series of recorded numbers of all steps, and copies of them at the end, in host memory.
     step_bytes : int
         Bytes that a rank sends in a step.
+    visit_bytes : int
+        Bytes that a visit of streamed fields copies to the rank's GPU. It copies as many back. Its
+        steps take at least this time of the bus in all.
     checkpoint_bytes : int
         Bytes that a rank copies for each checkpoint, and sends to another worker.
     kind : str
@@ -249,6 +252,7 @@ class SectionEstimate(MemoryEstimate):
     frames_bytes: int = 0
     series_bytes: int = 0
     step_bytes: int = 0
+    visit_bytes: int = 0
     checkpoint_bytes: int = 0
     kind: Kind = "numpy"
 
@@ -294,11 +298,13 @@ class SectionEstimate(MemoryEstimate):
         total, step, checkpoint = map(
             format_bytes, (self.total_bytes, self.step_bytes, self.checkpoint_bytes)
         )
+        visited = format_bytes(self.visit_bytes)
+        visit = f"; a visit copies {visited} to the GPU and back" if self.visit_bytes else ""
         on_host = "" if self.kind == "numpy" else f", and {self.host_need.purposes} on the host"
         return (
             f"{self.workers} rank{'s' * (self.workers > 1)}: at most {total} each "
             f"({self.need.purposes}){on_host}; each sends {step} a step, and {checkpoint} a "
-            f"checkpoint"
+            f"checkpoint{visit}"
         )
 
 

@@ -368,17 +368,21 @@ class Context(Stepping, Transforms):
                 halo_array.first_copy.check()
         return exchange.begin(halo_arrays, in_background, self._copied if copy else None)
 
-    def halo_exchange(self, halo_arrays: Sequence[HaloArray]) -> HaloExchange:
+    def halo_exchange(
+        self, halo_arrays: Sequence[HaloArray], is_wide: bool = False
+    ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
         _check_halo_arrays(halo_arrays)
         first, *companions = halo_arrays
         names = (
             tuple([halo_array.layout.call.text for halo_array in companions]) if companions else ()
         )
-        exchange = first.layout.exchanges.get(names)
+        exchange = first.layout.exchanges.get((is_wide, names))
         if exchange is None:
             layouts = [halo_array.layout for halo_array in halo_arrays]
-            exchange = first.layout.exchanges[names] = HaloExchange(layouts, self._connections)
+            reads_memory = self.reads_memory if is_wide else None
+            exchange = HaloExchange(layouts, self._connections, reads_memory)
+            first.layout.exchanges[is_wide, names] = exchange
         return exchange
 
     def _copied(self, halo_array: HaloArray) -> Array:

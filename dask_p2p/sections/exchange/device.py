@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeAlias
 
@@ -13,7 +14,7 @@ import numpy as np
 from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, backend_named, checksum
 from dask_p2p.backends.base import is_plain
-from dask_p2p.backends.host import IdentityCache
+from dask_p2p.backends.host import IdentityCache, copy_on_host
 from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import InputError
@@ -102,11 +103,15 @@ class Host:
 
     def assign(self, into: Array, array: Array) -> None:
         """Copy an array into another one of its shape, and of a dtype that keeps its values."""
-        into[...] = array
+        if array.nbytes >= tuning.current.first_touch_bytes and array.dtype == into.dtype:
+            copy_on_host(into, array)
+        else:
+            into[...] = array
 
     def block(self, array: Array, dtype: DType) -> Array:
         """Return a copy of an array as an output block of the task."""
-        block: Array = np.array(array, dtype)
+        block: Array = np.empty(array.shape, dtype)
+        self.assign(block, array)
         return block
 
     def halo_mover(self, calls: Sequence[ExchangeCall], connections: Connections) -> HaloMover:
@@ -199,6 +204,36 @@ class HaloMessages(HaloMover):
         is_on_other_host = self._connections.is_on_other_host
         is_large = elements >= tuning.current.overlap_elements and not in_graph
         return is_large and any(map(is_on_other_host, self._receives))
+
+
+class WideHalos(HaloMover):
+    """Exchanges halos in host memory that are too large for messages: ranks read them in place."""
+
+    def __init__(
+        self,
+        calls: Sequence[ExchangeCall],
+        connections: Connections,
+        reads_memory: bool,  # whether ranks of one host may read each other's memory
+    ) -> None:
+        self._calls = [replace(call, mean_elements=tuning.current.read_bytes) for call in calls]
+        self._regions = RegionExchange(connections, reads_memory)
+
+    def begin(self, arrays: Sequence[Array], in_background: bool) -> None:
+        for call, array in zip(self._calls, arrays, strict=True):
+            sends, receives = call.exchange.sends, call.exchange.receives
+            for number in range(max(map(len, (*sends.values(), *receives.values())), default=0)):
+                regions, targets = (
+                    {
+                        rank: array[box_slices(boxes[number])]
+                        for rank, boxes in side.items()
+                        if number < len(boxes)
+                    }
+                    for side in (sends, receives)
+                )
+                self._regions.give(call, regions, targets)
+
+    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
+        return False
 
 
 def _bytes_of(packed: Packed) -> memoryview:

@@ -15,8 +15,8 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_size, box_slices
 from dask_p2p.plans.halo import RankHalo, split_interior
 from dask_p2p.sections.exchange.boundaries import Ends
-from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.regions import ExchangeCall
+from dask_p2p.sections.exchange.device import HOST, Host, WideHalos
+from dask_p2p.sections.exchange.regions import ExchangeCall, HaloMover
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType
 
@@ -186,8 +186,9 @@ class HaloLayout:
             for fill in halo.fills
         ]
         self.is_in_flight = False  # whether an exchange of such an array has begun
-        #: Exchanges of arrays, the first with this layout, by the texts of the others' calls.
-        self.exchanges: dict[tuple[str, ...], HaloExchange] = {}
+        #: Exchanges of arrays, the first with this layout, by whether ranks read them in place, and
+        #: the texts of the others' calls.
+        self.exchanges: dict[tuple[bool, tuple[str, ...]], HaloExchange] = {}
 
     @cached_property
     def local_box(self) -> Box:
@@ -213,10 +214,16 @@ class HaloExchange:
         self,
         layouts: Sequence[HaloLayout],  # of the halo arrays
         connections: Connections,  # connections to other ranks
+        # Whether ranks read wide halos in each other's host memory; None: halos are packed.
+        reads_memory: bool | None = None,
     ) -> None:
         # Layouts have references to exchanges. One in return would delay the end of both.
         calls, halos = [layout.call for layout in layouts], [layout.halo for layout in layouts]
-        self._moved = layouts[0].device.halo_mover(calls, connections)
+        self._moved: HaloMover = (
+            layouts[0].device.halo_mover(calls, connections)
+            if reads_memory is None
+            else WideHalos(calls, connections, reads_memory)
+        )
         self._elements = box_size(halos[0].inner)
         self.boxes = split_interior(halos)
 

@@ -93,6 +93,7 @@ class FieldOutput(Output):
 
     dtype: DType
     extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
+    is_large: bool = False  # whether a rank's only block is its local block, and no copy
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
         return ranks.extend(self.extra).chunks
@@ -101,7 +102,10 @@ class FieldOutput(Output):
         return LocalBlock(self.dtype).indices(ranks, rank)
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
-        return LocalBlock(self.dtype).blocks(ctx, ranks.extend(self.extra), value, name)
+        ranks = ranks.extend(self.extra)
+        if self.is_large and value.flags.c_contiguous and len(self.indices(ranks, ctx.rank)) == 1:
+            return [value]
+        return LocalBlock(self.dtype).blocks(ctx, ranks, value, name)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
         return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)

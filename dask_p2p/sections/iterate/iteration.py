@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from dask_p2p.backends.base import SLOTS as STREAM_SLOTS
+from dask_p2p.backends.cupy import free_bytes
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import InputError, MemoryLimitError
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
@@ -28,11 +33,18 @@ from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import Kind
 
+logger = logging.getLogger(__name__)
+
 _CACHE_BYTES = 1 << 22  # of a slab and its results, without a GPU
 _GPU_SHARE = 0.5  # of the GPU's free memory, for slots of slabs; the function needs the rest
 _SLABS = 8  # of a local block, at least: copies of one are concurrent with steps of another
-_MOST_STEPS = 16  # of a visit
-_LEAST_RATIO = 4  # of a slab's rows to those of its halo on one side
+_FIRST_SLABS, _MOST_SLABS = 32, 128  # of the first visit to a GPU, which is timed; of a later one
+_MOST_STEPS = 32  # of a visit
+_MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
+#: Least ratio of a slab's rows to those of its halo on one side, with the most steps. The rows of a
+#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.6 to 0.8 of the
+#: time in core with 12, and as long with 4.
+_LEAST_RATIO: dict[Kind, int] = {"cupy": 4, "numpy": 12}
 
 
 @dataclass(frozen=True)
@@ -114,7 +126,9 @@ class Iteration:
         """The outputs of the section: all levels of the fields, and then the numbers."""
         fields = [spec for spec in self.fields if not spec.is_constant]
         outputs: list[Output] = [
-            FieldOutput(spec.dtype, spec.extra) for spec in fields for _ in spec.depths
+            FieldOutput(spec.dtype, spec.extra, self.is_streamed)
+            for spec in fields
+            for _ in spec.depths
         ]
         outputs += [Same(spec.value) for spec in self.scalars]
         outputs += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
@@ -129,10 +143,13 @@ class Iteration:
         inputs_bytes: Sequence[int],
     ) -> SectionEstimate:
         """Return the estimate of one rank; `section_estimate` is the estimate for any function."""
-        field_bytes = [_bytes_of(spec, ranks, rank) for spec in self.fields]
+        field_bytes = [_bytes_of(spec, ranks, rank, self.is_streamed) for spec in self.fields]
         work, returned, state, sent, received = (
             sum(sizes) for sizes in zip(*field_bytes, strict=True)
         )
+        visit_bytes = work if self.is_streamed else 0
+        if self.is_streamed and len(list(ranks.blocks(rank))) == 1:
+            returned = 0  # the output blocks
         constants = inputs_bytes[sum(len(spec.depths) for spec in self.fields) :]
         has_states = self.period is not None and ranks.size > 1
         item_bytes = {spec.name: spec.dtype.itemsize for spec in self.fields}
@@ -149,6 +166,7 @@ class Iteration:
             frames_bytes=sum(frames.size_bytes(*sized) for frames in self.stores.frames),
             series_bytes=3 * series_bytes,  # the values, the results, and the output's copy
             step_bytes=sent,
+            visit_bytes=visit_bytes,
             checkpoint_bytes=state if has_states else 0,
         )
 
@@ -163,14 +181,14 @@ class _FieldBytes(NamedTuple):
     received: int
 
 
-def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
+def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int, is_streamed: bool) -> _FieldBytes:
     ranks = ranks.extend(spec.extra)
     exchange = plan_halo_exchange(ranks, rank, spec.widest, planned(spec.boundary), spec.corners)
     levels, item_bytes = len(spec.depths), spec.dtype.itemsize
     results = 0 if spec.is_constant else levels
     level_bytes = prod(exchange.shape) * item_bytes
     return _FieldBytes(
-        work=(levels + (not spec.is_constant)) * level_bytes,
+        work=(levels + (not spec.is_constant and not is_streamed)) * level_bytes,
         returned=results * level_bytes,
         state=results * prod(ranks.shape(rank)) * item_bytes,
         sent=sum(map(elements_of, exchange.sends.values())) * item_bytes,
@@ -181,17 +199,24 @@ def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int) -> _FieldBytes:
 class VisitPlan:
     """The number of steps of a visit, the rows of a slab, and the halos that they need.
 
+    A GPU's first visit is short. `choose` then finds the sizes by its times.
+
     Raises `InputError` if they do not fit the array, and `MemoryLimitError` if a GPU has too little
     memory.
     """
 
     def __init__(self, iteration: Iteration, ctx: Context) -> None:
         self._specs, shape = iteration.fields, iteration.shape
-        ndim = len(shape)
-        #: By axis: whether slabs or ranks divide it, so that its halo is for all steps of a visit.
-        self.is_wide = [axis == 0 or ctx.grid[axis] > 1 for axis in range(ndim)]
+        ndim, rows = len(shape), ctx.box[0][1] - ctx.box[0][0]
+        self.kind: Kind = "numpy" if gpu_obstacle() is not None else "cupy"
+        fitting_rows = self._most_rows(ctx)
         #: By axis: number of elements that a step reads on each side of a point.
         self.depth = [max(max(spec.widest[a]) for spec in self._specs) for a in range(ndim)]
+        # One slab needs no halos of other slabs or ranks, and one slot.
+        is_whole = self.kind == "cupy" and ctx.size == 1 and iteration.slab_rows is None
+        is_whole = is_whole and rows + 2 * self.depth[0] <= STREAM_SLOTS * fitting_rows
+        #: By axis: whether slabs or ranks divide it, so that its halo is for all steps of a visit.
+        self.is_wide = [n > 1 or (axis == 0 and not is_whole) for axis, n in enumerate(ctx.grid)]
         self.is_periodic = [
             any("periodic" in both_ends(s.boundary[a]) for s in self._specs if any(s.widest[a]))
             for a in range(ndim)
@@ -199,24 +224,59 @@ class VisitPlan:
         widths = [n * is_wide for n, is_wide in zip(self.depth, self.is_wide, strict=True)]
         pairs = [(length, width) for length, width in zip(shape, widths, strict=True) if width]
         longest = min((length // width for length, width in pairs), default=iteration.steps)
-        rows = ctx.box[0][1] - ctx.box[0][0]
-        self.kind: Kind = "numpy" if gpu_obstacle() is not None else "cupy"
-        most_rows = self._most_rows(ctx)
-        self.steps = int(ctx.allreduce(self._steps(iteration, rows, most_rows, longest), "min"))
+        steps = self._most_steps(iteration, rows, fitting_rows, longest)
+        agreed = ctx.allreduce(np.array([steps, fitting_rows, self.kind == "cupy", -rows]), "min")
+        #: The number of steps of a visit, at first and at most.
+        self.steps, self._fitting_rows, is_on_gpus, least = map(int, agreed)
+        self.most_steps, self._rows = self.steps, -least
         #: The fields with halos for all steps of a visit.
         self.specs = list(map(self._widened, self._specs))
-        halo_rows = self.steps * self.depth[0]
-        fitting = most_rows - 2 * halo_rows
-        if self.kind == "cupy" and fitting < 1:
+        halo_rows = self.steps * self.depth[0] * self.is_wide[0]
+        most_rows = self._fitting_rows - 2 * halo_rows
+        if self.kind == "cupy" and most_rows < 1:
             raise MemoryLimitError(
                 f"on_gpu='stream': expected GPU memory for a row and {2 * halo_rows} rows of "
-                f"its halo, got room for {most_rows} rows in all. Give a smaller steps_per_visit, "
-                f"or more ranks on other GPUs."
+                f"its halo, got room for {fitting_rows} rows in all. Give a smaller "
+                f"steps_per_visit, or more ranks on other GPUs."
             )
-        by_size = min(max(fitting, halo_rows), -(-rows // _SLABS))
+        self._requested = iteration.steps_per_visit, iteration.slab_rows
+        #: Whether the first visit is timed, on all ranks.
+        self.is_timed = bool(is_on_gpus) and self.is_wide[0] and None in self._requested
+        slabs = _FIRST_SLABS if self.is_timed else _SLABS if self.is_wide[0] else 1
+        by_size = -(-rows // slabs)
+        if self.is_wide[0]:
+            by_size = min(by_size, max(most_rows, halo_rows))
         self.slab_rows = iteration.slab_rows or max(1, by_size)
+        if self.is_timed and iteration.steps_per_visit is None:
+            self.steps = 1
 
-    def _steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
+    def choose(self, row_s: Mapping[str, float]) -> None:
+        """Choose the sizes by the seconds that a row takes "up", in one step's "run", and "down".
+
+        A visit takes as long as the slowest of the three for all slabs, and as the others for one.
+        """
+        requested_steps, requested_rows = self._requested
+        doubled = (1 << number for number in range(self.most_steps.bit_length()))
+        steps_of_visits = [self.steps] if requested_steps else [*doubled, self.most_steps]
+        counts = (_SLABS << number for number in range((_MOST_SLABS // _SLABS).bit_length()))
+        rows_of_slabs = {requested_rows or -(-self._rows // count) for count in counts}
+
+        def step_s(sizes: tuple[int, int]) -> float:
+            steps, rows = sizes
+            slabs, halo_rows = -(-self._rows // rows), self.depth[0] * (steps - 1)
+            up, down = (rows * row_s[action] for action in ("up", "down"))
+            run = steps * (rows + halo_rows) * row_s["run"]
+            return (up + (slabs - 1) * max(up, run, down) + run + down) / steps
+
+        pairs = sorted(product(map(int, steps_of_visits), rows_of_slabs))
+        fitting = [(k, n) for k, n in pairs if n + 2 * k * self.depth[0] <= self._fitting_rows]
+        sizes = self.steps, self.slab_rows = min(
+            fitting or [(self.steps, self.slab_rows)], key=step_s
+        )
+        expected_ms = 1e3 * step_s(sizes)
+        logger.info("visits of %d steps to slabs of %d rows: %.3g ms a step", *sizes, expected_ms)
+
+    def _most_steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
         """Return the number of steps of a visit: the argument, or a number for thick slabs."""
         requested = iteration.steps_per_visit
         if requested is not None and longest < requested <= iteration.steps:
@@ -225,7 +285,8 @@ class VisitPlan:
                 f"axis, got {requested}. Give a smaller number."
             )
         slab = min(most_rows, max(1, rows // _SLABS))
-        chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO * self.depth[0]))
+        chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO[self.kind] * self.depth[0]))
+        chosen = chosen if self.is_wide[0] else _MOST_WHOLE_STEPS
         return max(1, min(requested or chosen, longest, iteration.steps))
 
     def _most_rows(self, ctx: Context) -> int:
@@ -234,10 +295,7 @@ class VisitPlan:
         row_bytes = sum(levels_of(spec) * spec.dtype.itemsize * across for spec in self._specs)
         limit_bytes = _CACHE_BYTES
         if self.kind == "cupy":
-            import cupy
-
-            free_bytes, _ = cupy.cuda.runtime.memGetInfo()
-            limit_bytes = int(free_bytes * _GPU_SHARE) // STREAM_SLOTS
+            limit_bytes = int(free_bytes() * _GPU_SHARE) // STREAM_SLOTS
         return int(limit_bytes // max(1, row_bytes))
 
     def _widened(self, spec: FieldSpec) -> FieldSpec:
@@ -245,7 +303,7 @@ class VisitPlan:
         for axis, is_wide in enumerate(self.is_wide):
             if not is_wide:
                 continue
-            width = self.steps * self.depth[axis]
+            width = self.most_steps * self.depth[axis]
             if not any(widths[axis]):  # its steps do not read the halo: those of others do
                 is_other = "periodic" in both_ends(boundary[axis])
                 boundary[axis] = "none" if is_other else boundary[axis]

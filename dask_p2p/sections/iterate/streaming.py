@@ -17,21 +17,24 @@ function gets NumPy arrays, and slabs are small enough for a cache.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+from dask.utils import format_bytes
 from distributed import warn
 
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
 from dask_p2p.backends.pipelines import HostStreams, Ring
-from dask_p2p.errors import P2PWarning
+from dask_p2p.errors import MemoryLimitError, P2PWarning
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
@@ -77,6 +80,9 @@ class SlabGpu(Host):
 
     def copy_from_host(self, array: Array, host_array: Any) -> None:
         array[...] = self.module.asarray(host_array)
+
+    def assign(self, into: Array, array: Array) -> None:
+        into[...] = array
 
 
 @dataclass
@@ -137,8 +143,8 @@ class StreamedSteps:
         #: Without a reference to this object, as a cycle would keep the fields in memory.
         self._step_of = lambda name: step.value
         self._layouts: dict[Any, HaloLayout | None] = {}
-        self._constants: dict[str, Any] = {}  # arguments that are the same in each step
         self._slots: _HostSlots | _GpuSlots | None = None
+        self._constants: dict[str, Any] | None = None  # arguments that are the same in each step
         self._parts = 0  # number of slabs of all visits so far
 
     def make(self, step: int, loop: Loop) -> int:
@@ -146,29 +152,45 @@ class StreamedSteps:
         count = min(self._plan.steps, loop.free_steps(step))
         self._update_halos()
         with nullcontext() if self._device is HOST else device_work():
+            if self._constants is None:
+                self._prepare()
             slots = self._slots = self._slots or self._make_slots()
             try:
                 self._visit(slots, step, count)
             finally:
                 slots.wait()  # no copy uses the fields' memory
+        if self._plan.is_timed:
+            self._plan.is_timed = False
+            self._choose_sizes(slots, count)
         self._is_stale = True
         return count
 
+    def _choose_sizes(self, slots: Any, count: int) -> None:
+        """Choose the sizes of later visits by the times of the first one; the same on all ranks."""
+        rows, actions = self._plan.slab_rows, ("up", "run", "down")
+        computed_rows = count * (rows + self._plan.depth[0] * (count - 1))
+        seconds = [slots.action_s(action) for action in actions]
+        per_row = np.array(seconds) / (rows, computed_rows, rows)
+        slowest = self._ctx.allreduce(per_row, "max")
+        if slowest.all():
+            self._plan.choose(dict(zip(actions, map(float, slowest), strict=True)))
+            self._slots, self._parts = None, 0
+
     def _visit(self, slots: _HostSlots | _GpuSlots, step: int, count: int) -> None:
         """Queue the copies of all slabs, and make their steps."""
-        first, self._parts = self._parts, self._parts + len(self._slabs)
-        slabs: list[list[_SlabField]] = []
-        for number in range(len(self._slabs) + 1):
+        all_rows, slabs = self._slabs, list[list[_SlabField]]()
+        first, self._parts = self._parts, self._parts + len(all_rows)
+        for number in range(len(all_rows) + 1):
             part = first + number
-            is_last = number == len(self._slabs)
+            is_last = number == len(all_rows)
             # The slot has been copied out, of earlier visits as well.
             is_free = [("down", part - slots.count)] if part >= slots.count else []
             if not is_last:
-                slabs.append(self._slab_fields(self._slabs[number], count))
+                slabs.append(self._slab_fields(all_rows[number], count))
                 with slots.action("up", part, is_free):
                     self._copy_in(slots, part, *slabs[-2:])
             if number:
-                rows, slab_fields = self._slabs[number - 1], slabs[number - 1]
+                rows, slab_fields = all_rows[number - 1], slabs[number - 1]
                 with slots.action("run", part - 1, [("up", part - 1), *is_free]):
                     if not is_last:
                         self._share_rows(slab_fields, slabs[number])
@@ -222,10 +244,11 @@ class StreamedSteps:
             updated = [field for field in fields if not field.spec.is_constant]
             for number in range(max((len(field.levels) for field in updated), default=0)):
                 levels = [field.levels[number] for field in updated if number < len(field.levels)]
-                self._ctx.update_halo(*levels, copy=False)
+                exchange = self._ctx.halo_exchange(levels, is_wide=True)
+                exchange.begin(levels, in_background=False).wait()
             self._is_stale = False
 
-    @cached_property
+    @property
     def _slabs(self) -> list[tuple[int, int]]:
         """The rows of each slab in the local block."""
         rows, thickness = self.block_box[0][1], self._plan.slab_rows
@@ -234,18 +257,36 @@ class StreamedSteps:
         return [(row, min(row + thickness, rows)) for row in range(0, rows, thickness)]
 
     def _make_slots(self) -> _HostSlots | _GpuSlots:
+        """Return memory for slabs, thinner ones if the GPU has too little."""
+        plan = self._plan
+        while True:
+            slabs = [self._slab_fields(rows, plan.steps) for rows in self._slabs]
+            slot_bytes = max(map(_slot_bytes, slabs), default=0)
+            if self._device is HOST:
+                return _HostSlots(slot_bytes)
+            count = min(SLOTS, max(1, len(slabs)))
+            try:
+                return _GpuSlots(slot_bytes, count, plan.is_timed)
+            except MemoryError as exc:
+                if plan.slab_rows == 1 or not plan.is_wide[0]:
+                    raise MemoryLimitError(
+                        f"on_gpu='stream': expected {format_bytes(count * slot_bytes)} of free "
+                        f"memory on the GPU for slabs of {plan.slab_rows} rows, got: {exc}. Give "
+                        f"a smaller slab_rows or steps_per_visit, or delete arrays on the GPU."
+                    ) from exc
+                plan.slab_rows = -(-plan.slab_rows // 2)
+
+    def _prepare(self) -> None:
+        """Set the arguments that are the same in each step, and pin the fields' memory."""
         names = self._phase.binding.names - {f.spec.name for f in self._fields}
         at = self._local.at(self.block_box, self._ctx.step_for)
-        self._constants = self._local.values(names, self.block_box, at)
-        slabs = [self._slab_fields(rows, self._plan.steps) for rows in self._slabs]
-        slot_bytes = max(map(_slot_bytes, slabs), default=0)
-        if self._device is HOST:
-            return _HostSlots(slot_bytes)
-        module = self._device.module
+        values, module = self._local.values(names, self.block_box, at), self._device.module
         self._constants = {
             name: module.asarray(value) if isinstance(value, np.ndarray) else value
-            for name, value in self._constants.items()
+            for name, value in values.items()
         }
+        if self._device is HOST:
+            return
         for level in (level for f in self._fields for level in f.levels):
             if level.data.nbytes:
                 try:
@@ -253,7 +294,6 @@ class StreamedSteps:
                 except (module.cuda.runtime.CUDARuntimeError, MemoryError) as exc:
                     warn_once(_warn, "iterate", CANNOT_PIN, f"{type(exc).__name__}: {exc}")
         module.cuda.Stream.null.synchronize()  # it has made the constants
-        return _GpuSlots(slot_bytes, min(SLOTS, max(1, len(slabs))))
 
     # --- one slab
 
@@ -306,7 +346,7 @@ class StreamedSteps:
 
     def _make_step(self, fields: Mapping[str, _SlabField], region: Box) -> list[str]:
         """Call the function for a region; return the names of the fields that it changes."""
-        values, phase, parts, outs = {**self._constants}, self._phase, {}, {}
+        values, phase, parts, outs = {**(self._constants or {})}, self._phase, {}, {}
         for name, slab in fields.items():
             spec = slab.local.spec
             boxes = [self._read_box(spec, region, depth) for depth in spec.depths]
@@ -406,8 +446,8 @@ class _HostSlots:
 class _GpuSlots:
     """Slots of a GPU for slabs in turn, and its three streams."""
 
-    def __init__(self, slot_bytes: int, count: int) -> None:
-        self.count = count
+    def __init__(self, slot_bytes: int, count: int, is_timed: bool) -> None:
+        self.count, self._is_timed = count, is_timed
         self._streams = HostStreams(partial(warn_once, _warn, "iterate"))
         self._ring = Ring(self._streams, count, slot_bytes, 0)
         with self._streams.streams["up"]:
@@ -417,12 +457,27 @@ class _GpuSlots:
         self.array = self._ring.on_device
         self.copy_in, self.copy_out = self._streams.copy_up, self._streams.copy_down
         self.wait = self._streams.synchronize
+        self._events: dict[str, list[tuple[Any, Any]]] = defaultdict(list)  # by name of action
 
     @contextmanager
     def action(self, name: str, part: int, after: Sequence[tuple[str, int]]) -> Iterator[None]:
         """Return a context that queues an action of a part, after these actions of parts."""
         with self._ring.queue_action(name, part, after) as stream, stream:
+            if not self._is_timed:
+                yield
+                return
+            start, stop = (self._streams.cupy.cuda.Event() for _ in range(2))
+            start.record(stream)
             yield
+            stop.record(stream)
+            self._events[name].append((start, stop))
+
+    def action_s(self, name: str) -> float:
+        """Return the median time of the actions with this name in the first visit; 0: too few."""
+        elapsed_ms = self._streams.cupy.cuda.get_elapsed_time
+        # The first slab may compile kernels, and the last one is thinner.
+        times_ms = [elapsed_ms(*pair) for pair in self._events[name][1:-1]]
+        return median(times_ms) / 1e3 if times_ms else 0.0
 
 
 def _warn(text: str) -> None:

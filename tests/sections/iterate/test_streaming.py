@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
-from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
 from dask_p2p.geometry import box_slices
+from dask_p2p.sections.iterate.iteration import VisitPlan
 from tests.sections.emulated import kernel, rank_tasks
 from tests.sections.gangs import run_gang
 from tests.simulation.streams import HOST
@@ -117,8 +118,12 @@ def test_coupled_fields_on_two_ranks():
         assert np.array_equal(output, values[name])
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_random_cases(seed):
+SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 200))]
+
+
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_cases(request, seed, is_on_gpu):
     rng = np.random.default_rng(seed)
     ndim = int(rng.integers(1, 4))
     shape = tuple(map(int, rng.integers(9, 14, ndim)))
@@ -126,10 +131,9 @@ def test_random_cases(seed):
     boundary = {a: ENDS[rng.integers(len(ENDS))] for a in range(ndim)}
     chunks = tuple((n // 2 - 1, n - n // 2 + 1) for n in shape)
 
-    def step(u, c):
+    def fill(newest, older, c, out):
         """A sum of neighbours with other weights, in an order that no rounding changes."""
-        newest, older = u
-        out = np.zeros_like(c)
+        out[...] = -0.3 * older * c
         for axis, (before, after) in depth.items():
             for by in range(-before, after + 1):
                 place = [
@@ -138,17 +142,23 @@ def test_random_cases(seed):
                 first = depth[axis][0] + by
                 place[axis] = slice(first, first + c.shape[axis])
                 out += (0.11 + 0.01 * by + 0.02 * axis) * newest[tuple(place)]
-        return {"u": out - 0.3 * older * c}
+
+    def step(u, c, out):
+        fill(*u, c, out=out.u)
 
     x, older, c = (rng.normal(size=shape) for _ in range(3))
     levels, of_points = [da.from_array(a, chunks) for a in (x, older)], da.from_array(c, chunks)
     options = {"boundary": boundary, "constants": {"c": Field(of_points, depth=0)}, "ranks": 1}
     fields = {"u": Field(levels, depth=[depth, 0])}
-    expected = iterate(step, fields, 0, 7, **options)
-    visit = int(rng.integers(1, 4))
-    y = streamed(step, fields, 0, 7, steps_per_visit=visit, **options)
-    for u, v in zip(*(made["u"] for made in computed(y, expected)), strict=True):
-        assert np.array_equal(u, v)
+    (expected,) = computed(iterate(step, fields, 0, 7, **options))
+    visit, rows = int(rng.integers(1, 4)), int(rng.integers(1, 6))
+    sizes = {"steps_per_visit": visit, "slab_rows": [None, rows][int(rng.integers(2))]}
+    if is_on_gpu:
+        fill = kernel(request.getfixturevalue("gpu"), fill)
+        options["boundary"] = {a: opposite if b == "odd" else b for a, b in boundary.items()}
+    (result,) = computed(streamed(step, fields, 0, 7, **sizes, **options))
+    for level, values in zip(result["u"], expected["u"], strict=True):
+        assert np.array_equal(level, values)
 
 
 def opposite(rim, inside, at):
@@ -157,7 +167,7 @@ def opposite(rim, inside, at):
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "odd", 0.5])
-@pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (3, 6), (3, None)])
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (3, 6), (3, None), (None, 2), (None, None)])
 def test_values_of_an_emulated_gpu(gpu, boundary, sizes):
     expected = iterate(star, array(), 1, 7, boundary=boundary, ranks=1)
     (values,) = computed(expected.map_blocks(np.asarray))
@@ -169,6 +179,44 @@ def test_values_of_an_emulated_gpu(gpu, boundary, sizes):
     assert np.array_equal(computed(y)[0], values)
     gpu.check()
     assert gpu.pageable_copies == 0
+
+
+@pytest.mark.parametrize(
+    ("up_s", "run_s", "steps", "rows"),
+    [
+        (1e-3, 1e-6, {32}, {16}),  # a slow bus: long visits
+        (1e-6, 1e-3, {1}, {16}),  # a slow function: no step twice
+        (1e-4, 1e-5, {8, 16}, {64, 128}),  # thicker slabs make fewer steps twice
+    ],
+)
+def test_sizes_by_the_times_of_the_first_visit(gpu, up_s, run_s, steps, rows):
+    x = da.zeros((4096, 8), chunks=(2048, 8))
+    task = rank_tasks(streamed(kernel(gpu, star), x, 1, 100, ranks=2))[0]
+
+    def sizes(ctx):
+        plan = VisitPlan(task.body.function, ctx)
+        assert (plan.steps, plan.is_timed) == (1, True)
+        plan.choose({"up": up_s, "run": run_s, "down": up_s})
+        return plan.steps, plan.slab_rows
+
+    first, second = run_gang(task.args[2], sizes)
+    assert first == second
+    assert first[0] in steps
+    assert first[1] in rows
+
+
+@pytest.mark.parametrize("rows", [None, 24])
+def test_gpu_with_less_memory_than_expected(gpu, monkeypatch, rows):
+    """Slabs are thinner where other arrays fill the memory; a whole local block cannot be."""
+    monkeypatch.setattr("dask_p2p.sections.iterate.iteration.free_bytes", lambda: 1 << 40)
+    gpu.limit_bytes = 12_000
+    (expected,) = computed(iterate(star, array(), 1, 7, ranks=1).map_blocks(np.asarray))
+    y = streamed(kernel(gpu, star), array(), 1, 7, ranks=1, steps_per_visit=1, slab_rows=rows)
+    if rows is None:
+        with pytest.raises(MemoryLimitError, match="of free memory on the GPU for slabs of 24"):
+            computed(y)
+    else:
+        assert np.array_equal(*computed(y), expected)
 
 
 def overwriting(u, out):

@@ -199,8 +199,8 @@ def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
 
 
 def test_stores_of_other_programs_are_refused(tmp_path):
-    def run(steps=4, given=None, **options):
-        lazy_result = iterate(react, given or fields(), 1, steps, ranks=1, **options)
+    def run(steps=4, run_fields=None, **options):
+        lazy_result = iterate(react, run_fields or fields(), 1, steps, ranks=1, **options)
         return dask.compute(lazy_result, scheduler="sync")
 
     frames, checkpoint = Save(tmp_path / "frames", 2), Checkpoint(tmp_path / "states", every=2)
@@ -216,14 +216,14 @@ def test_stores_of_other_programs_are_refused(tmp_path):
         run(steps=3, checkpoint=checkpoint)
     other_fields = {"u": array(A[:12], 12), "v": array(B[:12], 12)}
     with pytest.raises(InputError, match="a checkpoint of the same fields"):
-        run(steps=6, given=other_fields, checkpoint=checkpoint)
+        run(steps=6, run_fields=other_fields, checkpoint=checkpoint)
     longs = {name: a.astype(np.longdouble) for name, a in other_fields.items()}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(InputError, match=r"expected a new folder.* got a folder with notes\.txt"):
         run(save=Save(tmp_path / "other", 2))
     with pytest.raises(InputError, match=r"dtypes that Zarr has, got \w+ of u\. Give"):
-        run(given=longs, save=Save(tmp_path / "longs", 2))
+        run(run_fields=longs, save=Save(tmp_path / "longs", 2))
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"Make room, or give another path"):
         run(save=Save(tmp_path / "file", 2))
