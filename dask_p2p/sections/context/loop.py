@@ -37,7 +37,7 @@ _CARRIED = (
 )
 _UNCHANGED = (
     "No state was saved after step %d: %s had not changed since the start. After the loss of a "
-    "worker ranks begin at the start. Change the state itself, s.u = ..., and give it no constants."
+    "worker ranks begin at the start. Change the state itself, s.u = ...; put no constants in it."
 )
 
 

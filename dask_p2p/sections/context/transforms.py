@@ -306,7 +306,7 @@ class Transforms:
                 local_block, is_own = step(local_block, is_own)
         finally:
             self._partitions.settle()
-        return local_block if is_own else local_block.copy()
+        return local_block
 
     def _steps(
         self,

@@ -121,8 +121,7 @@ def resize(array: Any, frames: int) -> None:
     """Change the number of frames of an array; chunks of frames that it has no more stay."""
     from zarr.core.sync import sync
 
-    if array.shape[0] != frames:
-        sync(array.async_array.resize((frames, *array.shape[1:]), delete_outside_chunks=False))
+    sync(array.async_array.resize((frames, *array.shape[1:]), delete_outside_chunks=False))
 
 
 def remove_frames(array: Any, folder: Folder, count: int) -> None:

@@ -172,12 +172,16 @@ def test_graphs_with_other_results_are_dropped(gpu, replayed, on):
     assert len(replayed) == 4, "each graph was tried once"
 
 
-def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed):
+@pytest.mark.parametrize("capture", ["auto", True])
+def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed, capture):
+    """Or their kernels are replayed, which only the user can promise to be enough."""
+
     def rim(rim, inside, at):
         rim[...] = 0.5
 
-    assert np.array_equal(compute(gpu, kernel(gpu, star), boundary=rim), expected(boundary=0.5))
-    assert not replayed
+    result = compute(gpu, kernel(gpu, star), boundary=rim, capture=capture)
+    assert np.array_equal(result, expected(boundary=0.5))
+    assert bool(replayed) == (capture is True)
 
 
 # --- without one of the rules

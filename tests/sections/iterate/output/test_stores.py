@@ -33,9 +33,16 @@ def states(steps):
     return states_by_step
 
 
-@pytest.mark.parametrize("chunks", [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)])
+@pytest.mark.parametrize(
+    ("chunks", "stored"),
+    [
+        (((8, 8, 8), (10, 10)), (8, 10)),
+        (((10, 14), (5, 5, 10)), (10, 5)),
+        (((8, 12, 4), 20), (4, 20)),
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_frames(client, tmp_path, ranks, chunks):
+def test_frames(client, tmp_path, ranks, chunks, stored):
     save = [Save(tmp_path / "all", 3), Save(tmp_path / "v", 5, ["v"])]
     lazy_result = iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks)
     (result,) = dask.compute(lazy_result)
@@ -44,6 +51,7 @@ def test_frames(client, tmp_path, ranks, chunks):
     group = zarr.open(tmp_path / "all", mode="r")
     shapes = {name: array.shape for name, array in group.arrays() if array.ndim > 1}
     assert shapes == dict.fromkeys("uv", (3, 24, 20))
+    assert group["u"].chunks == (1, *stored)
     assert (group.attrs["frames"], group.attrs["steps"]) == (3, 9)
     for name in "uv":
         for frame, step in enumerate((3, 6, 9)):
