@@ -133,7 +133,7 @@ class ClientStreams:
         Python may call this within any other method, so that it takes no lock.
         """
         self._dropped.append(handle)
-        if not self._drops_soon and not self._loop.is_closed():
+        if not (self.is_over or self._drops_soon or self._loop.is_closed()):
             self._drops_soon = True
             self._loop.call_soon_threadsafe(self._loop.call_later, _DROP_S, self._send_dropped)
 
