@@ -97,7 +97,7 @@ def _run(
         raise click.UsageError("an .npy file has no chunks: leave out --chunks")
     with cli.one_line_errors(), stoppable() as stopped:
         x = open_array(input)
-        if chunks and len(chunks) > x.ndim:  # functions ignore what is left over, as Dask does
+        if chunks and len(chunks) > x.ndim:  # which `rechunk` ignores, as Dask does
             expected = f"expected --chunks with one size, or one for each of {x.ndim} axes"
             raise InputError(f"{expected}, got {len(chunks)} sizes. Leave out the last ones.")
         with (
