@@ -13,7 +13,9 @@ from tests.docs.pages import DOCS, OTHERS, PAGES, README, ROOT, blocks_of
 PROGRAMS = ("dask_p2p", "deploy", "benchmarks")
 QUOTING = [page for page in (README, *OTHERS, *PAGES) if page.name != "CHANGELOG.md"]
 #: Blocks of text that are diagrams.
-DIAGRAMS = [DOCS / name for name in ("design.md", "how-to/host-arrays.md")]
+DIAGRAMS = [
+    DOCS / name for name in ("design.md", "how-to/host-arrays.md", "how-to/streamed-fields.md")
+]
 #: Messages and titles of other programs.
 FOREIGN = {
     "Aggregate time per action",
