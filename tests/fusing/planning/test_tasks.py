@@ -135,13 +135,6 @@ def test_dask_reads_only_the_slices_that_ranks_need():
     assert len(file.read_indices) == 1
 
 
-def test_blocks_are_read_in_the_order_of_their_plan():
-    y = dask_p2p.transpose(da.ones((8, 8), chunks=4) + 1)
-    graph = y.__dask_graph__().to_dict()
-    read = read_graph(dict(reversed(graph.items())), [keys_of(y)]).tasks
-    assert all(read.reads[key] == graph[key].blocks.items for key in keys_of(y))
-
-
 def test_tasks_that_the_scheduler_has_stay():
     x = da.ones((8, 8), chunks=4) + 1
     y = x * 2

@@ -154,10 +154,7 @@ def test_another_tag_is_refused():
 def test_a_message_of_another_communicator_is_refused(count):
     def mixed(ctx):
         column = ctx.along(0)
-        if ctx.rank == 0:
-            ctx.isend(np.zeros(count), 1)
-        else:
-            column.recv(0)
+        ctx.isend(np.zeros(count), 1) if ctx.rank == 0 else column.recv(0)
 
     with pytest.raises(SectionError, match="got one of another communicator"):
         run_gang(grid(2), mixed)

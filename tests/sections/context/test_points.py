@@ -210,9 +210,9 @@ def test_blocks_with_halos_are_parts_of_the_padded_array(grid):
             mode = "symmetric" if boundary == "odd" else MODES[boundary]
             expected = np.pad(global_array, widths, mode, **values)
             if boundary == "odd":
-                for axis, width in enumerate((rows, columns)):
-                    ends = np.pad(np.ones(global_array.shape[axis]), width, constant_values=-1)
-                    expected *= ends.reshape((-1, 1) if axis == 0 else (1, -1))
+                sizes = zip(global_array.shape, (rows, columns), strict=True)
+                ends = [np.pad(np.ones(n), width, constant_values=-1) for n, width in sizes]
+                expected *= np.multiply.outer(*ends)
             expected = expected[top : bottom + 2 * rows, first_column : right + 2 * columns]
             padded_block = ctx.pad(local_block, (rows, columns), boundary)
             assert (padded_block == expected).all()

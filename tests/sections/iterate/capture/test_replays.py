@@ -174,8 +174,6 @@ def test_graphs_with_other_results_are_dropped(gpu, replayed, on):
 
 @pytest.mark.parametrize("capture", ["auto", True])
 def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed, capture):
-    """Or their kernels are replayed, which only the user can promise to be enough."""
-
     def rim(rim, inside, at):
         rim[...] = 0.5
 
