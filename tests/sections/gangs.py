@@ -49,9 +49,16 @@ def disconnect(connections, rank):
     )
 
 
+class NoAcceptors(dict):
+    """The running acceptors of a process whose ranks do not share them."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
 def stop_listening(connections):
     """Make a rank unreachable for others."""
-    connections._setup._endpoint.close()
+    connections._endpoint._acceptor.remove(connections._endpoint)
 
 
 def messenger():
@@ -78,8 +85,8 @@ def run_gang(
     """
     connections = [Connections(Reach()) for _ in range(ranks.size)]
     peers = [
-        RankAddress("worker", f"{rank:032}", rank_connections.endpoint)
-        for rank, rank_connections in enumerate(connections)
+        RankAddress("worker", rank_connections.token, rank_connections.endpoint)
+        for rank_connections in connections
     ]
     contexts = []
     for rank, rank_connections in enumerate(connections):

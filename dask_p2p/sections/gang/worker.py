@@ -16,7 +16,6 @@ from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
-from uuid import uuid4
 
 from distributed import Worker
 from distributed.comm.addressing import get_address_host
@@ -58,9 +57,9 @@ class RankAttempt:
         is_resident: bool = False,  # whether the gang shares its workers
         **reach: Any,  # changes to the worker's network settings
     ) -> None:
-        self.token = uuid4().hex
         self.rank, self.size = rank, size
         self.connections = Connections(replace(ranks.reach, **reach))
+        self.token = self.connections.token
         self._ranks, self._worker, self._gang = ranks, ranks.worker, gang
         self._is_resident = is_resident
         self._changed = threading.Condition()

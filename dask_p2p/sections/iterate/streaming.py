@@ -27,13 +27,14 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+from dask.utils import format_bytes
 from distributed import warn
 
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
 from dask_p2p.backends.pipelines import HostStreams, Ring
-from dask_p2p.errors import P2PWarning
+from dask_p2p.errors import MemoryLimitError, P2PWarning
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
@@ -256,11 +257,24 @@ class StreamedSteps:
         return [(row, min(row + thickness, rows)) for row in range(0, rows, thickness)]
 
     def _make_slots(self) -> _HostSlots | _GpuSlots:
-        slabs = [self._slab_fields(rows, self._plan.steps) for rows in self._slabs]
-        slot_bytes = max(map(_slot_bytes, slabs), default=0)
-        if self._device is HOST:
-            return _HostSlots(slot_bytes)
-        return _GpuSlots(slot_bytes, min(SLOTS, max(1, len(slabs))), self._plan.is_timed)
+        """Return memory for slabs, thinner ones if the GPU has too little."""
+        plan = self._plan
+        while True:
+            slabs = [self._slab_fields(rows, plan.steps) for rows in self._slabs]
+            slot_bytes = max(map(_slot_bytes, slabs), default=0)
+            if self._device is HOST:
+                return _HostSlots(slot_bytes)
+            count = min(SLOTS, max(1, len(slabs)))
+            try:
+                return _GpuSlots(slot_bytes, count, plan.is_timed)
+            except MemoryError as exc:
+                if plan.slab_rows == 1 or not plan.is_wide[0]:
+                    raise MemoryLimitError(
+                        f"on_gpu='stream': expected {format_bytes(count * slot_bytes)} of free "
+                        f"memory on the GPU for slabs of {plan.slab_rows} rows, got: {exc}. Give "
+                        f"a smaller slab_rows or steps_per_visit, or delete arrays on the GPU."
+                    ) from exc
+                plan.slab_rows = -(-plan.slab_rows // 2)
 
     def _prepare(self) -> None:
         """Set the arguments that are the same in each step, and pin the fields' memory."""

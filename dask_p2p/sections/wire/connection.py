@@ -32,6 +32,10 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _MOST_BUFFERS = 256  # of one system call, which takes at most 1024
 
 
+#: Header and data of a call of all ranks that the peer has made while this rank awaits a message.
+EarlyCall: TypeAlias = tuple[bytes, memoryview]
+
+
 class AttemptEndedError(P2PError):
     """The rank's current attempt cannot continue, or has ended."""
 
@@ -55,10 +59,9 @@ class Connection:
     received_bytes: int = 0  # total of all exchanges
     waited_s: float = 0.0  # time for this rank, since the previous peer's message was complete
     mailbox: Mailbox = field(default_factory=Mailbox)  # messages of `ctx.send` from the peer
-    frame: Frame | None = None  # the message that is being received
-    #: Headers and data of calls of all ranks that the peer made while this rank awaits a message.
-    early: deque[tuple[bytes, memoryview]] = field(default_factory=deque)
-    is_early: bool = False  # whether the data of the last one is incomplete
+    #: The message or early call whose data is being received.
+    frame: Frame | EarlyCall | None = None
+    early: deque[EarlyCall] = field(default_factory=deque)
     listens: bool = False  # whether it waits for messages, also while no exchange needs it
     sent_buffers: int = 0  # buffers of `sending` that were sent
     may_share_slots: bool = False  # whether this end makes slots with its first small message
@@ -136,15 +139,45 @@ class Connection:
         self.mailbox.take_slot()
         if self.receiving is None:
             self._begin_header()
+        self._read()
+
+    def _read(self, text: bytes | None = None, own_rank: int = 0, rank: int = 0) -> None:
+        """Read frames without blocking, until the data of the call with this text is here.
+
+        Without a text, read messages, up to the header of a call.
+        """
         while self.fill():
-            if self._takes_frame() or self._ends_early():
-                continue
-            if self._stops:
+            frame, self.frame = self.frame, None
+            if not self.is_header and frame is None:
+                self.has_received, self.receiving = True, None
+            elif not self.is_header:
+                self._begin_header()
+                if isinstance(frame, Frame):
+                    reply = self.mailbox.close(frame)
+                    if reply is not None:
+                        reply.parts = ()
+                        self.post(reply)
+                elif frame is not None:
+                    self.early.append(frame)
+                    if text is not None:
+                        self._take_call(text, own_rank, rank)
+            elif text is not None and not is_message(self.header):
+                # The peer may have filled the slot before it sent this header of a later call.
+                if not self._take_call(text, own_rank, rank):
+                    self._begin_payload(self._checked_call(self.header, text, own_rank, rank))
+            else:
+                self.mailbox.take_slot()  # its sender has filled it before it sent this header
+                if self._stops:
+                    return
+                if is_message(self.header):
+                    self.frame = frame = self.mailbox.open(*HEADER.unpack(self.header))
+                    self.receiving = memoryview(frame.payload)
+                else:
+                    self.receiving = memoryview(bytearray(HEADER.unpack(self.header)[1]))
+                    self.frame = bytes(self.header), self.receiving
+                self.is_header = False
+            if text is not None and self.has_received:
                 return
-            header = bytes(self.header)
-            payload = memoryview(bytearray(HEADER.unpack(header)[1]))
-            self.early.append((header, payload))
-            self.receiving, self.is_header, self.is_early = payload, False, True
 
     def receive_small(self, most_s: float) -> bytes | None:
         """Poll for the next message; return its bytes if it is in a slot, or in a header alone.
@@ -187,12 +220,6 @@ class Connection:
             self.waited_s += time.perf_counter() - since_s
         return small_frame
 
-    def _ends_early(self) -> bool:
-        ends, self.is_early = self.is_early, False
-        if ends:
-            self._begin_header()
-        return ends
-
     @property
     def has_call(self) -> bool:
         """True if the header of a call of all ranks is complete."""
@@ -215,25 +242,6 @@ class Connection:
         elif not self.has_call:
             return ""
         return text_of(header)
-
-    def _takes_frame(self) -> bool:
-        """Take a header or a payload that is complete, if it belongs to a message."""
-        if self.frame is None:
-            if not self.is_header:
-                return False
-            self.mailbox.take_slot()  # its sender has filled it before it sent this header
-            if not is_message(self.header):
-                return False
-            self.frame = self.mailbox.open(*HEADER.unpack(self.header))
-            self.receiving, self.is_header = memoryview(self.frame.payload), False
-        if not self.receiving:
-            reply = self.mailbox.close(self.frame)
-            self.frame = None
-            self._begin_header()
-            if reply is not None:
-                reply.parts = ()
-                self.post(reply)
-        return True
 
     def _checked_call(self, header: Any, text: bytes, own_rank: int, rank: int) -> int:
         """Return the size of a call's payload. Raises `SectionError` for another call."""
@@ -259,17 +267,8 @@ class Connection:
         has_sent = self.send()
         if not self.has_received:
             self._take_call(text, own_rank, rank, LOOKS)
-        while not self.has_received and self.fill():
-            if self.is_header and not is_message(self.header):
-                # The peer may have filled the slot before it sent this header of a later call.
-                if not self._take_call(text, own_rank, rank):
-                    self._begin_payload(self._checked_call(self.header, text, own_rank, rank))
-            elif self.is_header or self.frame is not None:
-                self._takes_frame()
-            elif self._ends_early():
-                self._take_call(text, own_rank, rank)
-            else:
-                self.has_received, self.receiving = True, None
+            if not self.has_received:
+                self._read(text, own_rank, rank)
         if self.sending:  # perhaps the answer to a message
             has_sent = self.send()
         return has_sent and self.has_received
@@ -281,7 +280,7 @@ class Connection:
             size_bytes = self._checked_call(slot.header, text, own_rank, rank)
             self._take(slot.payload[:size_bytes])
             slot.free(self.number)
-        elif self.early and not self.is_early:
+        elif self.early:
             header, payload = self.early.popleft()
             self._checked_call(header, text, own_rank, rank)
             self._take(payload)

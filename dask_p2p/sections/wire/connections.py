@@ -22,10 +22,11 @@ from dask_p2p import tuning
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer, Channel, Connection
-from dask_p2p.sections.wire.endpoint import ConnectionSetup, RankAddress, Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.endpoint import TAKEN, Endpoint, RankAddress, Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage
 from dask_p2p.sections.wire.mailbox import Receive
 from dask_p2p.sections.wire.point_to_point import CurrentWait, PointToPoint, Polling
+from dask_p2p.sections.wire.streams import reserve_files
 from dask_p2p.transports.ucx_messenger import Messenger
 from dask_p2p.types import Array
 
@@ -47,9 +48,10 @@ class Connections(PointToPoint):
         self._background: threading.Thread | None = None
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
         self._timeout_s = reach.timeout_s
-        self._setup = ConnectionSetup(reach)
-        self._polling = Polling(self._setup, reach.timeout_s)
-        self.endpoint = self._setup.endpoint
+        self._endpoint = Endpoint(reach)
+        self._polling = Polling(self._endpoint.bell, reach.timeout_s)
+        #: Attempt token and address of this rank, for others.
+        self.token, self.endpoint = self._endpoint.token, self._endpoint.text
         self._is_woken = self._is_finishing = False
         #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
         self.use_ucx = False
@@ -57,17 +59,21 @@ class Connections(PointToPoint):
     def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
         """Begin an attempt, with the addresses and attempt tokens of all ranks."""
         self._rank, self._peers = rank, peers
-        self._setup.start(rank, peers)
+        self._rank_by_token = {peer.token: rank for rank, peer in enumerate(peers)}
         self.hosts = [host_of(peer.endpoint) for peer in peers]
         has_cores = self.hosts.count(self.hosts[rank]) <= len(os.sched_getaffinity(0))
         #: True if other ranks run in this process.
-        self.has_company = self._setup.has_company
+        self.has_company = self._count_here() > 1
         # Ranks of one process share Python's lock, and a rank that polls does not release it.
         self._spin_s = tuning.current.spin_s if has_cores and not self.has_company else 0.0
 
     def reserve_files(self) -> None:
         """Raise the limit of open files so that each connection fits, or raise `SectionError`."""
-        self._setup.reserve_files()
+        here = self._count_here()
+        reserve_files(here, len(self._peers) - here)
+
+    def _count_here(self) -> int:
+        return sum(self._endpoint.is_here(peer.endpoint) for peer in self._peers)
 
     @property
     def rank_and_size(self) -> tuple[int, int]:
@@ -86,7 +92,7 @@ class Connections(PointToPoint):
         Any thread may call this, until the connections are closed.
         """
         self._is_woken = True
-        self._setup.bell.ring()
+        self._endpoint.bell.ring()
 
     @property
     def has_ended(self) -> bool:
@@ -95,7 +101,7 @@ class Connections(PointToPoint):
     def close(self) -> None:
         self.wake()
         self._join()
-        self._setup.close()
+        self._endpoint.close()
         for connection in self._connections.values():
             connection.close()
         self.lender = None  # which refers to the connections
@@ -129,7 +135,7 @@ class Connections(PointToPoint):
         self.exchange(_FINALIZE, {}, {})  # ends an exchange that was begun
         self._is_finishing = True
         above, below = tree_neighbours(*self.rank_and_size)
-        near = {*self._connections, *self._unsent, *above, *below}
+        near = {*self._connections, *above, *below}
         self.exchange(_FINALIZE, dict.fromkeys(near, b""), {source: bytearray() for source in near})
         # A rank must answer all its peers before it returns. So each rank, also a leaf, sends a
         # message up the tree after all its peers have answered.
@@ -158,12 +164,9 @@ class Connections(PointToPoint):
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._sends, self._receives = {**sends}, {**receives}
         payloads = self._payloads = dict[int, memoryview]()
-        self._setup.begin()
         self._waiting = {*sends, *receives}
         for rank in sorted(self._waiting):
-            connection = self._connection_to(rank)
-            if connection is not None:
-                self._begin(rank, connection)
+            self._begin(rank, self._connection_to(rank))
         if in_background and self._waiting:
             self._background = threading.Thread(
                 target=self._go_on, name="dask-p2p-halo", daemon=True
@@ -212,10 +215,7 @@ class Connections(PointToPoint):
         is_first = True  # one attempt without blocking costs less than a poll
         while self._waiting:
             is_spinning = is_first or time.perf_counter() < until_s
-            if is_spinning and self._waiting <= self._connections.keys():
-                ready = list(self._waiting)
-            else:
-                ready = self._wait()
+            ready = list(self._waiting) if is_spinning else self._wait()
             is_first = False
             for rank in ready:
                 connection = self._connections[rank]
@@ -269,41 +269,57 @@ class Connections(PointToPoint):
 
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""
-        waiting = self._waiting & self._connections.keys()
-        missing = {*self._waiting, *self._unsent} - self._connections.keys()
-        meets = self._is_finishing or bool(missing)
         has_messages = self.has_messages and not self._is_finishing
-        others = self._connections.keys() - waiting if has_messages else set()
-        found, ready = self._poll(waiting, others, missing if meets else None)
-        self._move_some(found & others)
-        return [*(found - others), *(self._called(ready) if meets else [])]
+        others = self._connections.keys() - self._waiting if has_messages else set()
+        ranks = [*self._waiting, *others]
+        ready = self._poll({rank: self._connections[rank] for rank in ranks}, others)
+        self._move_some(ready & others)
+        return [*(ready - others)]
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
         self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
         return AttemptEndedError(self._failure)
 
-    def _connect(self, rank: int) -> Connection:
-        try:
-            return self._setup.connect(rank)
-        except OSError as exc:
-            raise self._broken(rank, exc) from exc
+    def _meet(self, rank: int) -> Connection:
+        """Return a new connection to a rank: the first one that either of the two has made."""
+        self._admit_arrivals()
+        peer, asks = self._peers[rank], rank < self._rank
+        if rank not in self._connections and (asks or self._endpoint.meet(peer.token)):
+            try:
+                connection = self._endpoint.connect(peer, asks)
+                if not asks or self._is_taken(rank, connection):
+                    return self.admit(rank, connection)
+            except OSError as exc:
+                raise self._broken(rank, exc) from exc
+        while rank not in self._connections:
+            self._poll({})
+        return self._connections[rank]
 
-    def _called(self, ready: set[int]) -> list[int]:
-        """Accept new connections; return their ranks that take part in the current exchange."""
-        found = []
-        for rank, connection in self._setup.callers(ready):
-            if rank in self._connections:
-                if connection is not None:
-                    connection.close()
+    def _is_taken(self, rank: int, connection: Connection) -> bool:
+        """Wait for a lower rank's answer; return whether it takes a connection."""
+        answer = bytearray(len(TAKEN))
+        connection.receiving, connection.has_received = memoryview(answer), False
+        try:
+            while not (connection.send() and connection.fill()):
+                self._poll({rank: connection})
+        finally:
+            if answer != TAKEN:
+                connection.close()
+        connection.receiving, connection.has_received = None, True
+        return answer == TAKEN
+
+    def _admit_arrivals(self) -> None:
+        """Admit the connections that other ranks have made."""
+        for token, stream in self._endpoint.arrivals():
+            rank = self._rank_by_token.get(token)
+            if rank is None:  # of another attempt
+                stream.close()
                 continue
-            connection = self.admit(rank, connection or self._connect(rank))
+            connection = self.admit(rank, Connection(stream))
             if self._is_finishing and rank not in self._waiting:
                 self._sends[rank], self._receives[rank] = b"", bytearray()
                 self._waiting.add(rank)
-            if rank in self._waiting:
                 self._begin(rank, connection)
-                found.append(rank)
-        return found
 
     def open_channels(self, started: Callable[[], Messenger | None]) -> None:
         """Send large messages between hosts by UCX, where both ends use it and it starts.

@@ -12,13 +12,13 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import inf
 from typing import Any
 
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
-from dask_p2p.sections.wire.endpoint import ConnectionSetup, is_lost
+from dask_p2p.sections.wire.endpoint import Endpoint, is_lost
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage, slots_message
 from dask_p2p.sections.wire.mailbox import (
     HAS_ORDERED_STORES,
@@ -28,7 +28,7 @@ from dask_p2p.sections.wire.mailbox import (
     Receive,
     Slots,
 )
-from dask_p2p.sections.wire.streams import Stream
+from dask_p2p.sections.wire.streams import Bell, Stream
 from dask_p2p.transports.ucx_messenger import NAP_S
 from dask_p2p.types import Array
 
@@ -43,7 +43,7 @@ class PointToPoint(ABC):
     _spin_s: float
     _failure: str
     _is_woken: bool
-    _setup: ConnectionSetup
+    _endpoint: Endpoint
     _polling: Polling
     _current: CurrentWait
     _waiting: set[int]
@@ -51,9 +51,6 @@ class PointToPoint(ABC):
     _payloads: dict[int, memoryview] | None
 
     def __init__(self) -> None:
-        # Messages for ranks without a connection, which a lower rank makes in its next call.
-        self._unsent: dict[int, list[SentMessage]] = {}
-        self._posted: dict[int, list[Receive]] = {}
         self._sent = Counter[int]()  # number of messages, by rank
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
@@ -63,10 +60,10 @@ class PointToPoint(ABC):
         self.lender: Lender | None = None
 
     @abstractmethod
-    def _connect(self, rank: int) -> Connection: ...
+    def _meet(self, rank: int) -> Connection: ...
 
     @abstractmethod
-    def _called(self, ready: set[int]) -> list[int]: ...
+    def _admit_arrivals(self) -> None: ...
 
     @abstractmethod
     def _broken(self, rank: int, why: object) -> AttemptEndedError: ...
@@ -76,7 +73,6 @@ class PointToPoint(ABC):
         """Complete the exchange that was begun, if there is one. Raises the errors of `begin`."""
 
     def admit(self, rank: int, connection: Connection) -> Connection:
-        """Add a new connection, and begin to send and receive the messages that wait for it."""
         self._connections[rank] = connection
         connection.mailbox.rank, connection.mailbox.lender = rank, self.lender
         # The lower rank makes slots as soon as it sends a small message.
@@ -84,17 +80,10 @@ class PointToPoint(ABC):
         connection.may_share_slots = polls and (
             getattr(connection.socket, "family", None) == socket.AF_UNIX
         )
-        for sent in self._unsent.pop(rank, []):
-            connection.post(sent)
-        for receive in self._posted.pop(rank, []):
-            connection.mailbox.receive(receive)
         return connection
 
-    def _connection_to(self, rank: int) -> Connection | None:
-        connection = self._connections.get(rank)
-        if connection is None and self._rank < rank:
-            connection = self.admit(rank, self._connect(rank))
-        return connection
+    def _connection_to(self, rank: int) -> Connection:
+        return self._connections.get(rank) or self._meet(rank)
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
         if self.lender is None:
@@ -107,19 +96,15 @@ class PointToPoint(ABC):
         self.has_messages = True
         self._sent[rank] += 1
         connection = self._connection_to(rank)
-        if connection is not None:
-            if connection.may_share_slots:
-                self._share_slots(rank, connection, message.size_bytes)
-            if connection.write_to_slot(self._sent[rank], message):
-                self._wake(rank, connection)
-                return
-        self._post(rank, message)
+        if connection.may_share_slots:
+            self._share_slots(rank, connection, message.size_bytes)
+        if connection.write_to_slot(self._sent[rank], message):
+            self._wake(rank, connection)
+        else:
+            self._post(rank, message)
 
     def _post(self, rank: int, message: SentMessage) -> None:
-        connection = self._connection_to(rank)
-        if connection is None:
-            self._unsent.setdefault(rank, []).append(message)
-            return
+        connection = self._connections[rank]
         connection.post(message)
         try:
             connection.send()
@@ -179,27 +164,20 @@ class PointToPoint(ABC):
     def receive_message(self, rank: int, receive: Receive) -> None:
         self.complete()
         self.has_messages = True
-        connection = self._connection_to(rank)
-        if connection is None:
-            self._posted.setdefault(rank, []).append(receive)
-        else:
-            connection.mailbox.receive(receive)
+        self._connection_to(rank).mailbox.receive(receive)
 
     def wait_for_sent(self, rank: int, message: SentMessage) -> None:
         """Wait until a message is sent: its value may change then."""
-
-        def is_done() -> bool:
-            connection = self._connections.get(rank)
-            return connection is not None and message.is_done(connection.sent_buffers)
-
-        self._wait_until(rank, is_done, f"send() to rank {rank}")
+        connection = self._connections[rank]
+        call = f"send() to rank {rank}"
+        self._wait_until(rank, lambda: message.is_done(connection.sent_buffers), call)
 
     def wait_for_message(self, rank: int, receive: Receive, call: str) -> None:
         """Wait until a message is here. `call` is the text of the call that receives it."""
+        connection = self._connections[rank]
 
         def is_done() -> bool:
-            connection = self._connections.get(rank)
-            if not receive.has_begun and connection is not None and connection.call:
+            if not receive.has_begun and connection.call:
                 self._move(rank, connection)  # the rank may have sent it before that call
                 if not receive.has_begun:
                     raise SectionError(
@@ -221,24 +199,20 @@ class PointToPoint(ABC):
         self.complete()
         if is_done():
             return
-        self._setup.begin()
         self._current.begin(call.encode()[:TEXT_BYTES])
         self._current.since_s = since_s = time.perf_counter()
-        until_s, attempts = since_s + self._spin_s, 0
+        until_s, attempts, connection = since_s + self._spin_s, 0, self._connections[rank]
         while True:
-            connection = self._connection_to(rank)
             attempts += 1
-            if connection is not None:
-                self._move(rank, connection)
-                if is_done():
-                    break
+            self._move(rank, connection)
+            if is_done():
+                break
             if attempts % _CHECK_EVERY == 0 or time.perf_counter() >= until_s:
                 self._move_some([*self._connections])
                 if is_done():
                     break
                 if time.perf_counter() >= until_s:
-                    self._sleep(rank)
-        connection = self._connections[rank]
+                    self._poll(self._connections, self._connections.keys())
         connection.waited_s += time.perf_counter() - since_s
         self._wake_up()
 
@@ -257,41 +231,33 @@ class PointToPoint(ABC):
         except (OSError, TransferError) as exc:
             raise self._broken(rank, exc) from exc
 
-    def _sleep(self, rank: int) -> None:
-        """Wait until a message arrives, or can be sent, or a rank connects."""
-        missing = {rank, *self._unsent, *self._posted} - self._connections.keys()
-        _, ready = self._poll((), self._connections.keys(), missing)
-        self._called(ready)
-
     def _poll(
-        self,
-        waiting: Collection[int],  # ranks with data of the current exchange
-        others: Collection[int],  # ranks that may send messages
-        missing: Collection[int] | None,
-        most_s: float = inf,
-    ) -> tuple[set[int], set[int]]:
-        """Wait until a connection is ready: see `Polling.wait`."""
-        connections = {rank: self._connections[rank] for rank in (*waiting, *others)}
-        awake = set[int]()  # peers that may fill slots before they see that this rank sleeps
+        self, connections: Mapping[int, Connection], others: Collection[int] = ()
+    ) -> set[int]:
+        """Wait until a message arrives, or can be sent, or a rank connects: see `Polling.wait`.
+
+        `others` are ranks that may send messages.
+        """
+        awake, most_s = set[int](), inf
         for rank, connection in connections.items():
             connection.listens = rank in others
             slots = connection.mailbox.slots
             if slots is not None and not slots.sleeps:
-                slots.sleeps, most_s = True, min(most_s, STORE_S)
+                # The peer may fill them before it sees that this rank sleeps.
+                slots.sleeps, most_s = True, STORE_S
                 self._asleep.append(slots)
                 awake.add(rank)
         try:
-            found = self._polling.wait(connections, missing, most_s)
+            ready = self._polling.wait(connections, most_s)
         except LostConnectionError as exc:
             raise self._broken(exc.rank, exc.why) from None
-        found[0].update(awake)
-        if not found[1]:
-            ranks = self._waiting or {*(self._awaited or ())[:1]}
-            self._current.log_if_long(self._rank, len(self._peers), ranks)
+        ranks = self._waiting or {*(self._awaited or ())[:1]}
+        self._current.log_if_long(self._rank, len(self._peers), ranks)
         if self._is_woken:
-            self._setup.bell.ring()  # so that the next wait ends, too
+            self._endpoint.bell.ring()  # so that the next wait ends, too
             raise AttemptEndedError("the attempt has ended")
-        return found
+        self._admit_arrivals()
+        return ready | awake
 
     def _wake_up(self) -> None:
         """Let peers use the slots again, at the end of a wait."""
@@ -312,28 +278,22 @@ class LostConnectionError(Exception):
 
 
 class Polling:
-    """Polls the connections of one rank, and the descriptors of new ones."""
+    """Polls the connections of one rank, and its bell."""
 
-    def __init__(self, setup: ConnectionSetup, timeout_s: float) -> None:
-        self._setup = setup
+    def __init__(self, bell: Bell, timeout_s: float) -> None:
+        self._bell = bell
         self._timeout_s = timeout_s  # longest silence of another host
         self._look_s = 0.0  # time of the next check for lost connections
 
-    def wait(
-        self,
-        connections: Mapping[int, Connection],
-        missing: Iterable[int] | None,
-        most_s: float = inf,
-    ) -> tuple[set[int], set[int]]:
-        """Wait until one of these connections is ready, or a rank connects, or some time is over.
+    def wait(self, connections: Mapping[int, Connection], most_s: float) -> set[int]:
+        """Wait until one of these connections is ready, or the bell rings, or some time is over.
 
-        Return the ranks whose connections may be ready, and all descriptors that are. `missing` are
-        the ranks that may connect; None if the exchange needs none. Raises `LostConnectionError`.
+        Return the ranks whose connections may be ready. Raises `LostConnectionError`.
         """
         sockets, others = dict[int, int](), set[int]()
         most_s = min(most_s, self._timeout_s / _LOOKS)
         poll, uses_channel = select.poll(), False
-        poll.register(self._setup.bell, select.POLLIN)
+        poll.register(self._bell, select.POLLIN)
         for rank, connection in connections.items():
             if isinstance(connection.socket, Stream):
                 others.add(rank)
@@ -345,8 +305,6 @@ class Polling:
             if connection.uses_channel:  # which has no descriptor
                 others.add(rank)
                 most_s, uses_channel = 0.0, True
-        if missing is not None:
-            most_s = min(most_s, self._setup.register(poll, missing))
         polled = poll.poll(most_s * 1000)
         for number, event in polled:
             if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
@@ -355,9 +313,8 @@ class Polling:
             time.sleep(NAP_S)
         if not polled and time.monotonic() >= self._look_s:
             self._check({rank: connections[rank] for rank in sockets.values()})
-        self._setup.bell.hush()
-        ready = {number for number, _ in polled}
-        return {*others, *(sockets[number] for number in ready & sockets.keys())}, ready
+        self._bell.hush()
+        return {*others, *(sockets[number] for number, _ in polled if number in sockets)}
 
     def _check(self, connections: Mapping[int, Connection]) -> None:
         """Raise `LostConnectionError` if a connection to another host is lost."""

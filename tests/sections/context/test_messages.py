@@ -13,7 +13,6 @@ from dask_p2p.sections.wire import endpoint
 from dask_p2p.transports import process_memory
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
-from tests.sections.wire.conftest import Nowhere
 from tests.sections.wire.support import TCP
 from tests.simulation.streams import Array
 from tests.transports.loopback import wait_until
@@ -29,7 +28,7 @@ def grid(ranks):
 def path(request, monkeypatch):
     """The path of messages: by memory, by Unix sockets or reads of memory, by TCP."""
     if request.param != "one process":
-        monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
+        monkeypatch.setattr(endpoint.Acceptor, "_running", gangs.NoAcceptors())
     if request.param == "no reads":
         monkeypatch.setattr(process_memory, "obstacle", lambda *proof: "forbidden")
     if request.param == "hosts":

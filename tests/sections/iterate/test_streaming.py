@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
-from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections.iterate.iteration import VisitPlan
 from tests.sections.emulated import kernel, rank_tasks
@@ -203,6 +203,20 @@ def test_sizes_by_the_times_of_the_first_visit(gpu, up_s, run_s, steps, rows):
     assert first == second
     assert first[0] in steps
     assert first[1] in rows
+
+
+@pytest.mark.parametrize("rows", [None, 24])
+def test_gpu_with_less_memory_than_expected(gpu, monkeypatch, rows):
+    """Slabs are thinner where other arrays fill the memory; a whole local block cannot be."""
+    monkeypatch.setattr("dask_p2p.sections.iterate.iteration.free_bytes", lambda: 1 << 40)
+    gpu.limit_bytes = 12_000
+    (expected,) = computed(iterate(star, array(), 1, 7, ranks=1).map_blocks(np.asarray))
+    y = streamed(kernel(gpu, star), array(), 1, 7, ranks=1, steps_per_visit=1, slab_rows=rows)
+    if rows is None:
+        with pytest.raises(MemoryLimitError, match="of free memory on the GPU for slabs of 24"):
+            computed(y)
+    else:
+        assert np.array_equal(*computed(y), expected)
 
 
 def overwriting(u, out):

@@ -7,11 +7,12 @@ import pytest
 
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.transports.ucx_messenger import Messenger
+from tests.sections.gangs import NoAcceptors
 from tests.sections.wire.support import TCP, Gang, tls
 
 
 @pytest.fixture
-def hosts(monkeypatch):
+def hosts(monkeypatch, processes):
     """Give each rank a host of its own."""
     kernels = itertools.count()
     monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
@@ -24,17 +25,10 @@ def messengers():
         yield [stack.enter_context(closing(Messenger(None))) for _ in range(3)]
 
 
-class Nowhere(dict):
-    """Endpoints of a process that do not find each other."""
-
-    def __setitem__(self, key, value):
-        pass
-
-
 @pytest.fixture
 def processes(monkeypatch):
-    """Give each rank a process of its own."""
-    monkeypatch.setattr(endpoint.Endpoint, "_here", Nowhere())
+    """Give each rank an acceptor of its own, as if it had a process of its own."""
+    monkeypatch.setattr(endpoint.Acceptor, "_running", NoAcceptors())
 
 
 @pytest.fixture(params=["one process", "one host", "tcp", "tls", "ucx"])

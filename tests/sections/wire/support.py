@@ -45,8 +45,8 @@ class Gang:
         )
         self.connections = [Connections(each) for each in of_all]
         self.peers = [
-            RankAddress("worker", f"{rank:032}", connections.endpoint)
-            for rank, connections in enumerate(self.connections)
+            RankAddress("worker", connections.token, connections.endpoint)
+            for connections in self.connections
         ]
         for rank, connections in enumerate(self.connections):
             connections.start(rank, self.peers)

@@ -7,18 +7,17 @@ import os
 import socket
 import threading
 from concurrent.futures import FIRST_EXCEPTION, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
 from dask_p2p.errors import SectionError
 from dask_p2p.plans.ranks import tree_neighbours
-from dask_p2p.sections.wire import streams as module
+from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.sections.wire.streams import Strangers
-from tests.clock import Clock
 from tests.sections.wire.support import LARGE, TCP, Gang, tls
 from tests.support import BOUND_S
+from tests.transports.loopback import wait_until
 
 
 def finished(rank, connections):
@@ -120,127 +119,138 @@ def errors_of(gang, function):
     return [each for each in raised if each is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["processes", "hosts"])
-def test_ranks_connect_among_many_silent_strangers(request, host):
+def test_ranks_connect_among_many_silent_connections(request, host):
     """The process could not have all of them as open files."""
     request.getfixturevalue(host)
     with Gang(2) as gang, ExitStack() as closing:
-        *_, name, _, address, port = gang.connections[1].endpoint.split()
-        for family, at in (
-            (socket.AF_UNIX, bytes.fromhex(name)),
-            (socket.AF_INET, (address, int(port))),
-        ):
-            for _ in range(300):
-                made = closing.enter_context(socket.socket(family))
-                made.connect(at)
+        for at in addresses(gang.connections[1]):
+            for _ in range(150):
+                closing.enter_context(connected(*at))
         before = len(os.listdir("/proc/self/fd"))
 
         def exchange(rank, connections):
-            found = connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
-            return bytes(found[1 - rank]), len(os.listdir("/proc/self/fd"))
+            payloads = connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
+            return bytes(payloads[1 - rank]), len(os.listdir("/proc/self/fd"))
 
-        for found, opened in gang.run(exchange):
-            assert found == b"abc"
-            assert opened < before + 100
-
-
-# --- connections that have not sent attempt tokens yet
+        for payload, opened in gang.run(exchange):
+            assert payload == b"abc"
+            assert opened < before + 200
 
 
-class Listener:
-    """Raises or returns its results, one after another."""
-
-    def __init__(self):
-        self.results = []
-
-    def fileno(self):
-        return -1
-
-    def accept(self):
-        result = self.results.pop(0) if self.results else BlockingIOError(errno.EAGAIN, "none")
-        if isinstance(result, OSError):
-            raise result
-        return result, ""
+def addresses(connections):
+    """Return the addresses of a rank's Unix socket and of its port."""
+    *_, name, _, host, port = connections.endpoint.split()
+    return (socket.AF_UNIX, bytes.fromhex(name)), (socket.AF_INET, (host, int(port)))
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
+def connected(family, address):
+    peer_socket = socket.socket(family)
+    peer_socket.connect(address)
+    return peer_socket
 
 
-@pytest.fixture
-def connections():
-    """Make both ends of connections."""
+def is_closed(peer_socket):
+    peer_socket.settimeout(BOUND_S)
+    with suppress(ConnectionResetError):  # before all was read
+        while peer_socket.recv(100):  # with TLS an alert comes first
+            pass
+    return True
+
+
+@pytest.mark.parametrize("gang", ["one host", "tcp", "tls"], indirect=True)
+def test_connections_without_tokens_of_the_gang_are_closed(gang):
+    """Those of other attempts, of no attempt, and silent ones."""
     with ExitStack() as closing:
-
-        def made():
-            ends = socket.socketpair()
-            for each in ends:
-                each.setblocking(False)
-                closing.enter_context(each)
-            return ends
-
-        yield made
-
-
-def as_it_is(made):
-    return made
-
-
-class Door:
-    """Strangers, at a listener."""
-
-    def __init__(self, prepared=as_it_is):
-        self.listener = Listener()
-        self.strangers = Strangers(self.listener, prepared, tls_s=30.0)
-
-    def accepted(self, *results, ready=()):
-        """After results of the listener; three bytes are wanted."""
-        self.listener.results += results
-        return self.strangers.accepted({-1, *ready}, 3)
+        for at in addresses(gang.connections[1]):
+            for preamble in (
+                b"GET / HTTP/1.0\r\n\r\n".ljust(65),
+                f"{gang.peers[0].token}{'of another attempt':32}?".encode(),
+                b"\xff" * 65,
+            ):
+                peer_socket = closing.enter_context(connected(*at))
+                peer_socket.sendall(preamble)
+                closing.enter_context(connected(*at))  # silent
+                futures = gang.begin(swap)
+                assert [future.result(BOUND_S) for future in futures[:2]] == [b"abc", b"abc"]
+                assert is_closed(peer_socket)
 
 
-@pytest.fixture
-def door():
-    return Door()
+def swap(rank, connections):
+    if rank < 2:
+        return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
+    return None
 
 
-def is_closed(end):
-    try:
-        return end.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:  # before all was read
-        return True
+@pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_rank_that_needs_a_connection_makes_it(gang, first):
+    """The other one computes, and finds it in its first call."""
+    sent = threading.Event()
+
+    def exchange(rank, connections):
+        if rank == 1 - first:
+            assert sent.wait(BOUND_S)
+            return bytes(connections.exchange("x", {}, {first: None})[first])
+        if rank == first:
+            connections.exchange("x", {1 - first: b"abc"}, {})
+            sent.set()
+        return None
+
+    assert gang.run(exchange)[1 - first] == b"abc"
+
+
+@pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
+def test_two_ranks_that_connect_to_each_other_share_one_connection(gang, monkeypatch):
+    """The connection of the higher rank arrives while the lower one connects."""
+    lower, higher = gang.connections[:2]
+    asked, answered = threading.Event(), threading.Event()
+    open_lower, open_higher = lower._endpoint.connect, higher._endpoint.connect
+
+    def connect_lower(peer, asks):
+        assert asked.wait(BOUND_S)
+        assert answered.wait(BOUND_S)
+        return open_lower(peer, asks)
+
+    def connect_higher(peer, asks):
+        wait_until(lambda: lower._endpoint._met)
+        asked.set()
+        connection = open_higher(peer, asks)
+        answered.set()
+        return connection
+
+    monkeypatch.setattr(lower._endpoint, "connect", connect_lower)
+    monkeypatch.setattr(higher._endpoint, "connect", connect_higher)
+    assert gang.run(swap)[:2] == [b"abc", b"abc"]
+    assert gang.run(swap)[:2] == [b"abc", b"abc"]
 
 
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EHOSTUNREACH])
-def test_errors_of_a_peer_keep_no_other_one_out(door, connections, number):
-    here, there = connections()
-    there.send(b"abc")
-    assert door.accepted(OSError(number, ""), here) == [(b"abc", here)]
+def test_errors_of_a_peer_keep_no_other_one_out(processes, monkeypatch, number):
+    accept, errors = socket.socket.accept, [OSError(number, "")] * 3
+
+    def accept_late(listener):
+        if errors:
+            raise errors.pop()
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_late)
+    with Gang(2) as gang:
+        assert gang.run(swap) == [b"abc", b"abc"]
 
 
-def test_a_connection_of_another_user_is_closed(door, connections, monkeypatch):
-    here, there = connections()
-    there.send(b"abc")
-    monkeypatch.setattr(module.os, "geteuid", lambda: -1)
-    assert door.accepted(here) == []
-    assert is_closed(there)
+def test_a_connection_of_another_user_is_closed(processes, monkeypatch):
+    with Gang(2) as gang:
+        monkeypatch.setattr(endpoint.os, "geteuid", lambda: -1)
+        (unix, _) = addresses(gang.connections[1])
+        with connected(*unix) as peer_socket:
+            assert is_closed(peer_socket)
 
 
-def test_a_connection_that_is_silent_for_long_is_closed(door, connections, clock):
-    (here, there), (late, sender) = connections(), connections()
-    assert door.accepted(here, late) == []
-    assert 0 < door.strangers.patience_s <= 10
-    clock.now_s += door.strangers.patience_s / 2
-    sender.send(b"a")
-    assert door.accepted(ready={late.fileno()}) == []
-    clock.now_s += door.strangers.patience_s + 0.1
-    assert door.accepted() == []
-    assert is_closed(there)
-    assert not is_closed(sender)
-    sender.send(b"bc")
-    assert door.accepted(ready={late.fileno()}) == [(b"abc", late)]
+def test_a_silent_connection_is_closed_after_a_while(processes, monkeypatch):
+    monkeypatch.setattr(endpoint, "_SILENT_S", 0.1)
+    with Gang(2) as gang:
+        for at in addresses(gang.connections[1]):
+            with connected(*at) as peer_socket:
+                assert is_closed(peer_socket)

@@ -215,41 +215,6 @@ def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
         assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
 
 
-@UNCONNECTED
-def test_strangers_are_disconnected(gang):
-    """Ranks of other attempts, strangers without attempt tokens, and silent ones."""
-    connections, own = gang.connections[1], gang.peers[1]
-    *_, name, _, host, port = connections.endpoint.split()
-    addresses = [(socket.AF_UNIX, bytes.fromhex(name)), (socket.AF_INET, (host, int(port)))]
-    strangers = []
-    for family, address in addresses:
-        for sent in (
-            b"",
-            b"GET / HTTP/1.0\r\n\r\n",
-            f"{gang.peers[0].token}{'of another attempt':32}".encode(),
-            f"{'no rank':32}{own.token}".encode(),
-            b"\xff" * 64,
-        ):
-            stranger = socket.socket(family)
-            stranger.connect(address)
-            stranger.sendall(sent)
-            strangers.append((stranger, len(sent)))
-
-    def exchange(rank, connections):
-        if rank == 2:
-            return None
-        return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
-
-    assert gang.run(exchange)[:2] == [b"abc", b"abc"]
-    for stranger, sent in strangers:
-        if sent == 64:
-            stranger.settimeout(BOUND_S)
-            with suppress(ConnectionResetError):
-                while stranger.recv(100):  # with TLS an alert comes first
-                    pass
-        stranger.close()
-
-
 def test_connections_leave_no_descriptor():
     def exchange(rank, connections):
         others = dict.fromkeys({0, 1, 2} - {rank})
@@ -283,8 +248,8 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
         futures = gang.begin(
             lambda rank, connections: connections.exchange("x", {}, {1 - rank: None})
         )
-        assert isinstance(futures[0].exception(BOUND_S), AttemptEndedError)
-        assert not wait(futures[1:], 0.2).done
+        for future in futures:
+            assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
 # --- streams between ranks of one process. `test_connections` tests ranks that use them

@@ -13,6 +13,7 @@ from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, mostly_slow, restart, result_of
+from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
 
@@ -75,8 +76,9 @@ def test_a_need_beyond_the_hard_limit_is_refused_before_the_start(client, limite
 
 
 @pytest.mark.parametrize("late", mostly_slow([0, 1], [1]))
-def test_files_that_the_function_takes_end_the_section(client, limited, late):
+def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path, late):
     """The process without free files connects, or accepts a connection."""
+    full_path = tmp_path / "full"
 
     def function(ctx, x):
         held, full, ends = [], threading.Event(), threading.Event()
@@ -93,6 +95,8 @@ def test_files_that_the_function_takes_end_the_section(client, limited, late):
         if ctx.rank == late:
             threading.Thread(target=take_all, daemon=True).start()
             full.wait(BOUND_S)
+            full_path.mkdir()  # needs no file
+        wait_until(full_path.exists)
         try:
             return x + ctx.allreduce(1.0)
         finally:
