@@ -231,9 +231,11 @@ def test_errors_of_a_peer_keep_no_other_one_out(processes, monkeypatch, number):
     accept, errors = socket.socket.accept, [OSError(number, "")] * 3
 
     def accept_late(listener):
-        if errors:
-            raise errors.pop()
-        return accept(listener)
+        try:
+            error = errors.pop()
+        except IndexError:
+            return accept(listener)
+        raise error
 
     monkeypatch.setattr(socket.socket, "accept", accept_late)
     with Gang(2) as gang:
