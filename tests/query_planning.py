@@ -1,7 +1,7 @@
 """What must hold for arrays of each library; run by `test_expression` in processes of their own.
 
-The variable ARRAY_LIBRARY names the library: `dask.array`, where DASK_ARRAY__QUERY_PLANNING says
-whether arrays are expressions, or `dask_array`.
+The variable ARRAY_LIBRARY names the library: `dask.array`, whose arrays are expressions where
+DASK_ARRAY__QUERY_PLANNING says so, or `dask_array`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import tempfile
 
 import dask
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 import dask_p2p
@@ -20,7 +21,6 @@ from tests.support import indexed, own_client, persisted, spread, used
 
 da = importlib.import_module(os.environ.get("ARRAY_LIBRARY", "dask.array"))
 IS_PACKAGE = da.__name__ == "dask_array"
-ARE_EXPRESSIONS = hasattr(da.ones(1), "expr")
 
 
 def composed(x, y):
@@ -302,29 +302,20 @@ def check_installed(client):
             assert not used.count
             return
         assert used.counts == {"rechunk": 1, "map_overlap": 1}
-        names = {"p2p-rechunk" if ARE_EXPRESSIONS else "p2p-transpose", "p2p-overlap"}
-        assert names <= client.run_on_scheduler(prefixes)
+        assert {"p2p-rechunk", "p2p-overlap"} <= client.run_on_scheduler(prefixes)
         assert not is_ours(x.rechunk((-1, 6), method="tasks"))
     with dask_p2p.install() as used:
         np.testing.assert_array_equal(da.map_overlap(np.sqrt, x, depth=1).compute(), array**0.5)
         transforms = importlib.import_module("dask.array.fft")  # `da.fft` may be the function
         np.testing.assert_allclose(transforms.fft2(x).compute(), np.fft.fft2(array), atol=1e-6)
     assert used.counts == {"map_overlap": 1, "fft": 1}
-    by_dask = x.rechunk((-1, 6), method="p2p")
-    if not ARE_EXPRESSIONS:  # Dask has a way of its own
-        assert not is_ours(by_dask)
-        return
-    try:
-        by_dask.compute()
-    except NotImplementedError:
-        return
-    raise AssertionError("Dask's own way is there")
+    with pytest.raises(NotImplementedError):  # Dask has no way of its own
+        x.rechunk((-1, 6), method="p2p").compute()
 
 
 def is_ours(y):
     """Whether tasks of this package make an array, or what it is made of."""
-    y = y.optimize() if ARE_EXPRESSIONS else y
-    return any(str(key[0]).startswith("p2p-") for key in y.__dask_graph__())
+    return any(str(key[0]).startswith("p2p-") for key in y.optimize().__dask_graph__())
 
 
 def prefixes(dask_scheduler):
@@ -376,6 +367,6 @@ if __name__ == "__main__":
     check_compiled(ranks=1)
     check_groups()
     check_only_what_is_needed_runs()
-    if ARE_EXPRESSIONS and not IS_PACKAGE:
+    if not IS_PACKAGE:
         check_computed_after_uninstalling()
     check_cluster()

@@ -91,6 +91,15 @@ def test_a_wrong_option_is_named(name, value, expected):
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("attempts", 1), ("timeouts.request", "1 ms"), ("memory.retain-outputs", 0)],
+)
+def test_the_least_value_of_an_option_is_taken(name, value):
+    with dask.config.set({f"p2p.{name}": value}):
+        assert options()
+
+
+@pytest.mark.parametrize(
     ("setting", "unknown", "nearest"),
     [
         ({"p2p.transport.order": ["comm"]}, "p2p.transport.order", "p2p.transports.order"),

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import (
     ContiguousRuns,
     Layout,
-    block_indices,
-    block_shape,
     box_shape,
     box_size,
     box_slices,
-    normalize_axes,
     split_box,
     taper_last,
 )
@@ -74,30 +70,3 @@ def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
 def test_tapered_parts_keep_runs():
     parts = [*taper_last([((0, 8), (0, 8), (0, 2))], 32, ContiguousRuns(0, 8))]
     assert [box_shape(part) for part in parts] == [(8, 4, 2), (8, 2, 2), (8, 2, 2)]
-
-
-@pytest.mark.parametrize(
-    ("axes", "ndim", "expected"),
-    [
-        (None, 3, (2, 1, 0)),
-        ((-1, 0, -2), 3, (2, 0, 1)),
-        ((), 0, ()),
-        ((0, 0), 2, None),
-        ((0, 2), 2, None),
-        ((0, -3), 2, None),
-        ((0,), 2, None),
-        ((0, 1, 2), 2, None),
-        ((0.5, 1), 2, None),
-        (5, 2, None),
-    ],
-)
-def test_normal_axes(axes, ndim, expected):
-    assert normalize_axes(axes, ndim) == expected
-
-
-def test_block_indices_and_shapes():
-    chunks = ((3, 1), (4,), (2, 0))
-    indices = list(block_indices(chunks))
-    assert indices == [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 0, 1)]
-    assert block_shape(chunks, (1, 0, 1)) == (1, 4, 0)
-    assert list(block_indices(())) == [()]

@@ -363,6 +363,20 @@ class Protocol(RuleBasedStateMachine):
             assert worker.memory.used == len(worker.data), "memory is kept that nobody needs"
 
 
+def test_blocks_of_other_workers_come_by_ipc():
+    """Or the rules would look at no lease."""
+    protocol = Protocol()
+    try:
+        protocol.begin(columns=[0, 1, 0])
+        for task in [*protocol.tasks]:
+            protocol.run_to_the_end(task)
+        contexts = [worker.plugin.context for worker in protocol.world.alive.values()]
+        records = [record for context in contexts for record in context.records]
+        assert {stage.transport for record in records for stage in record.stages} == {"ipc"}
+    finally:
+        protocol.teardown()
+
+
 TestProtocol = Protocol.TestCase
 TestProtocol.pytestmark = [pytest.mark.timeout(600)]  # a failure is made smaller before it is told
 TestProtocol.settings = settings(stateful_step_count=40)

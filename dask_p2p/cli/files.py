@@ -28,7 +28,7 @@ from numpy.lib.format import open_memmap
 
 import dask_p2p
 from dask_p2p import cli
-from dask_p2p.errors import FileError, MissingPackageError, P2PError, needs
+from dask_p2p.errors import FileError, InputError, MissingPackageError, P2PError, needs
 from dask_p2p.monitoring.runs import format_duration
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.sections.iterate.output.groups import CONFIG, zarr_format
@@ -97,6 +97,9 @@ def _run(
         raise click.UsageError("an .npy file has no chunks: leave out --chunks")
     with cli.one_line_errors(), stoppable() as stopped:
         x = open_array(input)
+        if chunks and len(chunks) > x.ndim:  # functions ignore what is left over, as Dask does
+            expected = f"expected --chunks with one size, or one for each of {x.ndim} axes"
+            raise InputError(f"{expected}, got {len(chunks)} sizes. Leave out the last ones.")
         with (
             write_atomically(output, overwrite=overwrite) as path,
             _cluster(scheduler, workers) as c,

@@ -24,7 +24,6 @@ from dask_p2p.fusing.fused import (
     argument,
     array_of_value,
     check_reads,
-    graph_as_optimised,
     graph_of,
     pinned,
     with_call_values,
@@ -38,6 +37,7 @@ from dask_p2p.fusing.planning.sizes import (
     DeclaredBlocks,
     DeclaredValue,
     is_value,
+    sizes_of,
 )
 from dask_p2p.fusing.planning.tasks import check_arrays, kind_of, kinds_of, name_of
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
@@ -289,8 +289,8 @@ class CompiledFunction:
         idle_s: float,
         annotations: Mapping[str, Any],
         token: str,
-    ) -> Any:
-        """Submit a resident gang; return the future of its commit task."""
+    ) -> tuple[Any, Sequence[Any]]:
+        """Submit a resident gang; return the future of its commit task, and its inputs."""
         gang, name = self._gang, name_of_gang(PREFIX, token)
         ranks = []
         for rank in gang.ranks:
@@ -298,11 +298,15 @@ class CompiledFunction:
             of_first = body.dtype, body.shape, body.kind
             resident = RunResident(name, body.program, self._names, *of_first, idle_s)
             ranks.append(rank._replace(body=resident))
-        names, before = graph_as_optimised(arrays)
-        tasks = MaterializedLayer(replace(gang, ranks=ranks).tasks(name, names), annotations)
-        layers = {**before.layers, name: tasks}
-        graph = HighLevelGraph(layers, {**before.dependencies, name: {*before.layers}})
-        return client.compute(Delayed(commit_of(name), graph, layer=name))
+        inputs = client.persist(arrays)
+        futures = {key: future for x in inputs for key, future in x.__dask_graph__().items()}
+        tasks = replace(gang, ranks=ranks).tasks(name, [x.name for x in inputs])
+        layers = {
+            f"{name}-inputs": MaterializedLayer(futures),
+            name: MaterializedLayer(tasks, annotations),
+        }
+        graph = HighLevelGraph(layers, {f"{name}-inputs": set(), name: {f"{name}-inputs"}})
+        return client.compute(Delayed(commit_of(name), graph, layer=name)), inputs
 
     def _checked(self, arguments: Sequence[Any]) -> tuple[dict[int, DaskArray], dict[int, Any]]:
         declarations, like = self._signature.arguments, self._signature.like
@@ -362,7 +366,8 @@ def _compiled(
     read = with_call_values(graph.read, values)
     size = min(size_limit, read.tasks.widest)
     # Without locations: arguments differ, and results, which lie in order, become arguments.
-    programs = programs_of(read.tasks, size, pinned=pinned(arrays, outputs, graph.keys, size))
+    owners = pinned(arrays, outputs, graph.keys, size)
+    programs = programs_of(read.tasks, size, sizes_of(read.tasks, graph.declared), owners)
     token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept_tasks = {key: task for key, task in read.dask_tasks.items() if name_of(key) not in names}
     first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)

@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, overload
 
-import dask
 import numpy as np
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 from dask.task_spec import DataNode, Task, TaskRef
-from dask.utils import ensure_dict
 
 from dask_p2p.config import Options, checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
@@ -23,6 +21,7 @@ from dask_p2p.fusing.planning.sizes import (
     Declared,
     DeclaredBlocks,
     DeclaredValue,
+    blocks_of_expression,
     blocks_of_layers,
     sizes_of,
 )
@@ -131,7 +130,7 @@ def _fused(arrays: Sequence[DaskArray], size_limit: int) -> list[DaskArray]:
     graph = graph_of(arrays, options)
     read = graph.read
     size = min(size_limit, read.tasks.widest)
-    sizes_bytes = sizes_of(read.tasks, declared=blocks_of_layers(graph.layers.layers))
+    sizes_bytes = sizes_of(read.tasks, graph.declared)
     locations = _locations(read) if size > 1 else UNKNOWN
     programs = programs_of(read.tasks, size, sizes_bytes, locations=locations)
     names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
@@ -311,6 +310,7 @@ class ArraysGraph:
     keys: Sequence[Sequence[Key]]  # of the blocks of each array
     layers: HighLevelGraph  # without layers where arrays are expressions
     read: ReadGraph  # all tasks, with those that ranks run set apart
+    declared: Mapping[str, DeclaredBlocks]  # blocks of all arrays, by name
 
     def random_layers(self) -> dict[Any, Any]:
         nodes = {**self.read.tasks.nodes, **self.read.dask_tasks}
@@ -327,47 +327,17 @@ def graph_of(
     """
     tasks_of: dict[str, Mapping[Key, Any]]
     if is_expression(arrays[0]):
-        graphs, keys = zip(*map(optimize_tasks, arrays), strict=True)
+        graphs, keys, exprs = zip(*map(optimize_tasks, arrays), strict=True)
         layers = HighLevelGraph({}, {})
         tasks_of = {"": {key: task for graph in graphs for key, task in graph.items()}}
+        declared = {k: v for expr in exprs for k, v in blocks_of_expression(expr).items()}
     else:
         keys = tuple(map(keys_of, arrays))
         layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
         tasks_of = {name: tasks_of_layer(layer, options) for name, layer in layers.layers.items()}
+        declared = blocks_of_layers(layers.layers)
     tasks = {key: task for layer_tasks in tasks_of.values() for key, task in layer_tasks.items()}
     read = read_graph(reading_values(tasks, values), keys)
     check_tasks(read)
     check_annotations(layers.layers, read.tasks)
-    return ArraysGraph(tasks_of, keys, layers, read)
-
-
-def graph_as_optimised(arrays: Sequence[DaskArray]) -> tuple[list[str], HighLevelGraph]:
-    """Return the names that the keys of arrays' blocks have in their graph, and this graph.
-
-    It has the tasks that Dask computes, since the scheduler may have some of them under their keys.
-    """
-    if is_expression(arrays[0]):
-        graphs, keys = zip(*map(optimize_tasks, arrays), strict=True)
-        names = [str(name_of(of_array[0])) for of_array in keys]
-        optimised = dict(zip(names, map(MaterializedLayer, graphs), strict=True))
-        return names, HighLevelGraph(optimised, {name: set() for name in optimised})
-    with dask.config.set({"p2p.fuse": "off"}):
-        optimise = arrays[0].__dask_optimize__
-    before = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    tasks = ensure_dict(optimise(before, [x.__dask_keys__() for x in arrays]))
-    # Each task is in the layer that it had, which may have annotations.
-    layer_of = {key: name for name, layer in before.layers.items() for key in layer}
-    layers: dict[Any, dict[Key, Any]] = {}
-    dependencies: dict[Any, set[Any]] = {}
-    for key, task in tasks.items():
-        name = layer_of.get(key, key)
-        layers.setdefault(name, {})[key] = task
-        reads = getattr(task, "dependencies", ())
-        before_task = {layer_of.get(read, read) for read in reads if read in tasks}
-        dependencies.setdefault(name, set()).update(before_task - {name})
-    annotations = {name: before.layers[name].annotations for name in before.layers}
-    new_layers = {
-        name: MaterializedLayer(of_layer, annotations.get(name))
-        for name, of_layer in layers.items()
-    }
-    return [x.name for x in arrays], HighLevelGraph(new_layers, dependencies)
+    return ArraysGraph(tasks_of, keys, layers, read, declared)

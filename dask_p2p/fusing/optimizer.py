@@ -33,7 +33,6 @@ from dask_p2p.fusing.planning.tasks import ANNOTATIONS, name_of
 from dask_p2p.fusing.suitability import (
     Cluster,
     Known,
-    check_layers,
     choice_of,
     failing,
     optimized,
@@ -159,8 +158,6 @@ class AtScheduler:
             raise UnsupportedArrayError(_NO_PLUGIN)
         cluster = cluster_of(worker.identity() for worker in list(scheduler.workers.values()))
         outputs = {*flatten([keys])}
-        if self.is_auto and isinstance(graph, HighLevelGraph):
-            check_layers(graph.layers, len(outputs), cluster)
         gangs = scheduler.plugins[PLUGIN_NAME].gangs
         if self.is_auto and (left_names := gangs.left_to_dask.keys()):
             layers = graph.layers if isinstance(graph, HighLevelGraph) else map(name_of, graph)

@@ -9,12 +9,10 @@ from math import inf
 from typing import Any, NoReturn
 from uuid import uuid4
 
-import numpy as np
 from dask.array.optimization import optimize
-from dask.blockwise import Blockwise
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
-from dask.task_spec import Alias, DataNode, GraphNode, Task
+from dask.task_spec import Alias, DataNode, Task
 from dask.utils import ensure_dict, format_bytes
 
 from dask_p2p import tuning
@@ -103,65 +101,17 @@ def check_count(tasks: FusedTasks) -> None:
         )
 
 
-def check_layers(layers: Mapping[str, Any], outputs: int, cluster: Cluster) -> None:
-    """Refuse a graph that surely has few tasks, by its layers alone: `UnsupportedArrayError`.
-
-    This takes less than reading the tasks, so that small computations are as fast as without the
-    option. The graph has a number of `outputs`.
-    """
-    computing = [layer for layer in layers.values() if not _is_of_values(layer)]
-    if len(computing) >= _LEAST_EXCHANGES:
-        return
-    count, names, widest = 0.0, 0, 0
-    for layer in computing:
-        counted = _counted(layer)
-        if counted is None:
-            return
-        count, names, widest = count + counted[0], names + counted[1], max(widest, len(layer))
-    _check_gain(count, names, max(1, min(cluster.workers, widest)), outputs)
-
-
-def _is_of_values(layer: Any) -> bool:
-    return not isinstance(layer, Blockwise) and all(
-        isinstance(task, (DataNode, np.ndarray)) or type(task).__name__ == "Future"
-        for task in layer.values()
-    )
-
-
-def _counted(layer: Any) -> tuple[float, int] | None:
-    """Return at most how many tasks Dask would run, and the number of arrays that these make.
-
-    None if only the tasks would show it.
-    """
-    if isinstance(layer, Blockwise):
-        read = [set(indices) for _, indices in layer.indices if indices is not None]
-        if layer.concatenate or any(indices - {*layer.output_indices} for indices in read):
-            return None  # a task may have any number of inputs
-        return len(layer) * (1 + _COST_OF_INPUT * max(0, len(read) - 1)), 1
-    tasks = layer.values()
-    if not all(isinstance(task, GraphNode) for task in tasks):
-        return None
-    count = sum(1 + _COST_OF_INPUT * max(0, len(task.dependencies) - 1) for task in tasks)
-    return count, len({name_of(key) for key in layer})
-
-
-def check_gain(tasks: FusedTasks, size: int, exchanges: int | None = None) -> None:
-    """Refuse a graph of few tasks. `exchanges` of None: not counted yet."""
-    if exchanges is None:
-        nodes = tasks.nodes.items()  # no array needs more than one exchange
-        exchanges = len({name_of(key) for key, node in nodes if not isinstance(node, DataNode)})
-    _check_gain(tasks_of_dask(tasks), exchanges, size, sum(map(len, tasks.outputs)))
-
-
-def _check_gain(count: float, exchanges: int, size: int, outputs: int) -> None:
-    if exchanges < _LEAST_EXCHANGES and count - outputs < _LEAST_TASKS * size:
-        further = max(0, round(count) - outputs)
-        tasks = f"about {_counted_as(further, 'task')}" if further else "no tasks"
+def _check_gain(tasks: FusedTasks, programs: Sequence[Program]) -> None:
+    """Refuse a graph of few tasks: `UnsupportedArrayError`."""
+    exchanges, outputs = exchanges_of(programs), sum(map(len, tasks.outputs))
+    further = max(0.0, tasks_of_dask(tasks) - outputs)
+    if exchanges < _LEAST_EXCHANGES and further < _LEAST_TASKS * len(programs):
+        count = f"about {_counted_as(round(further), 'task')}" if round(further) else "no tasks"
         raise UnsupportedArrayError(
-            f"too small to gain: at most {_counted_as(exchanges, 'exchange')} "
-            f"({_LEAST_EXCHANGES} needed), and {tasks} besides "
+            f"too small to gain: {_counted_as(exchanges, 'exchange')} "
+            f"({_LEAST_EXCHANGES} needed), and {count} besides "
             f"the {_counted_as(outputs, 'output')} ({_LEAST_TASKS} for each of "
-            f"{_counted_as(size, 'rank')} needed). Compute more operations together."
+            f"{_counted_as(len(programs), 'rank')} needed). Compute more operations together."
         )
 
 
@@ -185,7 +135,7 @@ def check_suitable(
             "expected workers without resources, got some that have them: each rank would need "
             "those that the call requests. Call dask_p2p.fused(x)."
         )
-    check_gain(tasks, len(programs), exchanges_of(programs))
+    _check_gain(tasks, programs)
     most_bytes = _check_memory(tasks, programs, sizes_bytes, cluster, kind)
     _check_balance(programs, sizes_bytes)
     return most_bytes
@@ -198,7 +148,9 @@ def _check_memory(
     cluster: Cluster,
     kind: Kind,
 ) -> float:
-    limit_bytes, most_bytes, place = cluster.memory_bytes, most_bytes_of(cluster), "a worker"
+    limit_bytes, place = cluster.memory_bytes, "a worker"
+    least_bytes = int(_LEAST_MEMORY * limit_bytes)
+    most_bytes = max(least_bytes, int(_MOST_MEMORY * limit_bytes) - _PROCESS_BYTES)
     if kind == "cupy":
         limit_bytes, place = cluster.device_bytes, "a worker's GPU"
         most_bytes = int(_MOST_DEVICE_MEMORY * limit_bytes)
@@ -223,13 +175,6 @@ def _check_memory(
             f"chunks, or workers with more memory."
         )
     return most_bytes / ranks
-
-
-def most_bytes_of(cluster: Cluster) -> int:
-    """Return the most bytes that the values of a worker's ranks may take."""
-    limit_bytes = cluster.memory_bytes
-    least_bytes = int(_LEAST_MEMORY * limit_bytes)
-    return max(least_bytes, int(_MOST_MEMORY * limit_bytes) - _PROCESS_BYTES)
 
 
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
@@ -344,12 +289,11 @@ def choice_of(
     check_tasks(read)
     check_annotations(layers, read.tasks)
     declared = declared or blocks_of_layers(layers)
-    sizes_bytes = sizes_of(read.tasks, known_tasks.sizes_bytes, declared)
+    sizes_bytes = sizes_of(read.tasks, declared, known_tasks.sizes_bytes)
     kind = kind_of(kinds, read)
     size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
     if is_auto:
         check_count(read.tasks)
-        check_gain(read.tasks, size)  # before programs are made
     programs = programs_of(read.tasks, size, sizes_bytes, locations=known_tasks.locations)
     most_bytes = None
     if is_auto:

@@ -241,8 +241,8 @@ def _align_elementwise(_: Any, parent: Any, __: Any) -> Any:
     return Elemwise(*parent.operands[: len(Elemwise._parameters)], *operands)
 
 
-def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
-    """Return the tasks of an expression after its optimisation, and the keys of its blocks.
+def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any], Any]:
+    """Return an array's tasks, and keys of its blocks, and its expression, after optimisation.
 
     Tasks of several operations are not merged. The blocks have the chunks of the array.
     """
@@ -253,7 +253,7 @@ def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any]]:
     else:
         expr = x.expr.optimize()
         tasks = expr.__dask_graph__()
-    return tasks, list(flatten(expr.__dask_keys__()))
+    return tasks, list(flatten(expr.__dask_keys__())), expr
 
 
 def layer_of(x: Any) -> Any:

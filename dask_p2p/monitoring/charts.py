@@ -152,7 +152,7 @@ def bars(runs: Sequence[Run]) -> Chart:
         for bar in _task_bars(record, begun_s, top, height, names)
     ]
     drawn.sort(key=lambda bar: PARTS.index(bar.part))  # tasks behind their activities
-    when = time.strftime(" from %H:%M:%S", time.localtime(begun_s)) if records else ": no runs yet"
+    when = time.strftime(" since %H:%M:%S", time.localtime(begun_s)) if records else ": no runs yet"
     shown = [names[worker] for worker in workers]
     return Chart(f"Stages{when}{note}", shown, as_columns(drawn, Bar._fields))
 

@@ -69,10 +69,7 @@ class StepChecks:
         }
         #: Whether the next call of a function in a step is compared.
         self.are_due = any(map(bool, self._comparisons.values()))
-        self._ctx, self._functions, self._is_named = ctx, iteration.functions, False
-        has_states = iteration.period is not None and ctx.size > 1
-        #: Digest of the functions before their first call; empty without checkpoints.
-        self._digest = self._present_digest() if has_states else b""
+        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
 
     def first_call(self, phase: Any, values: Mapping[str, Any]) -> tuple[list[str], Any]:
         """Call a function for the whole local block; return the names of changed fields.
@@ -89,23 +86,6 @@ class StepChecks:
         return _FirstCall(
             phase, self._device, read, values, parts, lambda name: fields[name].next_level
         )()
-
-    def _present_digest(self) -> bytes:
-        return FunctionCopies(self._functions, self._local.keywords).digest()
-
-    def keep_values(self) -> bool:
-        """Return whether functions of any rank have changed. A collective call of all ranks.
-
-        Checkpoints have no such values, so ranks would resume with the first ones.
-        """
-        digest = self._present_digest() if self._digest else b""
-        # Some functions have another pickle each time: those show no change.
-        is_changed = digest != self._digest and digest == self._present_digest()
-        keep_values = bool(self._ctx.allreduce(is_changed, "any"))
-        if keep_values and not self._is_named and self._ctx.rank == 0:
-            logger.warning(_STATE)
-        self._is_named = keep_values
-        return keep_values
 
     def compare(self, call: Any, values: Values, apply: Callable[[], Any]) -> Any:
         """Make a call of a step for the whole local block, and compare it."""
@@ -129,6 +109,34 @@ class StepChecks:
         returned = comparison(compute, apply, blocks, read) if comparison else apply()
         self.are_due = any(map(bool, self._comparisons.values()))
         return returned
+
+
+class ValueKeeping:
+    """Finds functions that keep values from step to step, outside of their fields.
+
+    Checkpoints have no such values, so ranks would resume with the first ones.
+    """
+
+    def __init__(self, iteration: Any, ctx: Any, keywords: Mapping[str, Any]) -> None:
+        self._ctx, self._functions, self._keywords = ctx, iteration.functions, keywords
+        has_states = iteration.period is not None and ctx.size > 1
+        #: Digest of the functions before their first call; empty without checkpoints.
+        self._digest = self._present_digest() if has_states else b""
+        self._has_warned = False
+
+    def check(self) -> bool:
+        """Return whether functions of any rank have changed. A collective call of all ranks."""
+        digest = self._present_digest() if self._digest else b""
+        # Some functions have another pickle each time: those show no change.
+        is_changed = digest != self._digest and digest == self._present_digest()
+        keep_values = bool(self._ctx.allreduce(is_changed, "any"))
+        if keep_values and not self._has_warned and self._ctx.rank == 0:
+            logger.warning(_STATE)
+        self._has_warned = keep_values
+        return keep_values
+
+    def _present_digest(self) -> bytes:
+        return FunctionCopies(self._functions, self._keywords).digest()
 
 
 def check_call(

@@ -110,7 +110,7 @@ class Leases(_LockFile):
         """Take a lease on a block. Return its entry and descriptor; None if it is not published."""
         bucket = bucket_of(digest := hash_key(key))
         position = os.pread(self.fd, _BUCKET_BYTES, bucket).find(digest)
-        if position < 0 or position % _ENTRY_BYTES:
+        if position < 0:
             return None
         entry = bucket + position
         self.lock(entry)

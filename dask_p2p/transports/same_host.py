@@ -343,9 +343,9 @@ class SameHostReading(Reading):
         except OSError as exc:
             message = f"the descriptors of {request.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
-        raise TransferError(
-            f"{request.holder} published and withdrew {request} {request_count} times"
-        )
+        # The blocks of a holder that spills are withdrawn often. Another transport reads this one.
+        message = f"{request.holder} published and withdrew {request} {request_count} times"
+        raise TransferError(message, scope="region")
 
     def _ask_to_publish(self, requests: Sequence[Request]) -> None:
         """Request the publication of the first block, and of all others that are in memory."""

@@ -264,8 +264,7 @@ def _constant(owner: Any, constant: Any, field: Any, data: Any) -> Any:
     along = constant.variable.copy(data=as_dask(constant.variable, constant.name))
     # Rechunk before the array is repeated along the other dimensions.
     sizes = {dim: n for dim, n in zip(field.dims, data.chunks, strict=True) if dim in along.dims}
-    expanded = along.chunk(sizes).set_dims(dict(field.sizes)).transpose(*field.dims)
-    return expanded.data
+    return along.chunk(sizes).set_dims(dict(field.sizes)).data
 
 
 def _by_axis(dims: Sequence[Hashable], subject: str, value: Any) -> dict[int, Any]:

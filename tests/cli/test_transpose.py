@@ -98,6 +98,7 @@ def test_trouble_is_one_line(dask):
     one_line(dask("in.npy", "out.npy", "--axes", "0,1"), "permutation of the 3 axes")
     one_line(dask("in.npy", "out.zarr", "--chunks", "0"), "0 is not a valid size")
     one_line(dask("in.npy", "out.zarr", "--chunks", "5,5"), "shape (3, 512, 512)", "chunks=(5, 5)")
+    one_line(dask("in.npy", "out.zarr", "--chunks", "5,5,5,5"), "each of 3 axes", "4 sizes")
     assert sorted(os.listdir()) == ["folder", "in.npy", "in.npz"]
 
 

@@ -222,15 +222,28 @@ def note_permutes(monkeypatch, log):
     monkeypatch.setattr(HostQueue, "permute", permute)
 
 
+@pytest.mark.parametrize(("holder", "ahead"), [("a", 2), ("far", 0)])
 def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_their_way(
-    quick, peers, log, monkeypatch
+    quick, slow, peers, log, monkeypatch, holder, ahead
 ):
-    quick.part_bytes, quick.ahead = 8, 2  # nine parts a piece
+    """But not if another transport brings it: each may fill the whole staging budget."""
+    for transport in (quick, slow):
+        transport.part_bytes, transport.ahead = 8, 2  # nine parts a piece
+    note_permutes(monkeypatch, log)
+    check(assembly(peers, (holder, "b", "c")).run())
+    second = opened(log)[1]
+    before = log[: [entry[1:3] for entry in log].index(second)]
+    assert sum(entry[0] == "request" for entry in before) == 9
+    assert before.count(("permute",)) == 1 + 9 - ahead, "besides that of the own piece"
+
+
+def test_parts_of_a_block_that_has_failed_are_not_placed(quick, peers, log, monkeypatch):
+    quick.part_bytes, quick.ahead = 8, 2
+    quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
+    quick.late.add(("x", 2, 0))
     note_permutes(monkeypatch, log)
     check(assembly(peers).run())
-    before = log[: log.index(("open", "quick", "a", ("x", 0, 0)))]
-    assert before.count(("request", ("x", 2, 0))) == 9
-    assert before.count(("permute",)) == 1 + 9 - quick.ahead, "besides that of the own piece"
+    assert log.count(("permute",)) == 1 + 9 + 1 + 1, "one part of it, and later the whole"
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -40,11 +40,6 @@ def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):
     return Fetch(sources, reading, options(), start_s, begun_s)
 
 
-def record_written(fetch, *sources):
-    for number in sources:
-        fetch.record_written(Region(number, 0, BOX))
-
-
 @pytest.mark.parametrize(
     ("failure", "given_up", "routes_left"),
     [
@@ -66,3 +61,12 @@ def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, rout
     first.leave_route()
     assert [f"{route.transport.name} of {route.holder}" for route in first.routes] == routes_left
     assert first.causes == ["cma: why"]
+
+
+def test_a_block_that_has_arrived_is_kept_where_its_holder_falls_silent():
+    fetch = begun()
+    for region in (Region(0, 0, ((0, 1), (0, 3))), Region(1, 0, BOX)):
+        fetch.record_written(region)
+    fetch.give_up(next(fetch.regions()), TransferError("why", is_silence=True))
+    assert [source.error is None for source in fetch.sources] == [False, True]
+    assert [source.wasted for source in fetch.sources] == [3, 0], "elements to read again"

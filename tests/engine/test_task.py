@@ -55,6 +55,8 @@ def test_it_survives_pickling_and_renaming(task):
     renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
     assert type(renamed) is AssembleTask
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
+    other = task.substitute({}, key=("other", 1, 0))
+    assert other.args == (other.key, *task.args[1:]), "records have the new key"
 
 
 def test_the_last_error_names_the_cause_of_each_attempt(monkeypatch):

@@ -15,7 +15,7 @@ import numpy as np
 from distributed import Client, Future, LocalCluster, Status
 
 import dask_p2p
-from dask_p2p.engine.assembly import Assembly
+from dask_p2p.engine.assembly import Assembly, HeldBlocks
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import workers_of
@@ -170,6 +170,20 @@ def assert_nothing_is_held(client):
     wait_until(lambda: not any(any(counts.values()) for counts in count_resources(client).values()))
 
 
+def forget(client, future):
+    """Wait until the scheduler has dropped a transpose: another of its key would end as it did."""
+    future.release()
+    wait_until_forgotten(client)
+
+
+def wait_until_forgotten(client):
+    wait_until(lambda: not client.run_on_scheduler(_has_transpose), BOUND_S)
+
+
+def _has_transpose(dask_scheduler):
+    return any("p2p-transpose" in str(key) for key in dask_scheduler.tasks)
+
+
 def attempts(dask_worker):
     """The tasks that failed on a worker, and will be tried again."""
     return dask_worker.plugins[PLUGIN_NAME].context.failed
@@ -257,7 +271,7 @@ def set_trap(moment, number, act, argument=None, *, dask_worker):
         "sending": (UcxSendBuffer, "start"),
         "started": (DaskWorkerContext, "publish"),
         "placed": (Assembly, "_place_first"),
-        "complete": (Assembly, "_finish"),
+        "complete": (HeldBlocks, "release"),
     }[moment]
     function = getattr(owner, name)
 

@@ -16,10 +16,11 @@ from tests.faults.support import (
     addresses,
     assert_nothing_is_held,
     expected,
+    forget,
     one_block_each,
     source,
+    wait_until_forgotten,
 )
-from tests.transports.loopback import wait_until
 
 SHAPE = (32, 32)
 ATTEMPTS = 3
@@ -32,7 +33,7 @@ def client(shared):
     """Two workers that answer well, before a test and after it."""
     yield shared
     shared.run(recover)
-    wait_until(lambda: not shared.run_on_scheduler(has_task, "p2p-transpose"), BOUND_S)
+    wait_until_forgotten(shared)
 
 
 def fail(how, dask_worker):
@@ -72,14 +73,9 @@ def failure(client, y, reader):
     future = client.compute(y, workers=[reader])
     with pytest.raises(TransferError) as caught:
         future.result(timeout=BOUND_S)
-    future.release()
-    wait_until(lambda: not client.run_on_scheduler(has_task, "p2p-transpose"), BOUND_S)
+    forget(client, future)
     assert f"failed {ATTEMPTS} times on {reader}" in str(caught.value)
     return str(caught.value)
-
-
-def has_task(prefix, dask_scheduler):
-    return any(prefix in str(key) for key in dask_scheduler.tasks)
 
 
 @pytest.mark.parametrize(

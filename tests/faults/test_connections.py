@@ -21,10 +21,10 @@ from tests.faults.support import (
     addresses,
     assert_nothing_is_held,
     expected,
+    forget,
     one_block_each,
     source,
 )
-from tests.transports.loopback import wait_until
 
 SHAPE = (48, 60)
 CLUSTER = {"n_workers": 3}
@@ -75,19 +75,13 @@ def transposed(client, x, faults, *, seed=0, workers=None, **when):
     except TransferError as exc:
         end = exc
     took_s = time.monotonic() - start_s
-    future.release()
-    # Until it is forgotten, the next one would be given this one's result.
-    wait_until(lambda: not client.run_on_scheduler(has_task, "p2p-transpose"), BOUND_S)
+    forget(client, future)
     counts = {}
     for of_worker in client.run(faulty.remove).values():
         for name, count in of_worker.items():
             counts[name] = counts.get(name, 0) + count
     assert took_s < BOUND_S / 2
     return end, counts
-
-
-def has_task(prefix, dask_scheduler):
-    return any(prefix in str(key) for key in dask_scheduler.tasks)
 
 
 def assert_right(end):

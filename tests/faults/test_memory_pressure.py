@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import dask
 import numpy as np
@@ -29,6 +27,7 @@ from tests.faults.support import (
     set_trap,
     source,
 )
+from tests.plugins.test_context import DeafWorker
 from tests.transports.loopback import EventLoop, wait_until
 from tests.usage import usage_of_worker
 
@@ -95,17 +94,9 @@ def spilled(tmp_path):
     """A worker's side of the transports, and its buffer with one block that is on disk."""
 
     async def make():
-        loop = SimpleNamespace(asyncio_loop=asyncio.get_running_loop())
-        return DaskWorkerContext(
-            SimpleNamespace(
-                address="here",
-                local_directory="",
-                loop=loop,
-                data=buffer,
-                security=SimpleNamespace(require_encryption=False),
-            ),
-            options(),
-        )
+        worker = DeafWorker()
+        worker.data = buffer
+        return DaskWorkerContext(worker, options())
 
     events = EventLoop()
     buffer = SpillBuffer(str(tmp_path), target=2 * expected(SHAPE).nbytes)

@@ -22,10 +22,10 @@ from tests.faults.support import (
     attempts,
     cluster_of,
     expected,
+    forget,
     one_block_each,
     source,
 )
-from tests.faults.test_attempts import has_task
 from tests.transports.loopback import wait_until
 
 SHAPE = (384, 384)
@@ -77,12 +77,6 @@ def take_replies(dask_worker):
 def lent_bytes(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     return ucx.packed.reserved_bytes
-
-
-def forget(client, future):
-    """Wait until the scheduler has dropped a failed task: another of its key would fail, too."""
-    future.release()
-    wait_until(lambda: not client.run_on_scheduler(has_task, "p2p-transpose"))
 
 
 def check(client, x):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.fusing.planning.owners import UNKNOWN
 from dask_p2p.fusing.planning.planner import programs_of
+from dask_p2p.fusing.planning.sizes import blocks_of_layers, sizes_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
 from dask_p2p.fusing.running.gang import ProgramContext, Runner
 from dask_p2p.fusing.running.program import ReadyProgram
@@ -113,12 +114,20 @@ def read_arrays(*arrays):
     return graph, read_graph(graph, [keys_of(x) for x in arrays])
 
 
+def tasks_and_sizes(*arrays):
+    """Return the tasks of arrays that ranks run, and the sizes of all values."""
+    tasks = read_arrays(*arrays)[1].tasks
+    layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays)).layers
+    return tasks, sizes_of(tasks, blocks_of_layers(layers))
+
+
 def run_programs(arrays, size, locations=UNKNOWN, **options):
     """Return all blocks of some arrays by key, computed by ranks in threads."""
-    graph, read = read_arrays(*arrays)
-    rank_programs = programs_of(read.tasks, size, locations=locations)
+    graph, _ = read_arrays(*arrays)
+    tasks, sizes = tasks_and_sizes(*arrays)
+    rank_programs = programs_of(tasks, size, sizes, locations=locations)
     programs = [pickle.loads(dumps(program)) for program in rank_programs]
-    input_keys = list(read.tasks.inputs)
+    input_keys = list(tasks.inputs)
     inputs = dict(zip(input_keys, dask.get(graph, input_keys), strict=True))
 
     def run(ctx):

@@ -5,23 +5,17 @@ from dataclasses import replace
 import dask.array as da
 import numpy as np
 import pytest
-from dask.highlevelgraph import HighLevelGraph
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import sizes_of
 from dask_p2p.fusing.suitability import (
     Cluster,
     check_count,
-    check_gain,
-    check_layers,
     check_suitable,
     ranks_for,
 )
-from tests.fusing.support import graphs, read_arrays, smooth
+from tests.fusing.support import read_arrays, smooth, tasks_and_sizes
 from tests.support import tune
 
 CLUSTER_OF_4 = Cluster(workers=4, threads=8, memory_bytes=2**30, has_resources=False)
@@ -38,8 +32,7 @@ def stencils(x, steps=6):
 
 
 def check(x, size=4, cluster=CLUSTER_OF_4, kind="numpy"):
-    tasks = read_arrays(x)[1].tasks
-    sizes = sizes_of(tasks)
+    tasks, sizes = tasks_and_sizes(x)
     check_suitable(tasks, programs_of(tasks, size, sizes), sizes, cluster, kind)
 
 
@@ -49,11 +42,9 @@ def test_few_tasks():
     ):
         check(array() + 1)
     with pytest.raises(
-        UnsupportedArrayError, match=r"at most 1 exchange .* and about 1 task besides the 4 outputs"
+        UnsupportedArrayError, match=r": 1 exchange .* and about 1 task besides the 4 outputs"
     ):
         check(stencils(array(rows=16), 1))
-    with pytest.raises(UnsupportedArrayError, match=r"at most 1 exchange \("):  # without programs
-        check_gain(read_arrays(array() + 1)[1].tasks, 4)
     check(stencils(array(rows=16), 3))
 
 
@@ -91,45 +82,9 @@ def test_very_many_tasks(monkeypatch):
 
 def test_ranks():
     def ranks(x, cluster=CLUSTER_OF_4):
-        tasks = read_arrays(x)[1].tasks
-        return ranks_for(tasks, sizes_of(tasks), cluster)
+        return ranks_for(*tasks_and_sizes(x), cluster)
 
     assert ranks(stencils(array())) == 4
     assert ranks(stencils(array(rows=32))) == 2
     assert ranks(stencils(array(2048, 64))) == 8
     assert ranks(stencils(array()), Cluster(0, 0, 0, has_resources=False)) == 1
-
-
-def layers_of(*arrays):
-    graph = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays))
-    return graph.layers, sum(x.npartitions for x in arrays)
-
-
-def refuses(check, *arguments):
-    try:
-        check(*arguments)
-    except UnsupportedArrayError:
-        return True
-    return False
-
-
-def test_small_graphs_are_refused_by_their_layers():
-    for y in (array() + 1, dask_p2p.transpose(array()), array() + array() * 2):
-        assert refuses(check_layers, *layers_of(y), CLUSTER_OF_4)
-    y = array() + 1
-    check_layers(*layers_of(stencils(array())), CLUSTER_OF_4)
-    check_layers(*layers_of(dask_p2p.transpose(array(rows=1))), CLUSTER_OF_4)
-    assert not refuses(check_layers, *layers_of(array(rows=1) @ array()), CLUSTER_OF_4)
-    layers, outputs = layers_of(y)
-    assert refuses(check_layers, layers, outputs, CLUSTER_OF_4)
-    assert not layers[y.name].is_materialized(), "its tasks were made"
-
-
-@given(graphs(), st.integers(1, 5))
-def test_graphs_that_are_refused_by_their_layers_have_few_tasks(arrays, workers):
-    cluster = replace(CLUSTER_OF_4, workers=workers, threads=workers)
-    for some in [(x,) for x in arrays] + [arrays]:
-        if refuses(check_layers, *layers_of(*some), cluster):
-            tasks = read_arrays(*some)[1].tasks
-            size = ranks_for(tasks, sizes_of(tasks), cluster)
-            assert refuses(check_gain, tasks, size)

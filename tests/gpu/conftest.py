@@ -28,6 +28,13 @@ def _sharing(request):
         yield
 
 
+@pytest.fixture
+def two_gpus(request):
+    """Skip a test that needs GPUs 0 and 1 themselves, where workers share one GPU."""
+    if request.config.getoption("--share-gpu"):
+        pytest.skip("needs two GPUs, as it names each by its number: --share-gpu has one")
+
+
 @pytest.fixture(scope="module")
 def cluster():
     with dask_p2p.local_cluster(2, gpus=True, **POOL) as cluster:

@@ -118,13 +118,3 @@ def warnings_of(client, caught):
     last = {f"the last of {worker}" for worker in client.run(send_last)}
     wait_until(lambda: last <= {*texts()}, BOUND_S)
     return [text for text in texts() if text not in last]
-
-
-def forgotten(client, future):
-    """Wait until the scheduler has forgotten a task that failed, which would fail again."""
-
-    def is_known(dask_scheduler):
-        return any("p2p-transpose" in str(key) for key in dask_scheduler.tasks)
-
-    future.release()
-    wait_until(lambda: not client.run_on_scheduler(is_known))

@@ -125,10 +125,9 @@ def devices(dask_worker):
     return {block.device.id for block in blocks}
 
 
-def test_permuted_devices(request, monkeypatch):
+@pytest.mark.usefixtures("two_gpus")
+def test_permuted_devices(monkeypatch):
     """To each worker its own GPU is number 0, whatever the order of the others is."""
-    if request.config.getoption("--share-gpu"):
-        pytest.skip("needs GPUs that are not shared: it is about their numbers")
     import pynvml
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")

@@ -6,16 +6,15 @@ The free memory of a GPU is that of all processes: a test beside these would be 
 from __future__ import annotations
 
 import gc
-import threading
 
 import dask
 import numpy as np
-import psutil
 import pytest
 
 import dask_p2p
 from dask_p2p import iterate, spmd
 from dask_p2p.cli.cluster import indexed_array
+from tests.faults.test_soak import measure
 from tests.gpu.support import gpu_client, on_gpu
 from tests.gpu.test_faults import PARTS, SHAPE, assert_flat, assert_right
 from tests.gpu.test_sections import heat, way
@@ -30,18 +29,12 @@ RUNS, WARM_UP = 300, 60
 MIB = 2**20
 
 
-def measure(dask_worker):
+def measure_all(dask_worker):
     import cupy
 
-    gc.collect()
+    counts = measure(dask_worker)  # which collects garbage
     free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
-    process = psutil.Process()
-    return {
-        "device memory": total_bytes - free_bytes,
-        "memory": process.memory_info().rss,
-        "files": process.num_fds(),
-        "threads": threading.active_count(),
-    }
+    return counts | {"device memory": total_bytes - free_bytes}
 
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"]], ids=str)
@@ -59,9 +52,9 @@ def test_nothing_grows(order):
         dask_p2p.register(client)
         x = persisted(client, indexed_array(SHAPE, (2000, 4000), "f4", kind="cupy"))
         run(x, WARM_UP)
-        before = client.run(measure)
+        before = client.run(measure_all)
         run(x, RUNS - WARM_UP)
-        after = client.run(measure)
+        after = client.run(measure_all)
         del x
         assert_flat(client)
     for worker in before:

@@ -14,8 +14,8 @@ import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
-from tests.faults.support import addresses, one_block_each, set_trap
-from tests.gpu.support import check_transpose, forgotten, free_all_blocks, gpu_client, ipc_counts
+from tests.faults.support import addresses, forget, one_block_each, set_trap
+from tests.gpu.support import check_transpose, free_all_blocks, gpu_client, ipc_counts
 from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -297,7 +297,7 @@ def test_a_reader_without_memory_raises_and_works_again(transport, leave_bytes):
         assert caught.value.needed_bytes > shape[0] * shape[1] * 4 / 2
         assert "chunks=" in str(caught.value)
         client.run(empty_pool, workers=[reader])
-        forgotten(client, y)
+        forget(client, y)
         check_transpose(client, a)
 
 
@@ -318,7 +318,7 @@ def test_a_holder_without_memory_to_pack_in(transport):
         with pytest.raises(TransferError, match=f"{holder} could not send .*out of memory"):
             y.result(timeout=200)
         client.run(empty_pool, workers=[holder])
-        forgotten(client, y)
+        forget(client, y)
         check_transpose(client, a)
 
 

@@ -136,13 +136,22 @@ def test_windows_are_read(client, way):
     assert counts.compute().tolist() == ([1, 1] if way == "windows" else [0, 0])
 
 
-@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("steps", "options"),
+    [
+        (200, {"overlap": True}),
+        (200, {"overlap": False}),
+        (200, {"capture": True}),
+        (3, {"capture": True}),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
 @pytest.mark.parametrize("char", "fd")
-def test_heat(client, way, char, boundary, overlap):
+def test_heat(client, way, char, boundary, steps, options):
     x = persisted(client, on_gpu(X.astype(char), UNEVEN))
-    y = iterate(heat, x, 1, 200, boundary=boundary, overlap=overlap)
-    check(y, reference(heat, [X], 1, 200, boundary)[0], char)
+    y = iterate(heat, x, 1, steps, boundary=boundary, **options)
+    check(y, reference(heat, [X], 1, steps, boundary)[0], char)
     nothing_is_left(client)
 
 
@@ -174,16 +183,6 @@ def test_until(client, way, options):
 
 
 # --- steps that are captured
-
-
-@pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
-@pytest.mark.parametrize("char", "fd")
-@pytest.mark.parametrize("steps", [3, 200])
-def test_captured_steps(client, way, steps, char, boundary):
-    x = persisted(client, on_gpu(X.astype(char), UNEVEN))
-    y = iterate(heat, x, 1, steps, boundary=boundary, capture=True)
-    check(y, reference(heat, [X], 1, steps, boundary)[0], char)
-    nothing_is_left(client)
 
 
 @pytest.mark.gpu(1)

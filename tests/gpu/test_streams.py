@@ -433,6 +433,7 @@ def on_second_device(block):
         return cupy.asarray(block)
 
 
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous", "one process"])
 def test_two_gpus_of_one_process(scheduler):
     import cupy
@@ -450,6 +451,7 @@ def test_two_gpus_of_one_process(scheduler):
         np.testing.assert_array_equal(y.get(), VALUES.T)
 
 
+@pytest.mark.usefixtures("two_gpus")
 def test_all_blocks_on_another_gpu_than_the_current_one():
     import cupy
 

@@ -27,7 +27,6 @@ VALUES = indexed((64, 48)).astype(float)
 @pytest.mark.parametrize(
     ("library", "planning"),
     [
-        ("dask.array", "False"),
         ("dask.array", "True"),
         pytest.param("dask_array", "False", marks=needs_dask_array),
     ],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import dask.array as da
 import pytest
 from distributed import performance_report
+from distributed.metrics import context_meter
 
 import dask_p2p
+from dask_p2p.monitoring.metrics import meter, record_transfer
+from dask_p2p.monitoring.records import Stage, TaskRecord
 from tests.support import persisted, spread
 from tests.transports.loopback import wait_until
 
@@ -30,6 +35,25 @@ def test_reports_have_the_time_of_transfers(client, tmp_path):
     assert run.name == y.name
     waited_s = sum(stage.waited_s for record in run.made for stage in record.stages)
     assert counted_s()["transfer"] >= 0.9 * waited_s > 0
+
+
+def test_kernels_that_run_at_a_time_count_no_longer_than_their_thread():
+    metrics = {}
+
+    def note(label, value, unit):
+        metrics[label, unit] = value
+
+    with context_meter.add_callback(note):
+        meter(TaskRecord(("x", 0), 10.0, 12.0, kernel_s=3.0))
+    assert metrics["p2p-kernel", "seconds"] == 2.0
+
+
+def test_a_transfer_has_the_time_of_the_scheduler():
+    key, task = ("x", 0), SimpleNamespace(startstops=[])
+    worker = SimpleNamespace(state=SimpleNamespace(tasks={key: task}), scheduler_delay=5.0)
+    stage = Stage("b", "comm", 8, waited_s=1.0, begun_s=0.5)
+    record_transfer(worker, TaskRecord(key, 10.0, 12.0, (stage,)))
+    assert task.startstops == [{"action": "transfer", "start": 15.5, "stop": 16.5}]
 
 
 MOVED = ("p2p-transfer", "bytes")

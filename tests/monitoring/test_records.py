@@ -161,6 +161,12 @@ def test_a_block_that_was_lost_and_made_again_counts_once():
     assert (run.least_bytes, run.moved_bytes) == (30, 130)
 
 
+def test_an_attempt_that_was_cancelled_has_not_failed():
+    errors = enumerate(("b is deaf", "ended"))
+    (run,) = runs_of([record(0, t, error=error, outcome="cancelled") for t, error in errors])
+    assert (run.state, run.failures) == ("cancelled", ("b is deaf",))
+
+
 AGAIN = record(0, 3.0, run=1)  # in another run
 
 

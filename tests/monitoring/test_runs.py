@@ -104,3 +104,12 @@ def test_starts_are_bounded(monkeypatch):
         starts.sent(name, 20)
     numbered = starts.assigned(record(0, run=20, name=name) for name in (NAME, *"abc"))
     assert [r.run for r in numbered] == [0, 20, 20, 20]
+
+
+def test_the_first_outcome_of_a_run_counts():
+    """After a failure Dask releases the other tasks, as after a cancellation."""
+    runs = RunLog()
+    runs.sent(NAME, 1)
+    for outcome in ("failed", "cancelled"):
+        runs.set_outcome(NAME, outcome)
+    assert runs.with_outcomes([record(0, run=1)])[0].outcome == "failed"

@@ -13,7 +13,7 @@ from dask_p2p.ops import arguments
 from dask_p2p.ops.arguments import check_array
 
 
-@pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, 1, 2), ("a", 0), 5, (0.5, 1)])
+@pytest.mark.parametrize("axes", [(0,), (0, 0), (0, 2), (0, -3), (0, 1, 2), ("a", 0), 5, (0.5, 1)])
 def test_wrong_axes(axes):
     with pytest.raises(InputError, match=r"expected a permutation of the 2 axes.*got axes="):
         dask_p2p.transpose(da.ones((2, 3)), axes)

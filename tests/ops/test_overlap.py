@@ -391,9 +391,7 @@ def test_block_id_and_block_info_tell_where_a_block_is():
             options = {"depth": 1, "boundary": "reflect", "dtype": float} | overrides
             result = dask_p2p.map_overlap(function, x, **options)
             expected = da.map_overlap(function, x, **options)
-            np.testing.assert_array_equal(
-                result.compute(scheduler="sync"), expected.compute(scheduler="sync")
-            )
+            np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
             assert not np.array_equal(result.compute(scheduler="sync"), x.compute(scheduler="sync"))
     z = dask_p2p.map_overlap(by_id, x, 1, block_id=(5, 5), dtype=float)
     np.testing.assert_array_equal(z.compute(scheduler="sync"), np.arange(48).reshape(6, 8) + 55)
@@ -445,9 +443,7 @@ def test_names_and_numbers_of_axes():
         lambda b: b.sum(1), x, depth={0: 1}, boundary="periodic", drop_axis=1, dtype=float
     )
     assert sums.chunks == expected.chunks
-    np.testing.assert_array_equal(
-        sums.compute(scheduler="sync"), expected.compute(scheduler="sync")
-    )
+    np.testing.assert_array_equal(*dask.compute(sums, expected, scheduler="sync"))
     stacked = dask_p2p.map_overlap(
         lambda b: np.stack([b, -b]), x, depth=2, new_axis=0, chunks=(2, 8, 9), boundary=0
     )
@@ -463,16 +459,21 @@ def test_names_and_numbers_of_axes():
 def test_several_arrays_are_aligned_and_cut_as_dask_does():
     x, y = da.from_array(X, chunks=(12, 3)), da.from_array(X[0], chunks=5)
 
-    def weighed(a, b):
+    def weighed(*blocks):
+        b, a = sorted(blocks, key=np.ndim)
         return a * b + a[::-1]
 
-    for options in ({"depth": [{0: 2}, 0], "boundary": ["periodic", "none"]}, {"depth": 0}, {}):
-        result = dask_p2p.map_overlap(weighed, x, y, **options)
-        expected = da.map_overlap(weighed, x, y, **options)
+    depth, boundary = [{0: 2}, 0], ["periodic", "none"]
+    for arrays, options in (
+        ((x, y), {"depth": depth, "boundary": boundary}),
+        ((y, x), {"depth": depth[::-1], "boundary": boundary[::-1]}),
+        ((x, y), {"depth": 0}),
+        ((x, y), {}),
+    ):
+        result = dask_p2p.map_overlap(weighed, *arrays, **options)
+        expected = da.map_overlap(weighed, *arrays, **options)
         assert result.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))
-        np.testing.assert_array_equal(
-            result.compute(scheduler="sync"), expected.compute(scheduler="sync")
-        )
+        np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
     with pytest.raises(InputError, match="expected arrays that broadcast, got the shapes"):
         dask_p2p.map_overlap(weighed, x, x[:5], depth=1)
     with pytest.raises(ValueError, match="Shapes do not align"):
@@ -488,9 +489,7 @@ def test_depth_and_boundary_are_those_of_dask_by_default():
     expected = da.map_overlap(
         lambda b: b.cumsum(0), x, depth=1, boundary="none", trim=False, dtype=float
     )
-    np.testing.assert_array_equal(
-        ends.compute(scheduler="sync"), expected.compute(scheduler="sync")
-    )
+    np.testing.assert_array_equal(*dask.compute(ends, expected, scheduler="sync"))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_memory import is_pinned
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.storage import OutputMemory, PinnedOutputs
+from tests.clock import run_clocked
 from tests.faults.support import BOUND_S, cluster_of, expected, source
 from tests.faults.test_soak import measure
 from tests.transports.loopback import wait_until
@@ -34,40 +35,22 @@ def take_output(memory, shape=(MIB // 8,), dtype="f8"):
     return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
 
 
-class Clock:
-    """A loop whose time the test sets."""
+def test_it_is_given_back_when_none_has_come_for_a_while():
+    async def main():
+        memory = OutputMemory(Worker(), retain_s=2)
+        for _ in range(4):
+            take_output(memory)  # and drop it
+            await asyncio.sleep(1.9)
+            assert memory.idle_bytes == MIB
+        await asyncio.sleep(0.2)
+        assert memory.idle_bytes == 0
+        take_output(memory)
+        await asyncio.sleep(0)
+        memory.close()
+        assert memory.idle_bytes == 0
+        assert not asyncio.get_running_loop().has_timers()
 
-    def __init__(self):
-        self.now_s, self.calls = 0.0, []
-
-    def call_soon_threadsafe(self, function, *args):
-        function(*args)
-
-    def call_later(self, delay_s, function):
-        call = [self.now_s + delay_s, function]
-        self.calls.append(call)
-        return SimpleNamespace(cancel=lambda: call in self.calls and self.calls.remove(call))
-
-    def advance(self, seconds):
-        self.now_s += seconds
-        for due in [call for call in self.calls if call[0] <= self.now_s]:
-            self.calls.remove(due)
-            due[1]()
-
-
-async def test_it_is_given_back_when_none_has_come_for_a_while():
-    worker = Worker()
-    worker.loop.asyncio_loop = clock = Clock()
-    memory = OutputMemory(worker, retain_s=2)
-    for _ in range(4):
-        take_output(memory)  # and drop it
-        clock.advance(1.9)
-        assert memory.idle_bytes == MIB
-    clock.advance(0.2)
-    assert memory.idle_bytes == 0
-    take_output(memory)
-    memory.close()
-    assert (memory.idle_bytes, clock.calls) == (0, [])
+    run_clocked(main())
 
 
 async def test_what_is_small_or_large_or_of_objects_is_not_kept():

@@ -107,18 +107,6 @@ def test_transpose_registers_once_with_each_client(client, monkeypatch):
     assert len(requests) == 1
 
 
-def test_no_client_no_registration():
-    assert lazy().compute(scheduler="sync").shape == SHAPE[::-1]
-
-
-def test_register_is_idempotent(client):
-    dask_p2p.register(client)
-    ids = client.run(lambda dask_worker: id(dask_worker.plugins[PLUGIN_NAME]))
-    dask_p2p.register(client)
-    dask_p2p.register()
-    assert client.run(lambda dask_worker: id(dask_worker.plugins[PLUGIN_NAME])) == ids
-
-
 def test_workers_are_seen_though_the_client_asks_for_none_meanwhile(client, monkeypatch):
     sync = client.sync
 
@@ -138,13 +126,14 @@ def test_register_without_a_client():
 
 
 def test_a_plugin_that_is_there_stays(bare):
-    """A second client has nothing taken off, under whose tasks ever."""
+    """A second call, or client, has nothing taken off, under whose tasks ever."""
     dask_p2p.register(bare)
 
     def identity(dask_worker):
         return id(dask_worker.plugins[PLUGIN_NAME])
 
     before = bare.run(identity)
+    dask_p2p.register()
     with Client(bare.cluster) as second_client:
         dask_p2p.register(second_client)
     assert bare.run(identity) == before

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.monitoring.metrics import COUNTERS_METRIC
 from dask_p2p.monitoring.records import TaskRecord, packed, unpacked
 from dask_p2p.plugins.gangs.scheduler import ORDER
 from dask_p2p.plugins.placement import Overlay
@@ -111,7 +112,7 @@ def test_records_are_fetched_once_and_outlive_their_worker():
         replies = [await plugin.records()]
         scheduler.records["good"], scheduler.under_way = noted, [running]
         replies += [await plugin.records(n=1)]
-        scheduler.under_way = []
+        scheduler.under_way = [noted[2]]  # it ends between the requests to two workers
         replies += await asyncio.gather(plugin.records(), plugin.records())
         plugin.remove_worker(scheduler, "good")
         replies += [await plugin.records(n=n) for n in (1, 9)]
@@ -125,6 +126,27 @@ def test_records_are_fetched_once_and_outlive_their_worker():
     assert {tuple(reply["silent"]) for reply in replies} == {("still", "refuses")}
     records = [unpacked(reply["records"]) for reply in replies]
     assert records == [noted[:2], [running], noted, noted, noted[2:], noted[::-1]]
+
+
+def test_counters_of_a_worker_that_left_stay_beside_those_of_its_successor():
+    scheduler = Scheduler(good=[OK, OK])
+
+    def report(count):
+        values = {"tasks": {"p2p-transpose": count}}
+        scheduler.workers["good"] = SimpleNamespace(metrics={COUNTERS_METRIC: values})
+
+    async def main():
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
+        report(5)
+        await plugin.start(scheduler)
+        plugin.remove_worker(scheduler, "good")
+        report(7)
+        plugin.add_worker(scheduler, "good")
+        figures = plugin.figures()
+        await plugin.close()
+        return figures
+
+    assert run_clocked(main())["tasks"] == {"p2p-transpose": 12}
 
 
 @pytest.mark.parametrize("is_removed", ["off", "by another"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 
 import dask
 import dask.array as da
@@ -25,19 +24,13 @@ from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
 from tests.plugins.memory_probe import peak, reset_peak
 from tests.support import (
-    BOUND_S,
-    in_process,
     indexed,
     output_of,
     own_client,
     persisted,
-    restart,
     spread,
-    tls_client,
     used,
 )
-
-BY_MESSAGES = {"p2p.transports.order": ["comm"]}  # or nobody would be asked
 
 
 def records(client):
@@ -83,28 +76,6 @@ def test_cluster_equals_numpy(client, shape, chunks, axes, to, transport):
     np.testing.assert_array_equal(result, np.transpose(x, axes))
 
 
-@pytest.mark.usefixtures("_either_way")
-@pytest.mark.parametrize(
-    "dtype",
-    ["bool", "float16", "longdouble", "complex128", ">f8", ">i2", "M8[ns]", "U3", "V7",
-     [("a", "i1"), ("b", ">f8")]],
-    ids=str,
-)  # fmt: skip
-def test_dtypes_over_the_wire(client, dtype):
-    x = indexed((20, 12), "i2").astype("u1")
-    x = np.ascontiguousarray(np.resize(x, 20 * 12 * np.dtype(dtype).itemsize))
-    x = (x % 2 if dtype == "bool" else x % 100).astype("u1").view(dtype).reshape(20, 12)
-    y = dask_p2p.transpose(da.from_array(x, chunks=(5, 12))).compute()
-    assert y.dtype == x.dtype
-    assert y.tobytes() == np.ascontiguousarray(x.T).tobytes()
-
-
-def test_objects_over_the_wire(client):
-    x = np.array([[1, "two"], [None, (4,)], [5.0, b"6"], [{}, 8]], dtype=object)
-    y = dask_p2p.transpose(da.from_array(x, chunks=(1, 2))).compute()
-    assert y.tolist() == x.T.tolist()
-
-
 @pytest.mark.parametrize("transport", ["cma", "comm"])
 def test_results_of_reductions_over_the_wire(client, transport):
     """Such a block is a scalar of NumPy, no array."""
@@ -145,26 +116,11 @@ def test_no_more_is_moved_than_must_be(client):
     assert all(len(who) == 1 for who in client.who_has(x).values())
 
 
-def test_a_second_time_and_after_restart():
-    """On a cluster of its own: Dask restarts none that still has a task which failed."""
-    x = indexed((20, 12))
-    with own_client() as client:
-        for _ in range(2):
-            y = dask_p2p.transpose(da.from_array(x, chunks=(5, 12)))
-            np.testing.assert_array_equal(y.compute(), x.T)
-        restart(client)
-        y = dask_p2p.transpose(da.from_array(x, chunks=(5, 12)))
-        np.testing.assert_array_equal(y.compute(), x.T)
-        assert client.run(lambda dask_worker: PLUGIN_NAME in dask_worker.plugins)
-        assert any(records(client).values()), "new workers have the plugin too"
-
-
 @pytest.mark.usefixtures("_either_way")
 def test_wrong_blocks_are_named_not_retried(client):
     x = da.ones((8, 8), chunks=(2, 8)).map_blocks(
         lambda b: b.astype("f4"), dtype=float, meta=np.ones((0, 0))
     )
-    start = time.monotonic()
     with pytest.raises(BlockMismatchError, match="declared as float64"):
         dask_p2p.transpose(x).compute()
     x = da.ones((8, 8), chunks=(2, 8)).map_blocks(
@@ -175,19 +131,6 @@ def test_wrong_blocks_are_named_not_retried(client):
     x = da.ones((8, 8), chunks=(2, 8)).map_blocks(np.ma.masked_array, meta=np.ones((0, 0)))
     with pytest.raises((UnsupportedArrayError, BlockMismatchError), match=r"(?i)masked"):
         dask_p2p.transpose(x).compute()
-    assert time.monotonic() - start < 120
-
-
-async def test_async_client_awaits():
-    async with in_process(2) as (_, client):
-        await dask_p2p.register(client)
-        x = indexed((8, 6))
-        y = dask_p2p.transpose(da.from_array(x, chunks=(2, 6)))
-        np.testing.assert_array_equal(await client.compute(y), x.T)
-        results = await client.run(
-            lambda dask_worker: len(dask_worker.plugins[PLUGIN_NAME].context.records)
-        )
-        assert sum(results.values()) == 4
 
 
 def test_preload_on_workers_and_on_schedulers():
@@ -203,28 +146,6 @@ def test_preload_on_workers_and_on_schedulers():
                     dict.fromkeys(workers_of(client), True)
                 )
                 np.testing.assert_array_equal(client.compute(y).result(), x.T)
-
-
-def test_tls_cluster():
-    pytest.importorskip("cryptography")
-    x = indexed((40, 12))
-    with dask.config.set(BY_MESSAGES), tls_client() as client:
-        y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
-        np.testing.assert_array_equal(y.compute(), x.T)
-        assert any(records(client).values())
-
-
-def test_spilled_inputs():
-    x = indexed((400, 1000), float)
-    with (
-        dask.config.set({"distributed.worker.memory.target": 1e-9}),  # everything goes to disk
-        own_client() as client,
-    ):
-        a = client.persist(da.from_array(x, chunks=(100, 1000)))
-        wait(a)
-        spilled = client.run(lambda dask_worker: len(dask_worker.data.disk))
-        assert sum(spilled.values()) >= 3
-        np.testing.assert_array_equal(dask_p2p.transpose(a).compute(), x.T)
 
 
 def watch_store(dask_worker):
@@ -344,25 +265,6 @@ def test_the_end_of_a_section_brings_nothing_back():
         np.testing.assert_allclose(y.compute(), x.compute() + 3)
     assert {(y.name, 0, 0), (y.name, 1, 0)} <= tasks, "these hand out what the ranks made"
     assert [task for task in tasks if isinstance(task, tuple) and task[1] == COMMIT] == []
-
-
-def test_cancelling_leaves_a_working_cluster(client):
-    x = da.random.random((1500, 1500), chunks=(100, 1500))
-    for _ in range(3):
-        y = client.persist(dask_p2p.transpose(x))
-        time.sleep(0.05)
-        client.cancel(y)
-        del y
-    a = indexed((20, 12))
-    y = dask_p2p.transpose(da.from_array(a, chunks=(5, 12)))
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), a.T)
-
-
-def test_many_at_once_on_single_threads(client):
-    xs = [indexed((40, 12 + i)) for i in range(10)]
-    ys = [dask_p2p.transpose(da.from_array(x, chunks=(10, 5))) for x in xs]
-    for x, y in zip(xs, client.compute(ys), strict=True):
-        np.testing.assert_array_equal(y.result(timeout=BOUND_S), x.T)
 
 
 @pytest.mark.slow

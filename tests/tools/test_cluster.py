@@ -21,7 +21,51 @@ from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, usable_gpus
 from tests.support import output_of
-from tests.tools.unstarted import Unstarted, UnstartedCUDACluster
+
+
+class Unstarted(distributed.LocalCluster):
+    """A cluster that starts nothing, and shows the keywords that it was given."""
+
+    def __init__(self, **kwargs):
+        self.given = kwargs
+
+    asynchronous = True  # as a cluster that is started later
+
+    def __getitem__(self, name):
+        return self.given[name]
+
+    def __contains__(self, name):
+        return name in self.given
+
+
+class UnstartedCUDACluster(Unstarted):
+    """The same, with keywords of `dask_cuda.LocalCUDACluster` of dask-cuda 26.10."""
+
+    def __init__(
+        self,
+        CUDA_VISIBLE_DEVICES=None,  # noqa: N803
+        n_workers=None,
+        threads_per_worker=1,
+        protocol=None,
+        rmm_pool_size=None,
+        rmm_managed_memory=False,
+        rmm_async=False,
+        rmm_allocator_external_lib_list=None,
+        rmm_log_directory=None,
+        pre_import=None,
+        **kwargs,
+    ):
+        given = {
+            "CUDA_VISIBLE_DEVICES": CUDA_VISIBLE_DEVICES,
+            "n_workers": n_workers,
+            "threads_per_worker": threads_per_worker,
+            "protocol": protocol,
+            "rmm_pool_size": rmm_pool_size,
+            "rmm_allocator_external_lib_list": rmm_allocator_external_lib_list,
+            "pre_import": pre_import,
+        }
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        super().__init__(**kwargs)
 
 
 class FakeNvml(types.ModuleType):
@@ -75,18 +119,12 @@ def test_cpu_cluster():
         for address, worker in workers.items():
             assert address.startswith("tcp://")
             assert worker["nthreads"] == 1
-        processes = client.run(lambda: __import__("os").getpid())
-        assert len({*processes.values()}) == 2
+        assert len({*client.run(os.getpid).values()}) == 2
         assert len(cluster.device_names(client, "numpy")) == 2
-
-
-@pytest.mark.usefixtures("no_gpus")
-def test_workers_have_the_plugin_from_the_start():
-    with dask_p2p.local_cluster(2) as cluster, Client(cluster) as client:
         assert [*client.run(has_plugin).values()] == [True, True]
-        cluster.scale(3)
+        made.scale(3)
         client.wait_for_workers(3)
-        assert [*client.run(has_plugin).values()] == [True, True, True]
+        assert [*client.run(has_plugin).values()] == [True, True, True], "from its start"
 
 
 PATIENCE = """

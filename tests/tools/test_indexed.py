@@ -45,18 +45,12 @@ def test_one_changed_element(dtype):
     assert wrong_count(da.from_array(y, chunks=(10, 40)), (40, 30)) == 1
 
 
-def test_another_dtype():
+def test_another_dtype_or_shape():
     y = indexed_array((4, 6), (2, 6), "i4").T
     assert wrong_count(y, (4, 6), dtype="i4") == 0
     assert wrong_count(y, (4, 6), dtype="i8") == 24  # the values are equal
-    lying = y.map_blocks(lambda block: block.astype("f8"), dtype="i4")
-    assert wrong_count(lying, (4, 6)) == 24
-
-
-def test_a_block_of_another_shape():
-    y = indexed_array((4, 6), (2, 6), "i4").T
-    lying = y.map_blocks(lambda block: block[:-1], dtype="i4", chunks=y.chunks)
-    assert wrong_count(lying, (4, 6)) == 24
+    for lie in (lambda block: block.astype("f8"), lambda block: block[:-1]):
+        assert wrong_count(y.map_blocks(lie, dtype="i4", chunks=y.chunks), (4, 6)) == 24
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from dask_p2p.errors import (
     TransferError,
 )
 from dask_p2p.geometry import box_shape, box_size
-from dask_p2p.transports.base import Reading, Region, Request, Transport
+from dask_p2p.transports.base import LAST_PART_BYTES, Reading, Region, Request, Transport
 from dask_p2p.transports.buffers import Footprint
 
 
@@ -111,6 +111,15 @@ def test_parts_for_gpus_keep_rows_of_the_output_whole(kind, fast_axis, shape):
     parts = [part.box for part in reading.parts()]
     assert {box_shape(part) for part in parts} == {shape}
     assert sum(map(box_size, parts)) == 256 * 256 * 64
+
+
+def test_the_last_part_of_a_read_is_small_if_no_transfer_overlaps_its_writing():
+    boxes = [((0, 4096), (0, 64), (0, 256))]
+    request = Request("key", "holder", (4096, 64, 256), np.dtype("f4"), "cupy", boxes, 0)
+    reading = _Nothing([request, request], Footprint(2**26, 1), options())
+    sizes = [4 * box_size(part.box) for part in reading.parts(is_tapered=True)]
+    assert sizes[:7] == [2**26] * 7
+    assert (sizes[-1], sum(sizes)) == (LAST_PART_BYTES, 2**29)
 
 
 @pytest.mark.parametrize(

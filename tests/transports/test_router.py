@@ -72,7 +72,11 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(router, warnings_sent
         find_routes(router, ("b",))[0], TransferError("of b", reason="why"), last=False
     )
     assert len(warnings_sent) == 1
-    assert routes(router, ("b",)) == [("b", "comm")]
+    (last_route,) = find_routes(router, ("b",))
+    router.record_failure(last_route, error, last=True)
+    assert last_route.transport.name == "comm"
+    assert router.failure("b", "comm") is None
+    assert len(warnings_sent) == 1
     router.on_worker_left("a")
     assert router.failure("a", "ipc") is None
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]

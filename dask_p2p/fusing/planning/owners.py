@@ -13,13 +13,13 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask.task_spec import DataNode, GraphNode
 from dask.utils import key_split
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of, sizes_of
+from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
@@ -103,20 +103,18 @@ _EVEN = 1.15
 def owners_of(
     tasks: FusedTasks,
     size: int,
-    sizes_bytes: Mapping[Key, int] | None = None,
+    sizes_bytes: Mapping[Key, int],
     pinned: Mapping[Key, int] = {},
     source_elements: SourceElements | None = None,
     locations: Locations = UNKNOWN,
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
 
-    `sizes_bytes` has the sizes of all values; by default those of `sizes_of`. `pinned` has owners
-    that are decided. An input in `locations` belongs to a rank on its worker.
+    `pinned` has owners that are decided. An input in `locations` belongs to a rank on its worker.
     """
     if size == 1:
         return dict.fromkeys((*tasks.inputs, *tasks.nodes), 0)
     by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
-    sizes_bytes = sizes_of(tasks) if sizes_bytes is None else sizes_bytes
     elements = source_elements or SourceElements()
     # Blocks that are neighbours stay together, wherever the inputs lie.
     inputs = {key: by_position[key] for key in tasks.inputs}
@@ -128,10 +126,10 @@ def owners_of(
     is_moved = any(inputs[key] != rank for key, rank in located.items())
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
         following = _with_tasks(*choice_arguments, inputs | located)
-        work = _Work.measure(tasks, owners, sizes_bytes, elements)
-        other = _Work.measure(tasks, following, sizes_bytes, elements)
-        is_even = other.most_bytes <= _EVEN * work.most_bytes
-        if is_even and other.moved_bytes < _CLEARLY * work.moved_bytes:
+        moved_bytes, most_bytes = _work_of(tasks, owners, sizes_bytes, elements)
+        other_moved_bytes, other_most_bytes = _work_of(tasks, following, sizes_bytes, elements)
+        is_even = other_most_bytes <= _EVEN * most_bytes
+        if is_even and other_moved_bytes < _CLEARLY * moved_bytes:
             return following
     return owners
 
@@ -205,32 +203,25 @@ def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
     return rank_of
 
 
-class _Work(NamedTuple):
-    """The bytes that ranks send each other, and the most bytes that one of them makes."""
-
-    moved_bytes: int
-    most_bytes: int
-
-    @classmethod
-    def measure(
-        cls,
-        tasks: FusedTasks,
-        owners: Mapping[Key, int],
-        sizes_bytes: Mapping[Key, int],
-        elements: SourceElements,
-    ) -> _Work:
-        moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
-        made_bytes = Counter[int]()
-        for key, node in tasks.nodes.items():
-            if key not in owners:
-                continue
-            owner = owners[key]
-            made_bytes[owner] += sizes_bytes.get(key, 1)
-            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
-            for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
-                if owners.get(read_key, owner) != owner:
-                    moved[read_key, key if isinstance(node, AssembleTask) else owner] = count
-        return cls(sum(moved.values()), max(made_bytes.values(), default=0))
+def _work_of(
+    tasks: FusedTasks,
+    owners: Mapping[Key, int],
+    sizes_bytes: Mapping[Key, int],
+    elements: SourceElements,
+) -> tuple[int, int]:
+    """Return the bytes that ranks send each other, and the most bytes that one of them makes."""
+    moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
+    made_bytes = Counter[int]()
+    for key, node in tasks.nodes.items():
+        if key not in owners:
+            continue
+        owner = owners[key]
+        made_bytes[owner] += sizes_bytes.get(key, 1)
+        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+        for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
+            if owners.get(read_key, owner) != owner:
+                moved[read_key, key if isinstance(node, AssembleTask) else owner] = count
+    return sum(moved.values()), max(made_bytes.values(), default=0)
 
 
 class _Shares:

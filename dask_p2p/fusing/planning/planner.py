@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 from dask.task_spec import DataNode
 
@@ -24,7 +24,6 @@ from dask_p2p.fusing.planning.sizes import (
     WholeValue,
     peak_bytes,
     read_bytes_of,
-    sizes_of,
 )
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.geometry import block_shape
@@ -35,32 +34,20 @@ from dask_p2p.types import Key
 _LARGE_EXCHANGES_BYTES = 2**23
 #: Programs of more exchanges are not planned again.
 _FEW_EXCHANGES = 16
-#: A smaller exchange brings a rank about so many bytes for each rank. Their senders pack as many,
-#: in addition to the blocks.
-_EXCHANGED_BYTES = 2**18
-#: Each exchange takes a rank up to half a millisecond. So larger ones, which bring a rank this part
-#: of its memory, are better if they are much fewer, and the rank needs little more memory.
-_EXCHANGED_PART, _FEWER = 1 / 8, 3
+#: A smaller exchange brings a rank at least so many bytes for each rank, and this part of its
+#: memory: it takes up to half a millisecond. Their senders pack as many, in addition to the blocks.
+_EXCHANGED_BYTES, _PARTS = 2**18, 32
 _WORTHWHILE = 0.9  # least ratio of memory that counts
-
-
-class _Planned(NamedTuple):
-    """Programs of all ranks."""
-
-    programs: list[Program]
-    most_bytes: int  # peak memory of a rank
 
 
 def programs_of(
     tasks: FusedTasks,
     size: int,
-    sizes_bytes: Mapping[Key, int] | None = None,
+    sizes_bytes: Mapping[Key, int],
     pinned: Mapping[Key, int] = {},
     locations: Locations = UNKNOWN,
 ) -> list[Program]:
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
-    if sizes_bytes is None:
-        sizes_bytes = sizes_of(tasks)
     return [
         replace(program, declared_bytes=peak_bytes(program, sizes_bytes))
         for program in _programs_of(tasks, size, sizes_bytes, pinned, locations)
@@ -77,38 +64,21 @@ def _programs_of(
     elements = SourceElements()
     owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
 
-    def written(supersteps: Mapping[Key, int]) -> list[Program]:
-        return _written(tasks, size, owners, supersteps, sizes_bytes)
-
-    def planned(programs: list[Program]) -> _Planned:
-        return _Planned(programs, _most_bytes(programs, sizes_bytes, elements))
-
     supersteps = supersteps_of(tasks, owners)
-    programs = written(supersteps)
+    programs = _written(tasks, size, owners, supersteps, sizes_bytes)
     if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
         return programs
     # Ranks on GPUs read regions in place, so they need no smaller exchanges.
     if any(map(_is_on_gpu, tasks.nodes.values())):
         return programs
-    large = planned(programs)
-    if large.most_bytes < _LARGE_EXCHANGES_BYTES:
+    most_bytes = _most_bytes(programs, sizes_bytes, elements)
+    if most_bytes < _LARGE_EXCHANGES_BYTES:
         return programs
-
-    def in_parts(most_bytes: int) -> _Planned:
-        parts = divided(tasks, owners, supersteps, sizes_bytes, elements, most_bytes)
-        return large if parts == supersteps else planned(written(parts))
-
-    least_bytes = _EXCHANGED_BYTES * size
-    small = _choose_smaller(large, in_parts(least_bytes))
-    larger_bytes = int(small.most_bytes * _EXCHANGED_PART)
-    if small is large or larger_bytes < _FEWER * least_bytes:
-        return small.programs
-    return _choose_smaller(in_parts(larger_bytes), small).programs
-
-
-def _choose_smaller(first: _Planned, second: _Planned) -> _Planned:
-    """Return the second plan if its ranks need clearly less memory, else the first one."""
-    return second if second.most_bytes < _WORTHWHILE * first.most_bytes else first
+    part_bytes = max(_EXCHANGED_BYTES * size, most_bytes // _PARTS)
+    parts = divided(tasks, owners, supersteps, sizes_bytes, elements, part_bytes)
+    smaller = _written(tasks, size, owners, parts, sizes_bytes)
+    is_smaller = _most_bytes(smaller, sizes_bytes, elements) < _WORTHWHILE * most_bytes
+    return smaller if is_smaller else programs
 
 
 def _is_on_gpu(node: Any) -> bool:

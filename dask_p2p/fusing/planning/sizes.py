@@ -20,19 +20,18 @@ from dask_p2p.geometry import Chunks, Index, block_shape
 from dask_p2p.plans import Plan
 from dask_p2p.types import DaskArray, DType, Key, Kind
 
-_ITEM_BYTES = 8  # of arrays whose dtype is unknown
 _REDUCED = 16  # least elements along the axes of a reduction, as a guess
 
 
 def sizes_of(
     tasks: FusedTasks,
+    declared: Mapping[str, DeclaredBlocks],
     inputs_bytes: Mapping[Key, int] = {},
-    declared: Mapping[str, DeclaredBlocks] = {},
 ) -> dict[Key, int]:
     """Return the size of each value; an upper bound or a guess where it is not declared.
 
-    `inputs_bytes` has the sizes of inputs in memory, and `declared` the blocks of arrays by name.
-    Values of unknown size are left out: they come from inputs of unknown size.
+    `declared` has the blocks of arrays by name, and `inputs_bytes` the sizes of inputs in memory.
+    Values of unknown size are left out.
     """
     sizes_bytes = _input_bytes(tasks, inputs_bytes, declared)
     for key, node in tasks.nodes.items():
@@ -89,8 +88,6 @@ def _size_of(
         return int(getattr(node.value, "nbytes", 1))
     if is_fused(node):
         return None  # its result may be larger than its inputs
-    if not tasks.reads[key]:
-        return _created_bytes(node)
     read = [sizes_bytes[read_key] for read_key in tasks.reads[key] if read_key in sizes_bytes]
     if not read:
         return None
@@ -183,38 +180,12 @@ def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElemen
     return total
 
 
-def _created_bytes(node: GraphNode) -> int | None:
-    """Return the size of an array that a function creates from its shape; None if none is found."""
-    if not isinstance(node, Task):
-        return 1
-    tuples = [value for value in _values(node) if isinstance(value, tuple) and value]
-    shapes = [value for value in tuples if all(type(length) is int for length in value)]
-    return max((prod(shape) * _ITEM_BYTES for shape in shapes), default=None)
-
-
 def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
     """Return the keyword arguments of a task's function, as far as they are known."""
     if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return {}
     bound = node.func.keywords if isinstance(node.func, partial) else {}
     return {**bound, **node.kwargs}
-
-
-def _values(node: Task) -> list[Any]:
-    values: list[Any] = []
-    stack = [*node.args, *node.kwargs.values()]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, DataNode):
-            value = value.value
-        if isinstance(value, Task):
-            stack += [*value.args, *value.kwargs.values()]
-        elif isinstance(value, dict):
-            stack += value.values()
-        elif isinstance(value, list):
-            stack += value
-        values.append(value)
-    return values
 
 
 #: Largest size of a value that comes with a call: each rank gets a copy.
@@ -265,14 +236,13 @@ def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
 class Declared:
     """The properties of an argument, or of a result."""
 
-    name: str
     chunks: Chunks
     dtype: DType
     meta: Any
 
     @classmethod
     def from_array(cls, x: DaskArray) -> Declared:
-        return cls(x.name, x.chunks, x.dtype, x._meta)
+        return cls(x.chunks, x.dtype, x._meta)
 
     @property
     def takes_values(self) -> bool:

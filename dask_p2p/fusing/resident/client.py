@@ -25,7 +25,7 @@ from dask_p2p.fusing.planning.sizes import (
     is_value,
 )
 from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
-from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES
+from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES, register_blocks
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.fusing.running.messages import quick_form
 from dask_p2p.graph.libraries import is_dask_array
@@ -265,12 +265,13 @@ class ResidentGang:
             As for `fetch`.
         """
         self._check_handle(handle)
+        client = self._streams.client
         for _ in range(_ATTEMPTS):
             attempt = self._streams.attempt
             sizes = self._request(SIZES, handle)
             name, futures = f"{_PREFIX}-{uuid4().hex}", dict[Key, Any]()
             with suppress(KeyError):  # a worker is lost
-                futures = self._streams.register(name, sizes)
+                futures = client.sync(register_blocks, client, name, sizes, self._streams.ranks)
                 self._request(PUBLISH, handle, name)
             if futures and self._streams.attempt == attempt:  # the ranks had the same workers
                 like, declared = self._signature.like, handle._declared

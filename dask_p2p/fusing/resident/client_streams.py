@@ -34,10 +34,7 @@ from dask_p2p.fusing.resident.commands import (
     CommandLog,
     CommandStream,
     Ranks,
-    Sizes,
     receive,
-    registered,
-    workers_of,
 )
 from dask_p2p.fusing.running.gang import PREFIX
 from dask_p2p.geometry import block_shape
@@ -51,8 +48,8 @@ _MOST_AHEAD = 64  # calls that have not run
 
 _DROP_S = 0.1  # time until dropped handles go to the ranks, without another call
 
-#: Submits a gang with a token; returns the future of its commit task.
-Submit = Callable[[str], Any]
+#: Submits a gang with a token; returns the future of its commit task, and its inputs on workers.
+Submit = Callable[[str], tuple[Any, Sequence[Any]]]
 
 
 class ClientStreams:
@@ -69,6 +66,7 @@ class ClientStreams:
         self._streams: Sequence[CommandStream] = ()
         self._attempt: asyncio.Future[None] | None = None
         self._future: Any = None  # of the gang's commit task
+        self._inputs: Sequence[Any] = ()  # Dask arrays on workers, until the gang has ended
         self._is_awake = self._drops_soon = False  # whether `_send` will run
         self._awaited_requests = set[int]()  # requests whose answers a thread awaits
         self._replies: dict[int, Mapping[int, Any]] = {}  # by number of the request
@@ -87,7 +85,7 @@ class ClientStreams:
     def start(self, submit: Submit) -> None:
         token = uuid4().hex  # each gang has its own ranks
         receive(self.client, name_of_gang(PREFIX, token), self)
-        self._future = submit(token)
+        self._future, self._inputs = submit(token)
         self._future.add_done_callback(self._record_end)
 
     def call(self, arguments: Sequence[Any], first: int) -> None:
@@ -129,21 +127,13 @@ class ClientStreams:
                 replies = self._replies.pop(number, {})
         return [replies[rank] for rank in range(len(replies))]
 
-    def register(self, name: str, sizes: Sequence[Sizes]) -> dict[Key, Any]:
-        """Register the blocks of an array with the scheduler; return their futures, by key.
-
-        `sizes` has the indices and bytes of the blocks of each rank. Raises `KeyError` if the
-        scheduler has lost a worker.
-        """
-        return dict(self.client.sync(registered, self.client, name, sizes, self.ranks))
-
     def drop(self, handle: int) -> None:
         """Send the number of a handle that is not used any more, soon or with the next call.
 
         Python may call this within any other method, so that it takes no lock.
         """
         self._dropped.append(handle)
-        if not self._drops_soon and not self._loop.is_closed():
+        if not (self.is_over or self._drops_soon or self._loop.is_closed()):
             self._drops_soon = True
             self._loop.call_soon_threadsafe(self._loop.call_later, _DROP_S, self._send_dropped)
 
@@ -162,7 +152,7 @@ class ClientStreams:
     def close(self) -> None:
         """End the gang now, if it runs."""
         with self._changed:
-            self.is_over = True
+            self.is_over, self._inputs = True, ()
         if self._future is not None:
             self._future.release()
         if not self._loop.is_closed():
@@ -296,7 +286,7 @@ class KeepingRule:
     def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
         if log.is_keeping:
             return False
-        if len(workers_of(ranks)) < 2:  # its loss would take all checkpoints
+        if len({address for address, *_ in ranks}) < 2:  # its loss would take all checkpoints
             return log.since_kept >= log.command_limit
         command_limit, most_s = tuning.current.kept_commands, tuning.current.kept_s
         is_due = log.since_kept >= command_limit or time.monotonic() - self._last_s >= most_s

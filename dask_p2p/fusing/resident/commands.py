@@ -206,7 +206,7 @@ class CommandStream:
 Sizes: TypeAlias = Sequence[tuple[Index, int]]
 
 
-async def registered(client: Any, name: str, sizes: Sequence[Sizes], ranks: Ranks) -> Any:
+async def register_blocks(client: Any, name: str, sizes: Sequence[Sizes], ranks: Ranks) -> Any:
     """Register blocks with the scheduler, before the ranks add them; return their futures, by key.
 
     Raises `KeyError` if the scheduler has lost a worker.
@@ -237,11 +237,6 @@ def receive(client: Any, gang: str, streams: ClientStreams) -> None:
     client_streams[gang] = streams
     # Once more for each gang: the client may have connected to another scheduler.
     client.subscribe_topic(TOPIC, partial(_pass_on, client_streams))
-
-
-def workers_of(ranks: Ranks) -> set[str]:
-    """Return the addresses of the workers of some ranks."""
-    return {address for address, *_ in ranks}
 
 
 def _pass_on(client_streams: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:

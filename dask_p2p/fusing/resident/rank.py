@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 from distributed import Worker, get_worker, secede
 from distributed.protocol import Serialized, serialize
-from distributed.protocol.pickle import dumps
+from distributed.protocol.pickle import dumps, loads
 from distributed.sizeof import sizeof
 from distributed.utils import sync
 
@@ -34,7 +34,7 @@ from dask_p2p.fusing.resident.commands import (
     CommandQueues,
 )
 from dask_p2p.fusing.resident.replayed_calls import HandleTable, ReplayedCalls
-from dask_p2p.fusing.running.gang import ProgramContext, Runner, output_of, unpacked
+from dask_p2p.fusing.running.gang import ProgramContext, Runner, output_of
 from dask_p2p.fusing.running.messages import FailedValue
 from dask_p2p.fusing.running.program import ReadyProgram, ReadyStep
 from dask_p2p.plugins.dask_internals import Units
@@ -54,7 +54,7 @@ class RunResident:
     """The work of a rank: the calls of its program."""
 
     gang: str  # its name
-    program: bytes  # packed, so that only the rank's worker opens it
+    program: bytes  # pickled, so that only the rank's worker opens it
     arguments: tuple[str, ...]  # names of the arrays that stand for the arguments in the program
     dtype: DType | None  # of the first result
     shape: tuple[float, ...] | None  # of the first result
@@ -64,7 +64,7 @@ class RunResident:
     context: ClassVar[Any] = ProgramContext
 
     def __call__(self, ctx: ProgramContext, blocks: Sequence[Any] = ()) -> list[list[Any]]:
-        program, worker = unpacked(self.program), get_worker()
+        program, worker = loads(self.program), get_worker()
         if ctx.connections.is_alone:
             secede()  # as ranks of a gang do: the rank mostly waits
         queues = sync(worker.loop, part_on, worker, CommandQueues)

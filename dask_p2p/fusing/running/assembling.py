@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from dask_p2p.backends import as_array, checked_block
@@ -156,16 +156,6 @@ def planned(block: AssembledBlock) -> _Planned:
         return of_block, {source: SourcePieces(group) for source, group in groups.items()}
 
     return _PLANS.get(plan, position, compute)
-
-
-@contextmanager
-def in_task(key: Key) -> Iterator[None]:
-    """Name the task in each exception that its function, or a check of its inputs, raises."""
-    try:
-        yield
-    except BaseException as exc:  # also SystemExit
-        name_task(exc, key)
-        raise
 
 
 def name_task(exc: BaseException, key: Key) -> None:

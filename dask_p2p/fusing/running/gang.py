@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +12,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import List, TaskRef
 from dask.utils import format_bytes
-from distributed.protocol.pickle import dumps
+from distributed.protocol.pickle import dumps, loads
 
 from dask_p2p.config import Options
 from dask_p2p.engine.task import current_worker
@@ -251,14 +249,13 @@ def _memories(ctx: ProgramContext, program: Program) -> Sequence[Lending]:
 
 
 PREFIX = "p2p-fused"  # of the names of gangs and their arrays
-_LEVEL = 1  # of compression: the fastest
 
 _program_cache = KeptPrograms()  # of this process
 
 
 @dataclass(frozen=True)
 class _RunProgram:
-    """The work of a rank: its program, packed, so that only the rank's worker opens it."""
+    """The work of a rank: its program, pickled, so that only the rank's worker opens it."""
 
     program: bytes
     dtype: DType | None  # of the first array; None: unknown
@@ -287,8 +284,8 @@ class _RunProgram:
 
     def _ready(self) -> AbstractContextManager[ReadyProgram]:
         if self.runs_again:
-            return _program_cache.running(self.program, unpacked)
-        return nullcontext(ReadyProgram(unpacked(self.program)))
+            return _program_cache.running(self.program)
+        return nullcontext(ReadyProgram(loads(self.program)))
 
 
 def _give_back() -> None:
@@ -317,7 +314,7 @@ def output_of(device: Host, value: Any, blocks: Sequence[Any] = ()) -> Any:
 
 
 class RankProgram(NamedTuple):
-    """The packed program of a rank, and the keys of the blocks that it gets and returns."""
+    """The pickled program of a rank, and the keys of the blocks that it gets and returns."""
 
     body: Any
     inputs: tuple[Key, ...]
@@ -399,21 +396,6 @@ def array_of_tasks(
     return array
 
 
-def packed(program: Program) -> bytes:
-    """Return a program as bytes. Keys and plans repeat, so that they take a quarter compressed."""
-    text: bytes = dumps(program)
-    literals_bytes = sum(getattr(literal, "nbytes", 0) for literal in program.literals.values())
-    # Arrays would take long, and hardly be smaller.
-    return text if 2 * literals_bytes > len(text) else zlib.compress(text, _LEVEL)
-
-
-def unpacked(text: bytes) -> Program:
-    """Return the program that `packed` has made into bytes."""
-    is_compressed = text[:1] != pickle.PROTO
-    program: Program = pickle.loads(zlib.decompress(text) if is_compressed else text)
-    return program
-
-
 def rank_programs(
     programs: Sequence[Program],
     first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
@@ -421,12 +403,12 @@ def rank_programs(
     runs_again: bool = False,
     most_bytes: float | None = None,
 ) -> list[RankProgram]:
-    """Return the programs of ranks, packed."""
+    """Return the programs of ranks, pickled."""
     dtype = None if first is None else first.dtype
     shape = None if first is None else tuple(map(sum, first.chunks))
     how = dtype, shape, kind, runs_again, most_bytes
     return [
-        RankProgram(_RunProgram(packed(program), *how), program.inputs, program.outputs)
+        RankProgram(_RunProgram(dumps(program), *how), program.inputs, program.outputs)
         for program in programs
     ]
 

@@ -27,7 +27,7 @@ from dask_p2p import tuning
 from dask_p2p.backends import memory_order
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
-from dask_p2p.fusing.running.assembling import Assembling, in_task, planned
+from dask_p2p.fusing.running.assembling import Assembling, name_task, planned
 from dask_p2p.geometry import box_shape, round_up
 from dask_p2p.sections.exchange.device import Lending, SourcePieces
 from dask_p2p.sections.gang.rank import pickled_error
@@ -114,16 +114,15 @@ class Packing:
             if type(value) is FailedValue:
                 self._failed[number] = pickle.dumps(value)
                 continue
-            key = item.received_key
             try:
-                with in_task(key):
-                    if isinstance(item, WholeValue):
-                        self._add_whole(value)
-                        continue
-                    plan, of_sources = planned(item.block)
-                    shape = plan.source_shapes[item.number]
-                    source = assembling.source(item.block, shape, item.key, value)
+                if isinstance(item, WholeValue):
+                    self._add_whole(value)
+                    continue
+                plan, of_sources = planned(item.block)
+                shape = plan.source_shapes[item.number]
+                source = assembling.source(item.block, shape, item.key, value)
             except Exception as exc:
+                name_task(exc, item.received_key)
                 if self._messages.failed_value is None:
                     raise
                 self._failed[number] = pickle.dumps(self._messages.failed_value(exc))

@@ -44,8 +44,8 @@ _UNCHANGED = (
     type(None),
 )
 
-# Programs that a worker keeps: together about 50 MB of tasks.
-_MOST_BYTES = 2**20  # as they are packed
+# Pickles of the programs that a worker keeps: together about 50 MB of tasks.
+_MOST_BYTES = 2**22
 
 
 class ReadyStep(NamedTuple):
@@ -142,27 +142,25 @@ def _arguments_of(args: tuple[Any, ...]) -> Callable[[Mapping[Key, Any]], Any]:
 
 
 class KeptPrograms:
-    """Programs that ran here and may run again, by their packed form. Thread-safe."""
+    """Programs that ran here and may run again, by their pickles. Thread-safe."""
 
     def __init__(self, most_bytes: int = _MOST_BYTES) -> None:
         self._lock, self._most_bytes = threading.Lock(), most_bytes
         self._programs: dict[bytes, ReadyProgram] = {}  # in the order of their last run
 
     @contextmanager
-    def running(
-        self, packed: bytes, unpacked: Callable[[bytes], Program]
-    ) -> Iterator[ReadyProgram]:
+    def running(self, pickled: bytes) -> Iterator[ReadyProgram]:
         """Return a program for one run; keep it afterwards, unless an exception ends the run."""
         with self._lock:
-            ready = self._programs.pop(packed, None)  # for this run alone
+            ready = self._programs.pop(pickled, None)  # for this run alone
         if ready is None:
-            program = unpacked(packed)
+            program = loads(pickled)
             is_kept = all(isinstance(literal, _UNCHANGED) for literal in program.literals.values())
-            ready = ReadyProgram(program, is_kept and len(packed) <= self._most_bytes)
+            ready = ReadyProgram(program, is_kept and len(pickled) <= self._most_bytes)
         yield ready
         if ready.runs_again:
             with self._lock:
-                self._programs[packed] = ready
+                self._programs[pickled] = ready
                 while sum(map(len, self._programs)) > self._most_bytes:
                     del self._programs[next(iter(self._programs))]
 

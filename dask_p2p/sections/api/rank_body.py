@@ -303,8 +303,8 @@ class SectionEstimate(MemoryEstimate):
         on_host = "" if self.kind == "numpy" else f", and {self.host_need.purposes} on the host"
         return (
             f"{self.workers} rank{'s' * (self.workers > 1)}: at most {total} each "
-            f"({self.need.purposes}){on_host}; each sends {step} a step, and {checkpoint} a "
-            f"checkpoint{visit}"
+            f"({self.need.purposes}){on_host}; each sends {step} per step, and "
+            f"{checkpoint} per checkpoint{visit}"
         )
 
 

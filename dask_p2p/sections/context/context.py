@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from types import NoneType
 from typing import Any
-from weakref import finalize
-
-import numpy as np
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box
-from dask_p2p.inputs import as_integer, checked_dtype, checked_flag
-from dask_p2p.ops.arguments import checked_boundaries, checked_depths
-from dask_p2p.plans.halo import plan_halo_exchange
+from dask_p2p.inputs import as_integer, checked_flag
 from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.sections.context.communicator import Communicator
 from dask_p2p.sections.context.grids import Grid, LocalPoints
-from dask_p2p.sections.context.stepping import Stepping
+from dask_p2p.sections.context.loop import StateFolder, StateStore, begin_steps
+from dask_p2p.sections.context.state import State
 from dask_p2p.sections.context.transforms import Transforms
-from dask_p2p.sections.exchange.boundaries import At, Ends, described, planned
-from dask_p2p.sections.exchange.device import HOST, Host, check_kind
-from dask_p2p.sections.exchange.halo import FirstCopy, HaloArray, HaloExchange, HaloLayout, Pending
-from dask_p2p.sections.exchange.redistribution import Partitions, checked_shape
-from dask_p2p.sections.exchange.regions import checked_order
+from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.exchange.halo import HaloArray, HaloCopies, HaloExchange, Pending
+from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.gang.checkpoints import Checkpoints
+from dask_p2p.sections.gang.worker import Progress, is_logged
 from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
 
-class Context(Stepping, Transforms):
+class Context(Communicator, Transforms):
     """One rank among the ranks that run a function at the same time.
 
     With CuPy blocks, the rank's own stream is the current one while the function runs. Methods
@@ -73,16 +69,19 @@ class Context(Stepping, Transforms):
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # of its local blocks
     ) -> None:
-        super().__init__(rank, ranks.size, connections, device, checkpoints)
-        self.reads_memory = reads_memory
+        self._partitions = Partitions(ranks, rank, connections, reads_memory, device)
+        super().__init__(rank, ranks.size, connections, device, self._partitions, reads_memory)
         self.grid = ranks.grid
         self.box: Box = ranks.box(rank)
         self._ranks = ranks
         self.replays_steps = False  # whether steps are captured, and all have the same number
         self._grids: dict[RankGrid, Grid] = {}
         self._halo_arrays = 0  # calls of `with_halo` so far
-        self._first_copies: dict[int, FirstCopy] = {}  # of local blocks that are alive
-        self._partitions = Partitions(ranks, rank, connections, reads_memory, device)
+        self._copies = HaloCopies()  # returned by `update_halo`
+        self._checkpoints = checkpoints
+        self.progress = Progress(logs=rank == 0 and is_logged())
+        self._has_steps = False  # whether `steps` was called
+        self._stores: list[StateStore] = []  # of its state
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,7 +139,7 @@ class Context(Stepping, Transforms):
             If the array has no such axes.
             Also if `shape` is no shape.
         """
-        global_shape = self.shape if shape is None else checked_shape(shape)
+        global_shape = self._partitions.shape_of(shape)
         if partition is None and global_shape:
             ranks = distribute_alike(self._ranks, global_shape)
         else:
@@ -197,12 +196,6 @@ class Context(Stepping, Transforms):
         number = "-".join(map(str, (*indices[:axis], *indices[axis + 1 :])))
         return self._group([*map(self._ranks.rank, line)], f"along({axis}), line {number}")
 
-    def box_of(
-        self, partition: Sequence[int] | None = None, shape: Sequence[int] | None = None
-    ) -> Box:
-        """Return the `box` of this rank for another partition: see `redistribute`."""
-        return self._partitions.ranks(partition, shape).box(self.rank)
-
     def with_halo(
         self,
         local: Array | None = None,
@@ -256,41 +249,10 @@ class Context(Stepping, Transforms):
                 f"grid: expected a grid of ctx.grid_of(shape), got {type(grid).__name__}. Leave it "
                 f"out for the section's arrays."
             )
-        ranks = self._ranks if grid is None else grid.ranks
-        corners = checked_flag("corners", corners)
-        shapes = [tuple(map(sum, ranks.chunks))]
-        local = None if local is None else self.device.as_array(local)
-        local_dtype = np.dtype(getattr(local, "dtype", np.float64))
-        kind = local_dtype if dtype is None else checked_dtype("dtype", dtype)
-        if kind.hasobject:
-            raise InputError(f"dtype: expected one without Python objects, got {kind}.")
-        (widths,) = checked_depths(depth, shapes)
-        (beyond,) = checked_boundaries(boundary, shapes, kind, in_section=True)
-        halo = plan_halo_exchange(ranks, self.rank, widths, planned(beyond), corners)
-        call = (
-            f"update_halo() of halo array {self._halo_arrays}, {kind}, depth {widths}, "
-            f"boundary {described(beyond)}, corners {corners}"
-        )
+        at = Grid(self, self._ranks) if grid is None else grid
+        call = f"update_halo() of halo array {self._halo_arrays}"
         self._halo_arrays += 1
-        order = checked_order(exchange)
-        box = ranks.box(self.rank)
-        at = At(self.rank, shapes[0], box, self.device.module, self.step_for)
-        ends = Ends(halo, beyond, at, self.device, kind)
-        halo_array = HaloArray(HaloLayout(halo, kind, call, order, self.device, ends))
-        if local is not None:
-            if not np.can_cast(local_dtype, kind, "same_kind"):
-                raise InputError(
-                    f"local: expected an array that becomes {kind}, got {local_dtype}. Convert it "
-                    f"first, local.astype(...), or leave out dtype=."
-                )
-            if np.shape(local) != halo_array.inner.shape:
-                raise InputError(
-                    f"local: expected an array of shape {halo_array.inner.shape}, got one of shape "
-                    f"{np.shape(local)}."
-                )
-            check_kind(self.device, "local", local)
-            halo_array.inner[...] = local
-        return halo_array
+        return at.halo_array(call, local, depth, boundary, corners, dtype, exchange)
 
     def step_for(self, name: str) -> int:
         """Return the number of the step, from 0; `name` is that of the value in errors."""
@@ -366,113 +328,172 @@ class Context(Stepping, Transforms):
         for halo_array in halo_arrays:
             if halo_array.first_copy is not None:
                 halo_array.first_copy.check()
-        return exchange.begin(halo_arrays, in_background, self._copied if copy else None)
+        return exchange.begin(halo_arrays, in_background, self._copies.copy if copy else None)
 
     def halo_exchange(
         self, halo_arrays: Sequence[HaloArray], is_wide: bool = False
     ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
-        _check_halo_arrays(halo_arrays)
-        first, *companions = halo_arrays
-        names = (
-            tuple([halo_array.layout.call.text for halo_array in companions]) if companions else ()
-        )
-        exchange = first.layout.exchanges.get((is_wide, names))
-        if exchange is None:
-            layouts = [halo_array.layout for halo_array in halo_arrays]
-            reads_memory = self.reads_memory if is_wide else None
-            exchange = HaloExchange(layouts, self._connections, reads_memory)
-            first.layout.exchanges[is_wide, names] = exchange
-        return exchange
-
-    def _copied(self, halo_array: HaloArray) -> Array:
-        copied = halo_array.data.copy()
-        if halo_array.first_copy is None:
-            halo_array.first_copy = first = FirstCopy(halo_array, copied)
-            self._first_copies[id(first)] = first
-            finalize(halo_array.data, self._first_copies.pop, id(first), None)
-        return copied
+        reads_memory = self._messages.reads_memory if is_wide else None
+        return HaloExchange.of(halo_arrays, self._connections, reads_memory)
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
         """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
-        for first in [*self._first_copies.values()]:
-            first.check_returned(arrays)
+        self._copies.check_returned(arrays)
 
-    def redistribute(
-        self,
-        a: Array,
-        partition: Sequence[int] | None = None,
-        from_partition: Sequence[int] | None = None,
-        *,
-        axes: Sequence[int] | None = None,
-        shape: Sequence[int] | None = None,
-        out: Array | None = None,
-        exchange: str = "auto",
-    ) -> Array:
-        """Divide an array between the ranks along other axes; return this rank's new local block.
-
-        This is an all-to-all exchange: a transpose of slabs, if `partition` is another axis. Later
-        calls reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream,
-        and regions are read from other GPUs of the host. The call waits for regions that come as
-        messages.
+    def state(self, **values: Any) -> State:
+        """Return the state of a loop of steps: values that change from step to step.
 
         Parameters
         ----------
-        a : array
-            This rank's local block of the array, of any dtype without Python objects. It is not
-            changed.
-        partition : sequence of int, optional
-            Axes that may be divided in the result, as for `dask_p2p.spmd`. By default those of the
-            section's arrays. If an array has the section's shape, and an axis the same number of
-            ranks, that axis is divided at the same positions; otherwise evenly. A local block may
-            be empty.
-        from_partition : sequence of int, optional
-            Axes that may be divided in `a`, with the same default.
-        axes : sequence of int, optional
-            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition`
-            names axes of the result. By default the axes keep their order.
-        shape : sequence of int, optional
-            Shape of the whole array before the permutation. By default that of the section's
-            arrays. With `from_partition` and without `partition`, the result has that shape by
-            default.
-        out : array, optional
-            Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
-            nothing.
-        exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
-            Order of the messages. "auto" exchanges with all ranks at the same time. In the other
-            orders each rank has one partner at a time. "diagonal" sends to the ranks after it, in
-            turn. "left-right" sends to the right and the left neighbour, then to those behind them.
-            "pairwise" sends to and receives from the same rank.
+        **values
+            Values by name, which become attributes: arrays, numbers, halo arrays of `with_halo`,
+            `numpy.random.Generator` objects, and tuples, lists and dicts of these. The state has
+            copies of the arrays, which may change their shapes. Leave out constants.
 
         Returns
         -------
-        numpy.ndarray or cupy.ndarray
-            The new local block, owned by the caller: `out` if that is given.
+        State
+            Give it to `steps`. Read and change its attributes in the loop: ``s.u = s.u + 1`` and
+            ``s.u += 1`` are the same.
 
         Raises
         ------
         InputError
-            If the array has no such axes.
-            Also if `a` or `out` has another shape or cannot be exchanged, or `exchange` is unknown.
+            If a value is no such value, or has Python objects.
+        UnsupportedArrayError
+            If an array is masked.
+        """
+        return State(self.device, values)
+
+    def steps(
+        self,
+        count: int | None,
+        state: State | None = None,
+        every: int | str | None = "30 s",
+        save: StateFolder | Sequence[StateFolder] = (),
+        checkpoint: StateFolder | None = None,
+    ) -> Iterator[int]:
+        """Count steps, and save the function's state from time to time.
+
+        If a worker is lost, all ranks run again, and resume at the newest complete checkpoint. A
+        function may have one such loop.
+
+        Parameters
+        ----------
+        count : int or None
+            Total number of steps; None if the function ends the loop.
+        state : State, optional
+            All values that a step needs from earlier steps, from `Context.state`. Before the first
+            step they become those of the checkpoint. Ranks resume at the start without a state, or
+            while a value of it has not changed on any rank. So do ranks whose loop carries other
+            numbers or arrays in local variables, ``t += dt``.
+        every : int, str or None
+            Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
+            checkpoint is kept on the rank's own worker and on another one.
+        save : Save or sequence of Save, optional
+            Zarr groups for frames of arrays and numbers of the state, by absolute paths. A thread
+            writes a frame while the next steps run, one frame at a time. The name of a value in a
+            list or dict has dots, ``fields.u``.
+        checkpoint : Checkpoint, optional
+            Folder of checkpoints in files, by an absolute path: a `dask_p2p.Checkpoint`. A later
+            run resumes from the newest one. Arrays of the local block's shape are parts of one
+            array, so that run may have another number of ranks. Numbers must be the same on all
+            ranks. If other values differ between ranks, such as generators, as many must resume.
+
+        Yields
+        ------
+        int
+            The number of the step, from 0 or from the last checkpoint.
+
+        Raises
+        ------
+        InputError
+            If `count` is not a number of steps, `every` is not an interval, `state` is no state, or
+            `save` has no frames. Also in a second loop. With `checkpoint` also without a state, for
+            a folder of another program, and for numbers that differ between ranks.
+        FileError
+            If the folder of `checkpoint` cannot be written, or some workers do not see it.
+        ConfigError
+            If `checkpoint` is given, and Zarr is not installed.
         SectionError
             If the ranks made different calls.
         """
-        redistribution = self._partitions.redistribution(partition, from_partition, axes, shape)
-        return redistribution(a, out, checked_order(exchange))
+        code = sys._getframe(1).f_code  # of the function with the loop
+        return begin_steps(self, count, state, every, save, checkpoint, code)
 
+    def loop(
+        self,
+        step: Callable[[State], Any],
+        count: int,
+        *,
+        every: int | str | None = "30 s",
+        save: StateFolder | Sequence[StateFolder] = (),
+        checkpoint: StateFolder | None = None,
+        **values: Any,
+    ) -> State:
+        """Call a function of a state many times, and save the state from time to time.
 
-def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:
-    if not halo_arrays:
-        raise InputError("expected at least one halo array, from ctx.with_halo(), got none.")
-    for halo_array in halo_arrays:
-        if not isinstance(halo_array, HaloArray):
-            raise InputError(
-                f"expected memory from ctx.with_halo(), got {type(halo_array).__name__}. Make it "
-                f"once, p = ctx.with_halo(local, depth), and change the local block in p.inner."
-            )
-    if len(halo_arrays) > 1 and len({halo_array.layout for halo_array in halo_arrays}) < len(
-        halo_arrays
-    ):
-        raise InputError(
-            "expected different halo arrays in one call, got one twice. Give each of them once."
-        )
+        The local variables of `step` end with it. So no value outlives a step but those of the
+        state, which are saved: ``ctx.loop(step, 100, u=u, t=0.0)``.
+
+        Parameters
+        ----------
+        step : callable
+            Changes its argument, the state: ``s.u = s.u + 1; s.t += dt``. Returns nothing.
+        count : int
+            Total number of steps.
+        every, save, checkpoint
+            As for `steps`.
+        **values
+            As for `state`.
+
+        Returns
+        -------
+        State
+            The state after the last step.
+
+        Raises
+        ------
+        InputError
+            If `step` returns a value. Also as for `state` and `steps`.
+        FileError, ConfigError, SectionError
+            As for `steps`.
+        """
+        state = self.state(**values)
+        for _ in self.steps(count, state, every, save, checkpoint):
+            value = step(state)
+            if value is not None:
+                raise InputError(
+                    f"step: expected a function that changes the state and returns nothing, got "
+                    f"one that returns {type(value).__name__}. Write s.u = ... in it."
+                )
+        return state
+
+    def flush_stores(self) -> None:
+        """Complete the frames of `steps`. A collective call of all ranks."""
+        for store in self._stores:
+            store.flush()
+
+    def close_stores(self) -> None:
+        """End the threads that write frames."""
+        for store in self._stores:
+            store.close()
+
+    def save_state(self, step: int, arrays: Sequence[Array]) -> None:
+        """Save copies of arrays on this worker and on another one. A collective call."""
+        if self._checkpoints is not None:
+            self._checkpoints.save(step, arrays)
+
+    def restore_state(self, load: Callable[[memoryview], None]) -> int:
+        """Call `load` with the newest checkpoint; return its step, or 0 without one."""
+        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.read_state()
+        if saved is not None:
+            load(saved)
+        self.progress.step = self.progress.first = step
+        return step
+
+    @property
+    def has_checkpoints(self) -> bool:
+        """True if states are saved in memory."""
+        return self._checkpoints is not None

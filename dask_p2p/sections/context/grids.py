@@ -13,13 +13,14 @@ import numpy as np
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, block_bounds, box_shape, box_slices
-from dask_p2p.inputs import as_integer, checked_choice, checked_dtype
+from dask_p2p.inputs import as_integer, checked_choice, checked_dtype, checked_flag
 from dask_p2p.ops.arguments import checked_boundaries, checked_depths
 from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.exchange.boundaries import At, Ends, described, open_grid, planned
 from dask_p2p.sections.exchange.device import check_kind
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloLayout
+from dask_p2p.sections.exchange.regions import checked_order
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
 OTHERS = "*"  # in a mapping by names of arrays: all that it does not name
@@ -106,9 +107,12 @@ class Grid:
         if key not in self._pads:
             layouts = [
                 self._layout(
-                    name, arrays[name].dtype, depth, of_each[name], is_named=len(arrays) > 1
+                    f"pad(){f' of {name}' * (len(arrays) > 1)}, {block.dtype} {self.shape}",
+                    block.dtype,
+                    depth,
+                    of_each[name],
                 )
-                for name in arrays
+                for name, block in arrays.items()
             ]
             if len(self._pads) >= _MOST_PADS:  # such as a new function in each step
                 del self._pads[next(iter(self._pads))]
@@ -121,18 +125,57 @@ class Grid:
         exchange.fill(layouts, [*padded.values()])
         return padded if isinstance(a, Mapping) else padded["a"]
 
+    def halo_array(
+        self,
+        call: str,  # text of its exchange, without its kind
+        local: Array | None,
+        depth: DepthLike,
+        boundary: BoundaryLike,
+        corners: bool,
+        dtype: DTypeLike | None,
+        exchange: str,
+    ) -> HaloArray:
+        """Return memory for a local block with a halo: see `Context.with_halo`."""
+        device, corners = self._ctx.device, checked_flag("corners", corners)
+        local = None if local is None else device.as_array(local)
+        local_dtype = np.dtype(getattr(local, "dtype", np.float64))
+        kind = local_dtype if dtype is None else checked_dtype("dtype", dtype)
+        if kind.hasobject:
+            raise InputError(f"dtype: expected one without Python objects, got {kind}.")
+        layout = self._layout(f"{call}, {kind}", kind, depth, boundary, corners, exchange)
+        halo_array = HaloArray(layout)
+        if local is not None:
+            if not np.can_cast(local_dtype, kind, "same_kind"):
+                raise InputError(
+                    f"local: expected an array that becomes {kind}, got {local_dtype}. Convert it "
+                    f"first, local.astype(...), or leave out dtype=."
+                )
+            if np.shape(local) != halo_array.inner.shape:
+                raise InputError(
+                    f"local: expected an array of shape {halo_array.inner.shape}, got one of shape "
+                    f"{np.shape(local)}."
+                )
+            check_kind(device, "local", local)
+            halo_array.inner[...] = local
+        return halo_array
+
     def _layout(
-        self, name: str, dtype: Any, depth: DepthLike, boundary: BoundaryLike, is_named: bool
+        self,
+        call: str,  # text of the exchange, without its depth
+        dtype: Any,
+        depth: DepthLike,
+        boundary: BoundaryLike,
+        corners: bool = True,
+        exchange: str = "auto",
     ) -> HaloLayout:
         (widths,) = checked_depths(depth, [self.shape])
         (beyond,) = checked_boundaries(boundary, [self.shape], dtype, in_section=True)
         rank, device = self._ctx.rank, self._ctx.device
-        halo = plan_halo_exchange(self.ranks, rank, widths, planned(beyond), has_corners=True)
-        suffix, text = f" of {name}" if is_named else "", described(beyond)
-        call = f"pad(){suffix}, {dtype} {self.shape}, depth {widths}, boundary {text}"
+        halo = plan_halo_exchange(self.ranks, rank, widths, planned(beyond), corners)
+        text = f"{call}, depth {widths}, boundary {described(beyond)}, corners {corners}"
         at = At(rank, self.shape, self.box, device.module, self._ctx.step_for)
         ends = Ends(halo, beyond, at, device, dtype)
-        return HaloLayout(halo, dtype, call, device=device, ends=ends)
+        return HaloLayout(halo, dtype, text, checked_order(exchange), device, ends)
 
     def _checked(self, name: str, a: Any) -> Array:
         block = self._ctx.device.as_array(a)

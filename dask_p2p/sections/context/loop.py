@@ -7,17 +7,20 @@ A step without any of these costs one comparison.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
-from types import FrameType
+from operator import index
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from distributed import warn
 
-from dask_p2p.errors import P2PWarning
-from dask_p2p.sections.context.state import State, carried_names
+from dask_p2p.errors import InputError, P2PWarning
+from dask_p2p.sections.context.state import State, carried_names, identities
+from dask_p2p.sections.gang.checkpoints import Period, checked_period
 from dask_p2p.types import Array
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,7 @@ _CARRIED = (
 )
 _UNCHANGED = (
     "No state was saved after step %d: %s had not changed since the start. After the loss of a "
-    "worker ranks begin at the start. Change the state itself, s.u = ..., and give it no constants."
+    "worker ranks begin at the start. Change the state itself, s.u = ...; put no constants in it."
 )
 
 
@@ -64,23 +67,6 @@ class Multiples:
     def next_step(self, step: int) -> float:
         """Return the next multiple."""
         return min(((step // count + 1) * count for count in self._counts), default=inf)
-
-    next_known_step = next_step
-
-
-class FirstSteps:
-    """A schedule: after each of some first steps."""
-
-    def __init__(self, last: int) -> None:
-        self._last = last
-
-    def is_due(self, step: int, greatest: Callable[[Array], Array]) -> bool:
-        """Return whether a step is one of the first."""
-        return step <= self._last
-
-    def next_step(self, step: int) -> float:
-        """Return the next step, or infinity."""
-        return step + 1 if step < self._last else inf
 
     next_known_step = next_step
 
@@ -153,7 +139,115 @@ class Loop:
         return greatest
 
 
-# The state of a loop of `Context.steps`.
+# The loop of `Context.steps`, and its state.
+
+
+def begin_steps(
+    ctx: Any,
+    count: int | None,
+    state: State | None,
+    every: int | str | None,
+    save: Any,
+    checkpoint: Any,
+    code: CodeType,  # of the function with the loop
+) -> Iterator[int]:
+    """Return the numbers of the steps: see `Context.steps`."""
+    last = _checked_count(count)
+    if state is not None and not isinstance(state, State):
+        raise InputError(
+            f"state: expected values from ctx.state, got {type(state).__name__}. Write s = "
+            f"ctx.state(u=u), give s to ctx.steps, and use s.u in the loop."
+        )
+    if ctx._has_steps:
+        raise InputError(
+            "expected one loop of ctx.steps, got a second one: a rank that resumes could not "
+            "distinguish their states. Count the steps of both in one loop."
+        )
+    ctx._has_steps = True
+    every = checked_period(every)
+    stores = _checked_stores(save, checkpoint, state)
+    if state is None or (every is None and not stores):
+        return _count_steps(ctx, last)
+    ctx._stores = [store.of_state(ctx, state, last) for store in stores]
+    return _count_steps_of_state(ctx, last, state, ctx._stores, Period(every), code)
+
+
+def _count_steps(ctx: Any, last: int | None) -> Iterator[int]:
+    """Yield the numbers of steps, from the first one of this attempt."""
+    step = ctx.progress.first
+    loop = Loop(ctx, last, step)
+    while not loop.is_over:
+        yield step
+        step += 1
+        loop.advance(step)
+
+
+def _count_steps_of_state(
+    ctx: Any,
+    last: int | None,
+    state: State,
+    stores: Sequence[StateStore],
+    period: Schedule,
+    code: CodeType,  # of the function with the loop
+) -> Iterator[int]:
+    saving = SavedLoop(ctx, state, stores)
+    step = ctx.restore_state(state.load)
+    for store in stores:  # the checkpoints before the frames
+        step = store.resume(step, last)
+    callbacks = saving.callbacks(period)
+    loop = Loop(ctx, last, step, callbacks)
+    first, frame = step, sys._getframe(1)  # that of a progress bar, perhaps
+    before = identities(frame) if frame.f_code is code else {}
+    del frame
+    while not loop.is_over:
+        yield step
+        if step == first and before:
+            saving.find_carried(sys._getframe(1), before)
+        step += 1
+        loop.advance(step)
+        if step <= first + _CHECKED_STEPS:
+            saving.check()
+    ctx.flush_stores()
+
+
+def _checked_count(count: Any) -> int | None:
+    try:
+        return None if count is None else index(count)
+    except TypeError:
+        raise InputError(
+            f"expected a number of steps, or None, got {count=}. Give an integer: "
+            f"ctx.steps(100, s)."
+        ) from None
+
+
+def _checked_stores(save: Any, checkpoint: Any, state: State | None) -> list[StateFolder]:
+    stores = [*save] if isinstance(save, Sequence) else [save]
+    for store in stores:
+        if not hasattr(store, "of_state"):
+            raise InputError(
+                f"save: expected a dask_p2p.Save, or a sequence of these, got "
+                f"{type(store).__name__}. Give arrays to ctx.state, and the state to ctx.steps."
+            )
+    if checkpoint is not None and (state is None or not hasattr(checkpoint, "of_state")):
+        raise InputError(
+            f"checkpoint: expected a dask_p2p.Checkpoint, and a state, got {checkpoint!r:.80} "
+            f"and {state}. Give ctx.steps(n, s, checkpoint=Checkpoint('/folder'))."
+        )
+    if stores and state is None:
+        raise InputError("save: expected a state to save, got none. Give ctx.state(u=u).")
+    all_stores = [*stores] if checkpoint is None else [checkpoint, *stores]
+    if len({str(store.path) for store in all_stores}) < len(all_stores):
+        raise InputError("expected another path for each store, got one twice. Rename it.")
+    return all_stores
+
+
+class StateFolder(Protocol):
+    """The arguments of such a store: a `dask_p2p.Checkpoint` or `dask_p2p.Save`."""
+
+    path: Any
+
+    def of_state(self, ctx: Any, state: State, steps: int | None) -> StateStore:
+        """Return the store of a rank's state, in a loop of a number of steps."""
 
 
 class StateStore(Protocol):
@@ -191,13 +285,10 @@ class SavedLoop:
         self._carried: list[str] = []  # variables of the loop that the state does not have
         self._has_warned = False
 
-    def callbacks(self, first: int, period: Schedule) -> list[Callback]:
+    def callbacks(self, period: Schedule) -> list[Callback]:
         """Return the callbacks in their order: frames before checkpoints."""
-        callbacks = [Callback(self._check, FirstSteps(first + _CHECKED_STEPS))]
-        callbacks += (
-            Callback(partial(self._write, store), store.schedule)
-            for store in reversed(self._stores)
-        )
+        stores = reversed(self._stores)
+        callbacks = [Callback(partial(self._write, store), store.schedule) for store in stores]
         if self._ctx.has_checkpoints:
             callbacks.append(Callback(self._save, period, runs_at_end=False))
         return callbacks
@@ -208,14 +299,15 @@ class SavedLoop:
         if self._carried and self._ctx.rank == 0:
             logger.warning(_CARRIED, ", ".join(self._carried), self._carried[0])
 
-    def _check(self, step: int) -> None:
+    def check(self) -> None:
+        """Refuse other values of the state than those of the beginning."""
         self._names = [*self._state.check()]
 
     def _unchanged(self, step: int) -> list[str]:
         """Return the names of values that have not changed on any rank. A collective call."""
         if step > self._checked_step:
             self._checked_step = step
-            self._check(step)
+            self.check()
             if self._sums:
                 sums = self._state.checksums()
                 changed = np.array([sums[name] != first for name, first in self._sums.items()])

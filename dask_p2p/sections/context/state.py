@@ -212,12 +212,6 @@ def _copy_to_device(array: Array, device: Host) -> Array:
     return device_array
 
 
-def _restore_arrays(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _restore_arrays(element) for key, element in state.items()}
-    return np.array(state, np.uint64) if isinstance(state, list) else state
-
-
 def _load_value(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> Any:
     """Return a value with the arrays and numbers of a checkpoint in their places."""
     if isinstance(value, (dict, list)):
@@ -231,7 +225,7 @@ def _load_value(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -
         device.copy_from_host(value.inner, array)
         return value
     if spec.kind == "generator":
-        value.bit_generator.state = _restore_arrays(json.loads(array.tobytes()))
+        value.bit_generator.state = json.loads(array.tobytes())
         return value
     if spec.kind != "array":
         return array[()] if spec.kind == "number" else array.item()

@@ -1,4 +1,4 @@
-"""Fourier transforms of distributed arrays, called from within a section."""
+"""Redistribution and Fourier transforms of distributed arrays, called from within a section."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import memory_order
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import block_bounds, split_evenly
+from dask_p2p.geometry import Box, block_bounds, split_evenly
 from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
 from dask_p2p.ops.fft.stages import (
     Axes,
@@ -32,30 +32,88 @@ from dask_p2p.sections.exchange.redistribution import (
     Partitions,
     Pieces,
     Redistribution,
-    checked_shape,
 )
+from dask_p2p.sections.exchange.regions import checked_order
 from dask_p2p.types import Array, DType
 
 _Partition = Sequence[int] | None
 
 
-class _TransformCall(NamedTuple):
-    """The parameters of a transform: see `Transforms.fftn`."""
-
-    kind: str
-    axes: Axes
-    partition: _Partition
-    from_partition: _Partition
-    shape: Sequence[int] | None
-    norm: Norm
-
-
 class Transforms:
-    """The Fourier transforms of a context: local transforms along whole axes, and exchanges."""
+    """The exchanges of a context between all ranks: redistribution, and Fourier transforms.
+
+    A transform consists of local transforms along whole axes, and of redistributions.
+    """
 
     rank: int
     device: Host
     _partitions: Partitions
+
+    def redistribute(
+        self,
+        a: Array,
+        partition: _Partition = None,
+        from_partition: _Partition = None,
+        *,
+        axes: Sequence[int] | None = None,
+        shape: Sequence[int] | None = None,
+        out: Array | None = None,
+        exchange: str = "auto",
+    ) -> Array:
+        """Divide an array between the ranks along other axes; return this rank's new local block.
+
+        This is an all-to-all exchange: a transpose of slabs, if `partition` is another axis. Later
+        calls reuse the memory of messages. On a GPU the exchange is enqueued on the rank's stream,
+        and regions are read from other GPUs of the host. The call waits for regions that come as
+        messages.
+
+        Parameters
+        ----------
+        a : array
+            This rank's local block of the array, of any dtype without Python objects. It is not
+            changed.
+        partition : sequence of int, optional
+            Axes that may be divided in the result, as for `dask_p2p.spmd`. By default those of the
+            section's arrays. If an array has the section's shape, and an axis the same number of
+            ranks, that axis is divided at the same positions; otherwise evenly. A local block may
+            be empty.
+        from_partition : sequence of int, optional
+            Axes that may be divided in `a`, with the same default.
+        axes : sequence of int, optional
+            A permutation: axis ``i`` of the result is axis ``axes[i]`` of `a`, and `partition`
+            names axes of the result. By default the axes keep their order.
+        shape : sequence of int, optional
+            Shape of the whole array before the permutation. By default that of the section's
+            arrays. With `from_partition` and without `partition`, the result has that shape by
+            default.
+        out : array, optional
+            Memory for the result, which must not be that of `a`. A loop that passes `out` allocates
+            nothing.
+        exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
+            Order of the messages. "auto" exchanges with all ranks at the same time. In the other
+            orders each rank has one partner at a time. "diagonal" sends to the ranks after it, in
+            turn. "left-right" sends to the right and the left neighbour, then to those behind them.
+            "pairwise" sends to and receives from the same rank.
+
+        Returns
+        -------
+        numpy.ndarray or cupy.ndarray
+            The new local block, owned by the caller: `out` if that is given.
+
+        Raises
+        ------
+        InputError
+            If the array has no such axes.
+            Also if `a` or `out` has another shape or cannot be exchanged, or `exchange` is unknown.
+        SectionError
+            If the ranks made different calls.
+        """
+        redistribution = self._partitions.redistribution(partition, from_partition, axes, shape)
+        return redistribution(a, out, checked_order(exchange))
+
+    def box_of(self, partition: _Partition = None, shape: Sequence[int] | None = None) -> Box:
+        """Return the `box` of this rank for another partition: see `redistribute`."""
+        return self._partitions.ranks(partition, shape).box(self.rank)
 
     def fftn(
         self,
@@ -100,9 +158,7 @@ class Transforms:
         SectionError
             If the ranks made different calls.
         """
-        return self._transformed(
-            a, _TransformCall("fft", axes, partition, from_partition, shape, norm)
-        )
+        return self._transformed("fft", a, axes, partition, from_partition, shape, norm)
 
     def ifftn(
         self,
@@ -115,9 +171,7 @@ class Transforms:
         norm: Norm = None,
     ) -> Array:
         """Return the inverse of `fftn`, with the same parameters and errors."""
-        return self._transformed(
-            a, _TransformCall("ifft", axes, partition, from_partition, shape, norm)
-        )
+        return self._transformed("ifft", a, axes, partition, from_partition, shape, norm)
 
     def rfftn(
         self,
@@ -133,9 +187,7 @@ class Transforms:
 
         Parameters and errors are those of `fftn`.
         """
-        return self._transformed(
-            a, _TransformCall("rfft", axes, partition, from_partition, shape, norm)
-        )
+        return self._transformed("rfft", a, axes, partition, from_partition, shape, norm)
 
     def irfftn(
         self,
@@ -151,9 +203,7 @@ class Transforms:
 
         Parameters and errors are those of `fftn`.
         """
-        return self._transformed(
-            a, _TransformCall("irfft", axes, partition, from_partition, shape, norm)
-        )
+        return self._transformed("irfft", a, axes, partition, from_partition, shape, norm)
 
     def wavenumbers(
         self,
@@ -185,7 +235,7 @@ class Transforms:
         InputError
             The errors of `fftn`. Also `InputError` if `spacing` does not fit the axes.
         """
-        global_shape = self._global_shape(shape)
+        global_shape = self._partitions.shape_of(shape)
         along = _checked_axes(axes, len(global_shape))
         try:
             steps = np.broadcast_to(np.asarray(spacing, float), len(along))
@@ -209,9 +259,6 @@ class Transforms:
             wavenumbers.append(self.device.module.asarray(shaped))
         return tuple(wavenumbers)
 
-    def _global_shape(self, shape: Sequence[int] | None) -> tuple[int, ...]:
-        return self._partitions.shape if shape is None else checked_shape(shape)
-
     def _divisions(
         self,
         kind: str,
@@ -233,50 +280,67 @@ class Transforms:
         }
         return divisions["from_partition"], divisions["partition"]
 
-    def _transformed(self, a: Any, call: _TransformCall) -> Array:
-        check_norm(call.norm)
+    def _transformed(
+        self,
+        kind: str,
+        a: Any,
+        axes: Axes,
+        partition: _Partition,
+        from_partition: _Partition,
+        shape: Sequence[int] | None,
+        norm: Norm,
+    ) -> Array:
+        check_norm(norm)
         block = self.device.as_array(a)
         check_kind(self.device, "a", block)
-        is_real = call.kind in TO_COMPLEX
+        is_real = kind in TO_COMPLEX
         if block.dtype.kind not in "biufc" or (is_real and block.dtype.kind == "c"):
             expected = "real numbers" if is_real else "numbers"
             raise InputError(f"a: expected {expected}, got dtype {block.dtype}.")
-        make = partial(self._steps, call, block.dtype.itemsize)
-        steps = self._partitions.once(f"{call!r} {block.dtype.itemsize}", make)
+        options = axes, partition, from_partition, shape, norm
+        make = partial(self._steps, kind, block.dtype.itemsize, *options)
+        steps = self._partitions.once(f"{kind} {block.dtype.itemsize} {options}", make)
         local_block, is_own = block, False
         try:
             for step in steps:
                 local_block, is_own = step(local_block, is_own)
         finally:
             self._partitions.settle()
-        return local_block if is_own else local_block.copy()
+        return local_block
 
-    def _steps(self, call: _TransformCall, item_bytes: int) -> list[Step]:
+    def _steps(
+        self,
+        kind: str,
+        item_bytes: int,
+        axes: Axes,
+        partition: _Partition,
+        from_partition: _Partition,
+        shape: Sequence[int] | None,
+        norm: Norm,
+    ) -> list[Step]:
         """Return the steps of a transform: functions of the local block, in order."""
-        kind, global_shape = call.kind, self._global_shape(call.shape)
-        along = _checked_axes(call.axes, len(global_shape))
+        global_shape = self._partitions.shape_of(shape)
+        along = _checked_axes(axes, len(global_shape))
         lengths = {axis: global_shape[axis] for axis in along}
         if min(lengths.values()) < 1:
             raise InputError(f"expected elements along the axes {along}, got shape {global_shape}.")
         special = along[-1] if kind in (*TO_COMPLEX, *TO_REAL) else None
         transform = plan_transform(kind, special, lengths, (item_bytes, item_bytes))
-        first, last = self._divisions(
-            kind, global_shape, along, call.partition, call.from_partition
-        )
-        axes, current = tuple(range(len(global_shape))), first
+        first, last = self._divisions(kind, global_shape, along, partition, from_partition)
+        all_axes, current = tuple(range(len(global_shape))), first
         steps: list[Step] = []
         path = plan_transform_stages(first, last, transform)
         on_device, transformed_axes = self.device.kind == "cupy", [stage.axes for stage in path]
         transforms = plan_local_transforms(
-            kind, special, lengths, call.norm, transformed_axes, on_device
+            kind, special, lengths, norm, transformed_axes, on_device
         )
         for stage, local in zip(path, transforms, strict=True):
             is_there = stage.before.local_sizes == current.local_sizes
-            order = axes
+            order = all_axes
             if stage.axes and not is_there:
                 order = order_in_memory(len(global_shape), stage.axes, transform, on_device)
             redistribution = self._partitions.between(
-                current, stage.before, axes, f"{kind}n()", order
+                current, stage.before, all_axes, f"{kind}n()", order
             )
             if steps and isinstance(last_made := steps[-1], AxesTransform) and not is_there:
                 steps[-1] = last_made.in_pieces  # the exchange moves the pieces one by one

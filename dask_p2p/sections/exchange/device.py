@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -162,7 +162,6 @@ class HaloMessages(HaloMover):
 
     def __init__(self, calls: Sequence[ExchangeCall], connections: Connections) -> None:
         self._connections = connections
-        self._text, self._order = text_of(calls), calls[0].order
         sends, receives = (
             {
                 r: Packed(layout, np.empty(layout.size_bytes, np.uint8))
@@ -173,7 +172,12 @@ class HaloMessages(HaloMover):
         self._receives: dict[int, Buffer | None] = {
             rank: _bytes_of(packed) for rank, packed in receives.items()
         }
-        self._sends = {rank: _bytes_of(packed) for rank, packed in sends.items()}
+        of_ranks = {rank: _bytes_of(packed) for rank, packed in sends.items()}
+        arguments, order = (text_of(calls), of_ranks, self._receives), calls[0].order
+        if order == "auto":
+            self._begin = partial(connections.begin, *arguments)
+        else:
+            self._begin = partial(begin_in_order, connections, order, *arguments)
         self._outgoing, self._incoming = list(sends.values()), list(receives.values())
         buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
         self._is_large = any(len(buffer) > _LARGE_BYTES for buffer in buffers)
@@ -183,14 +187,11 @@ class HaloMessages(HaloMover):
         arrays: Sequence[Array],  # local blocks with their halos
         in_background: bool,  # whether the caller computes: large messages need a thread
     ) -> Callable[[], Any] | None:
-        connections = self._connections
-        if connections.is_alone:
+        if self._connections.is_alone:
             return None
         for packed in self._outgoing:
             packed.pack(arrays)
-        in_background = in_background and self._is_large
-        order, text = self._order, self._text
-        end = begin_in_order(connections, order, text, self._sends, self._receives, in_background)
+        end = self._begin(in_background and self._is_large)
 
         def unpacked() -> None:
             end()

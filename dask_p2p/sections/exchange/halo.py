@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import finalize, ref
 
 import numpy as np
 
@@ -161,6 +161,26 @@ class FirstCopy:
         return self._device.checksum(inner), self._device.checksum(self._copied)
 
 
+class HaloCopies:
+    """The copies of local blocks that a rank's function received: the first ones are checked."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, FirstCopy] = {}  # of local blocks that are alive
+
+    def copy(self, halo_array: HaloArray) -> Array:
+        copied = halo_array.data.copy()
+        if halo_array.first_copy is None:
+            halo_array.first_copy = first = FirstCopy(halo_array, copied)
+            self._first[id(first)] = first
+            finalize(halo_array.data, self._first.pop, id(first), None)
+        return copied
+
+    def check_returned(self, arrays: Sequence[Any]) -> None:
+        """Check the copies after the function has returned: see `FirstCopy`."""
+        for first in [*self._first.values()]:
+            first.check_returned(arrays)
+
+
 class HaloLayout:
     """Shape, dtype and boundary of halo arrays; fills the parts that need no other rank."""
 
@@ -227,6 +247,29 @@ class HaloExchange:
         self._elements = box_size(halos[0].inner)
         self.boxes = split_interior(halos)
 
+    @classmethod
+    def of(
+        cls,
+        halo_arrays: Sequence[HaloArray],
+        connections: Connections,
+        reads_memory: bool | None,
+    ) -> HaloExchange:
+        """Return the exchange that fills the halos of some arrays; later calls return the same.
+
+        Raises `InputError` for anything but halo arrays, each of them once.
+        """
+        _check_halo_arrays(halo_arrays)
+        first, *companions = halo_arrays
+        names: tuple[str, ...] = ()
+        if companions:
+            names = tuple(halo_array.layout.call.text for halo_array in companions)
+        key = reads_memory is not None, names
+        exchange = first.layout.exchanges.get(key)
+        if exchange is None:
+            layouts = [halo_array.layout for halo_array in halo_arrays]
+            exchange = first.layout.exchanges[key] = cls(layouts, connections, reads_memory)
+        return exchange
+
     @property
     def count(self) -> int:
         """Number of exchanges so far. Only exchanges that were not made may be taken back."""
@@ -252,6 +295,7 @@ class HaloExchange:
         # Returns results of `wait`; None: `data`.
         make_result: Callable[[HaloArray], Array] | None = None,
     ) -> Pending:
+        arrays = []
         for halo_array in halo_arrays:
             if halo_array.layout.is_in_flight:
                 raise InputError(
@@ -262,7 +306,8 @@ class HaloExchange:
             halo_array.layout.is_in_flight = True
             # Before halos for others are packed: they include this.
             halo_array.layout.fill(halo_array.data)
-        end = self._moved.begin([halo_array.data for halo_array in halo_arrays], in_background)
+            arrays.append(halo_array.data)
+        end = self._moved.begin(arrays, in_background)
         return Pending(halo_arrays, end, make_result)
 
     def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
@@ -299,6 +344,23 @@ class HaloExchange:
         for filled_array in halo_arrays:
             if filled_array.layout.ends is not None:
                 filled_array.layout.ends.fill(filled_array.data)
+
+
+def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:
+    if not halo_arrays:
+        raise InputError("expected at least one halo array, from ctx.with_halo(), got none.")
+    for halo_array in halo_arrays:
+        if not isinstance(halo_array, HaloArray):
+            raise InputError(
+                f"expected memory from ctx.with_halo(), got {type(halo_array).__name__}. Make it "
+                f"once, p = ctx.with_halo(local, depth), and change the local block in p.inner."
+            )
+    if len(halo_arrays) > 1 and len({halo_array.layout for halo_array in halo_arrays}) < len(
+        halo_arrays
+    ):
+        raise InputError(
+            "expected different halo arrays in one call, got one twice. Give each of them once."
+        )
 
 
 class Pending:

@@ -46,6 +46,10 @@ class Partitions:
     def module(self) -> Any:
         return self._device.module
 
+    def shape_of(self, shape: Any) -> tuple[int, ...]:
+        """Return the shape of an array; None: that of the section's arrays."""
+        return self.shape if shape is None else checked_shape(shape)
+
     def ranks(
         self,
         partition: Any,  # axes that may be divided; None: those divided in the section's arrays
@@ -56,7 +60,7 @@ class Partitions:
 
         Raises `InputError` if the array has no such axes, or for an invalid shape.
         """
-        global_shape = self.shape if shape is None else checked_shape(shape)
+        global_shape = self.shape_of(shape)
         try:
             grid = partition_of(self._ranks) if partition is None else tuple(map(index, partition))
         except TypeError:
@@ -95,7 +99,7 @@ class Partitions:
         self, partition: Any, from_partition: Any, axes: Any, shape: Any
     ) -> Redistribution:
         local_shape = self.shape
-        ndim = len(local_shape if shape is None else checked_shape(shape))
+        ndim = len(self.shape_of(shape))
         order = tuple(range(ndim)) if axes is None else normalize_axes(axes, ndim)
         if order is None:
             raise InputError(f"axes: expected a permutation of {ndim} axes, got {axes!r}.")

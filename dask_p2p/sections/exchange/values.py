@@ -23,7 +23,6 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Layout, round_up
 from dask_p2p.sections.exchange.device import HOST, Host
-from dask_p2p.sections.exchange.regions import shortened
 from dask_p2p.sections.wire.frames import (
     ALIGNMENT,
     HEADER,
@@ -116,20 +115,6 @@ def copied(value: Any, device: Host) -> Any:
     for start, part in zip(layout.starts, parts, strict=True):
         data[start : start + len(part)] = np.frombuffer(part, np.uint8)
     return decoded(message.description, data, device, lent)
-
-
-def text_of_arrays(call: str, arrays: Sequence[Array]) -> str:
-    """Return the text of a call with arrays, different for other shapes and dtypes."""
-    return _text_of_call(call, *[(array.dtype, array.shape) for array in arrays])
-
-
-def arrays_in(data: Any, like: Sequence[Array]) -> list[Array]:
-    """Return the arrays in the bytes of a message, with the shapes and dtypes of other arrays."""
-    arrays, at = [], 0
-    for array in like:
-        arrays.append(np.ndarray(array.shape, array.dtype, data, at))
-        at += array.nbytes
-    return arrays
 
 
 def as_numbers(value: Any) -> Array:
@@ -269,21 +254,6 @@ def _build(spec: Any, leaf: Callable[..., Array], device: Host) -> Any:
         data, *buffers = [leaf(_BYTE, (size_bytes,)) for size_bytes in spec[1]]
         return pickle.loads(data, buffers=buffers)
     return leaf(spec[1], ()).item()
-
-
-@lru_cache(1024)
-def _text_of_call(call: str, *kinds: tuple[DType, tuple[int, ...]]) -> str:
-    return shortened(f"{call} of {', '.join(text_of_kind(*kind) for kind in kinds)}")
-
-
-def text_of_kind(dtype: DType, shape: tuple[int, ...]) -> str:
-    """Return the name of a number or an array in errors.
-
-    >>> text_of_kind(np.dtype("f8"), ()), text_of_kind(np.dtype("i4"), (3, 2))
-    ('a float64 number', 'an int32 array of shape (3, 2)')
-    """
-    article = "an" if str(dtype)[0] in "aeiou" else "a"
-    return f"{article} {dtype} {f'array of shape {shape}' if shape else 'number'}"
 
 
 @lru_cache(1024)
@@ -429,68 +399,3 @@ def decoded_small(description: bytes, data: bytes, out: Any, device: Host) -> An
         out[...] = np.ndarray(shape, dtype, data)
         return out
     return np.ndarray(shape, dtype, bytearray(data))
-
-
-# Operations that combine the values of ranks.
-
-UFUNCS: dict[str, Any] = {
-    "sum": np.add,
-    "prod": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "any": np.logical_or,
-    "all": np.logical_and,
-}
-_EXTREMES: dict[str, Any] = {"maxloc": np.argmax, "minloc": np.argmin}
-_OPS = (*UFUNCS, *_EXTREMES)
-
-
-def check_op(op: Any) -> None:
-    """Refuse an unknown operation: `InputError`."""
-    if not isinstance(op, str) or op not in _OPS:
-        raise InputError(
-            f"op: expected one of {', '.join(_OPS)}, got {op!r}. Give one of these, or "
-            f"combine the values that ctx.allgather(value) returns."
-        )
-
-
-def convert_for(array: Array, op: str) -> Array:
-    """Return an array with the dtype of the result, which `combine_arrays` needs.
-
-    Raises `InputError` if the operation cannot combine the dtype.
-    """
-    try:
-        if op in _EXTREMES:
-            if array.dtype.kind in "biufmM":
-                return array
-            raise TypeError
-        return array.astype(_result_dtype(array.dtype, op), copy=False)
-    except TypeError:
-        raise InputError(
-            f"value: expected a dtype that {op!r} combines, got {array.dtype}."
-        ) from None
-
-
-@lru_cache(256)
-def _result_dtype(dtype: DType, op: str) -> DType:
-    result: DType = UFUNCS[op].reduce(np.ones(1, dtype)).dtype
-    return result
-
-
-def combine_arrays(arrays: Sequence[Array], op: str, out: Array | None = None) -> Any:
-    """Combine arrays of the same shape and dtype, in their order; into `out` if that is given.
-
-    "maxloc" and "minloc" return a tuple: the extremes, and their positions in `arrays`.
-    """
-    if op in _EXTREMES:
-        stacked = np.stack(arrays)
-        extremes = _EXTREMES[op](stacked, axis=0)
-        values = np.take_along_axis(stacked, extremes[np.newaxis], axis=0)[0]
-        return values[()], extremes
-    total, *addends = arrays
-    if not addends:
-        return total.copy()[()]
-    for addend in addends:
-        total = UFUNCS[op](total, addend, out=out)
-        out = total if total.ndim else None
-    return total[()]

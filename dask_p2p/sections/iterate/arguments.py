@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from dask_p2p.backends import backend_for
-from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.backends.dlpack import wrap_in_library
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.ops.arguments import check_function, check_names
@@ -38,7 +38,7 @@ from dask_p2p.sections.iterate.functions import (
     bind_by_position,
 )
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.output.stores import NO_STORES, StoreSpecs, checked_stores
+from dask_p2p.sections.iterate.output.stores import StoreSpecs, checked_stores
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
 
@@ -51,10 +51,10 @@ class Arguments:
     fields: tuple[FieldSpec, ...]  # also constants with a halo, after the others
     constants: tuple[ConstantSpec, ...]
     arrays: list[DaskArray]  # levels of all fields, then the divided constants
-    series: tuple[SeriesSpec, ...] = ()
-    scalars: tuple[ScalarSpec, ...] = ()
-    names: tuple[str, ...] = ()  # of all fields, in the order of the mapping
-    stores: StoreSpecs = NO_STORES
+    series: tuple[SeriesSpec, ...]
+    scalars: tuple[ScalarSpec, ...]
+    names: tuple[str, ...]  # of all fields, in the order of the mapping; none without names
+    stores: StoreSpecs
 
     @property
     def results(self) -> list[FieldSpec]:
@@ -88,33 +88,6 @@ class Arguments:
         results |= {name: next(next_arrays) for name in names}
         return {name: results[name] for name in dict.fromkeys((*self.names, *names))}
 
-    def in_library(self, library: str | None) -> Arguments:
-        """Return the same arguments, with functions of arrays of another library.
-
-        Raises `InputError` if a function fills arrays of JAX, or reads points.
-        """
-        if library is None:
-            return self
-        if library == "jax" and any(phase.fills_out for phase in self.phases):
-            raise InputError(
-                f"as_library='jax': expected a function that returns its new blocks, as arrays of "
-                f"JAX cannot be written, got one with a parameter {OUT}. Return the blocks."
-            )
-        if any(isinstance(constant.value, Points) for constant in self.constants):
-            raise InputError(
-                f"as_library={library!r}: expected constants that are arrays or numbers, got "
-                f"Points, which read NumPy and CuPy arrays. Leave out as_library, or the points."
-            )
-        return replace(
-            self,
-            phases=tuple(
-                replace(phase, function=LibraryFunction(phase.function, library))
-                for phase in self.phases
-            ),
-            series=tuple(spec.in_library(library) for spec in self.series),
-            stores=self.stores.in_library(library),
-        )
-
 
 def check_functions(
     func: Any,
@@ -144,6 +117,7 @@ def checked_arguments(
     until: Any,
     record: Any,
     stores: tuple[Any, Any],  # save and checkpoint
+    library: str | None,  # of the arrays that functions receive
 ) -> Arguments:
     """Return the arguments, in either form, or raise an error."""
     if until is not None and not callable(until):
@@ -153,66 +127,14 @@ def checked_arguments(
             "depth: expected the number of elements around a point that the function reads, got "
             "None. Give 0 if it reads none."
         )
-    checked = _named if isinstance(field.value, Mapping) else _unnamed
-    arguments = checked(func, field, constants, kwargs, until, record, stores)
-    check_computed(*(constant.value for constant in arguments.constants), *kwargs.values())
-    return arguments
-
-
-def _phases_of(func: Any) -> list[Any]:
-    return list(func) if isinstance(func, list) else [func]
-
-
-def _unnamed(
-    func: Any,
-    field: Field,  # of one array, or of its time levels
-    constants: Any,
-    kwargs: Mapping[str, Any],
-    until: Any,
-    record: Any,
-    stores: tuple[Any, Any],  # save and checkpoint
-) -> Arguments:
-    if stores != ((), None):
-        raise no_names()
-    if record:
-        raise InputError(
-            "record: expected fields by name, whose result is a dict with the series, got fields "
-            "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
-        )
-    spec, levels = make_field_spec(UNNAMED, field)
-    named = name_constants(constants, levels[0])
-    specs, arrays, _, _ = divide_constants(named, levels[0])
-    numbers = range(len(levels)) if spec.is_list else [None]
-
-    def bound(function: Callable[..., Any]) -> Binding:
-        return bind_by_position(function, numbers, [*named], kwargs)
-
-    phases = _make_phases(func, [UNNAMED], bound, until)
-    return Arguments(phases, (spec,), tuple(specs), [*levels, *arrays])
-
-
-def _named(
-    func: Any,
-    field: Field,  # of a mapping of fields, with the options of all
-    constants: Any,
-    kwargs: Mapping[str, Any],
-    until: Any,
-    record: Any,
-    stores: tuple[Any, Any],  # save and checkpoint
-) -> Arguments:
-    if until is not None and not record:
-        raise InputError(
-            "until: expected records for it to read, as the fields have names, got none. Give "
-            "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
-        )
-    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
-        raise InputError(
-            f"constants: expected a mapping of names, as the fields have, got "
-            f"{type(constants).__name__}. Give {{'name': value}}."
-        )
-    for name in (constants := dict(constants)):
-        check_name(name, "a constant")
-    specs, levels, scalars = check_fields(field)
+    is_named = isinstance(field.value, Mapping)
+    if is_named:
+        constants = _named_constants(constants, kwargs, until, record)
+        specs, levels, scalars = check_fields(field)
+    else:
+        _check_unnamed(record, stores)
+        spec, levels = make_field_spec(UNNAMED, field)
+        specs, scalars, constants = [spec], (), name_constants(constants, levels[0])
     plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
     arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
@@ -223,34 +145,95 @@ def _named(
             f"expected different names of fields, constants and keywords, got {twice[0]!r} twice. "
             f"Rename one of them."
         )
-    for name in kwargs:
-        check_name(name, "a keyword")
-    phases = _make_phases(
-        func, arrays_of, lambda function: bind_by_name(function, all_names), None, numbers
-    )
+
+    def bind(function: Callable[..., Any]) -> Binding:
+        if is_named:
+            return bind_by_name(function, all_names)
+        level_numbers = range(len(levels)) if specs[0].is_list else [None]
+        return bind_by_position(function, level_numbers, read, kwargs)
+
+    phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers, library)
     of_ranks = (
         constant
         for constant in plain
         if constant.ndim is not None or isinstance(constant.value, Points)
     )
     divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
-    series = checked_series(record, [*arrays_of, *numbers], all_names, divided)
-    bindings = [
-        *(phase.binding for phase in phases),
-        *(record_spec.binding for record_spec in series),
-    ]
-    written = checked_stores(*stores, [*arrays_of, *numbers], all_names, levels[0].chunks)
+    names = [*arrays_of, *numbers]
+    series = checked_series(record, names, all_names, divided, library)
+    written = checked_stores(*stores, names, all_names, levels[0].chunks, library)
+    _check_library(library, phases, plain)
+    bindings = [phase.binding for phase in phases] + [spec.binding for spec in series]
     used = written.names.union(*(binding.names for binding in bindings))
     if unused := [name for name in kwargs if name not in used]:
         raise InputError(
             f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
             f"it, or add a parameter of that name."
         )
-    all_arrays = [*levels, *halo_arrays, *arrays]
-    field_names = tuple(field.value)
-    specs = [*specs, *with_halo]
-    fixed = phases, tuple(specs), tuple(plain), all_arrays
-    return Arguments(*fixed, series, scalars, field_names, written)
+    check_computed(*(constant.value for constant in plain), *kwargs.values())
+    return Arguments(
+        phases,
+        fields=(*specs, *with_halo),
+        constants=tuple(plain),
+        arrays=[*levels, *halo_arrays, *arrays],
+        series=series,
+        scalars=scalars,
+        names=tuple(field.value) if is_named else (),
+        stores=written,
+    )
+
+
+def _named_constants(
+    constants: Any, kwargs: Mapping[str, Any], until: Any, record: Any
+) -> dict[str, Any]:
+    """Return the constants of named fields; raise `InputError` for other forms."""
+    if until is not None and not record:
+        raise InputError(
+            "until: expected records for it to read, as the fields have names, got none. Give "
+            "record={'change': ...}, until=lambda last: last['change'] < 1e-8."
+        )
+    if not isinstance(constants, Mapping) and not (type(constants) is tuple and not constants):
+        raise InputError(
+            f"constants: expected a mapping of names, as the fields have, got "
+            f"{type(constants).__name__}. Give {{'name': value}}."
+        )
+    named: dict[str, Any] = dict(constants)
+    for name in named:
+        check_name(name, "a constant")
+    for name in kwargs:
+        check_name(name, "a keyword")
+    return named
+
+
+def _check_unnamed(record: Any, stores: tuple[Any, Any]) -> None:
+    """Raise `InputError` for options that need names of fields."""
+    if stores != ((), None):
+        raise no_names()
+    if record:
+        raise InputError(
+            "record: expected fields by name, whose result is a dict with the series, got fields "
+            "without names. Give the field by name, iterate(func, {'u': u}, ..., record=...)."
+        )
+
+
+def _check_library(
+    library: str | None, phases: Sequence[Phase], constants: Sequence[ConstantSpec]
+) -> None:
+    """Raise `InputError` if a function fills arrays of JAX, or one of a library reads points."""
+    if library == "jax" and any(phase.fills_out for phase in phases):
+        raise InputError(
+            f"as_library='jax': expected a function that returns its new blocks, as arrays of "
+            f"JAX cannot be written, got one with a parameter {OUT}. Return the blocks."
+        )
+    if library is not None and any(isinstance(constant.value, Points) for constant in constants):
+        raise InputError(
+            f"as_library={library!r}: expected constants that are arrays or numbers, got "
+            f"Points, which read NumPy and CuPy arrays. Leave out as_library, or the points."
+        )
+
+
+def _phases_of(func: Any) -> list[Any]:
+    return list(func) if isinstance(func, list) else [func]
 
 
 def checked_time(max_time: Any, arguments: Arguments) -> str | None:
@@ -349,7 +332,8 @@ def _make_phases(
     names: Sequence[str],  # of the fields that are arrays
     bound: Callable[[Any], Binding],
     until: Any,
-    numbers: Sequence[str] = (),  # names of the fields that are numbers
+    numbers: Sequence[str],  # names of the fields that are numbers
+    library: str | None,
 ) -> tuple[Phase, ...]:
     """Return the phases of a step; only the last one returns the numbers of `until`."""
     functions, phases = _phases_of(func), []
@@ -368,5 +352,6 @@ def _make_phases(
         scalars = tuple(name for name in changed_names if name in numbers)
         is_last = number == len(functions) - 1
         has_until = until is not None and is_last
-        phases.append(Phase(function, bound(function), arrays, has_until, scalars))
+        wrapped = wrap_in_library(function, library)
+        phases.append(Phase(wrapped, bound(function), arrays, has_until, scalars))
     return tuple(phases)

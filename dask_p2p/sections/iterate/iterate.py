@@ -349,11 +349,11 @@ def iterate(
     check_functions(func, fields, constants, iterate, locals())
     field = Field(fields, depth, boundary, dtype, checked_flag("corners", corners))
     stores = save, checkpoint
-    arguments = checked_arguments(func, field, constants, kwargs, until, record, stores)
+    library = checked_library(as_library)
+    arguments = checked_arguments(func, field, constants, kwargs, until, record, stores, library)
     first = arguments.arrays[0]
     if not isinstance(overlap, str) or overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
-    arguments = arguments.in_library(library := checked_library(as_library))
     capture = checked_capture(capture, library, arguments)
     check_streaming(on_gpu, steps_per_visit, slab_rows, arguments, (capture, overlap, library))
     if on_gpu is not None:

@@ -15,7 +15,7 @@ from dask_p2p.sections.checks import StepChecks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.loop import Callback, Loop, Multiples
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.gang.checkpoints import Period, copy_from_state
+from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.capture import Captured, Overlap, Replays
@@ -26,10 +26,9 @@ from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
 from dask_p2p.sections.iterate.output.files import FieldValues
 from dask_p2p.sections.iterate.output.frames import Frames
-from dask_p2p.sections.iterate.output.series import NumberState, Series
+from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.sections.iterate.step import NOTHING, Call, Returned
 from dask_p2p.sections.iterate.streaming import StreamedSteps
-from dask_p2p.types import Array
 
 _CYCLES = 64  # later cycles, one or more to be replayed; otherwise nothing is captured
 
@@ -55,7 +54,6 @@ class RankWork:
         self._iteration, self._ctx = iteration, ctx
         self._series = series = Series(iteration.series, iteration.steps, ctx)
         self._scalars = scalars = Scalars(iteration.scalars, ctx)
-        self._numbers = NumberState(ctx.device, scalars, series)
         plan = VisitPlan(iteration, ctx) if iteration.is_streamed else None
         self._local = local = LocalFields(
             ctx,
@@ -73,22 +71,22 @@ class RankWork:
         else:
             self.steps = StreamedSteps(iteration, ctx, local, plan)
         stores = iteration.stores
-        values = FieldValues(ctx, local, scalars, series, stores.chunks, iteration.settings)
+        self._values = values = FieldValues(ctx, local, scalars, series, stores.chunks)
         self._frames = [
             Frames(spec, ctx, values.newest, iteration.steps, local, self.steps.current)
             for spec in stores.frames
         ]
         self._files: list[CheckpointFiles] = []
         if stores.checkpoint is not None:
-            self._files.append(CheckpointFiles(stores.checkpoint, ctx, values))
+            options = local.constant_arrays(), iteration.settings, series.kinds
+            self._files.append(CheckpointFiles(stores.checkpoint, ctx, values, *options))
         #: Frames before checkpoints.
         self._stores: list[Frames | CheckpointFiles] = [*self._frames, *self._files]
 
     def resume(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
         ctx, steps = self._ctx, self._iteration.steps
-        first = ctx.restore_state(lambda saved: copy_from_state(saved, self._state, ctx.device))
-        self._numbers.load(first)
+        first = self._values.restore()
         for files in self._files:
             first = files.resume(first, steps)
         for halo_arrays in self._local.unchanging_halos():
@@ -110,7 +108,7 @@ class RankWork:
             every = Multiples(iteration.check_every)
             callbacks.append(Callback(self._ask_until, every, reads_halos=True))
         callbacks += (
-            Callback(partial(self._write, store), store.schedule, store.reads_halos)
+            Callback(partial(store.write, flush=self._flush), store.schedule, store.reads_halos)
             for store in self._stores
         )
         if iteration.max_time is not None:
@@ -123,7 +121,7 @@ class RankWork:
         """Return the local blocks of all fields, and the numbers."""
         self._flush()
         self._scalars.check()
-        series = self._series.results()
+        series = self._series.results().values()
         numbers = (*series, step) if self._iteration.returns_steps else ()
         return (*self._local.state, *self._scalars.values.values(), *numbers)
 
@@ -133,9 +131,6 @@ class RankWork:
             store.close()
 
     # --- after some steps
-
-    def _write(self, store: Frames | CheckpointFiles, step: int) -> None:
-        store.write(step, self._flush)
 
     def _record(self, step: int) -> bool:
         iteration, steps = self._iteration, self.steps
@@ -165,16 +160,11 @@ class RankWork:
     def _save(self, step: int) -> None:
         if not self.steps.keep_values():
             self._flush()  # a run that resumes here must find all frames
-            self._numbers.save()
-            self._ctx.save_state(step, self._state)
+            self._values.save(step)
 
     def _flush(self) -> None:
         for frames in self._frames:
             frames.flush()
-
-    @property
-    def _state(self) -> tuple[Array, ...]:
-        return (*self._local.state, *self._numbers.arrays)
 
 
 class FieldSteps:

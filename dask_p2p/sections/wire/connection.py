@@ -22,7 +22,7 @@ from dask_p2p.sections.wire.frames import (
     is_message,
     text_of,
 )
-from dask_p2p.sections.wire.mailbox import FIRST_LOOKS, LOOKS, MOST_BYTES, Frame, FrameSlot, Mailbox
+from dask_p2p.sections.wire.mailbox import FIRST_LOOKS, LOOKS, MOST_BYTES, Frame, Mailbox
 from dask_p2p.sections.wire.streams import Stream
 from dask_p2p.transports.ucx_messenger import Message, Messenger
 
@@ -234,9 +234,9 @@ class Connection:
     @property
     def call(self) -> str:
         """Text of the call of all ranks that the peer makes; "" if that is unknown."""
-        slot, header = self._call_slot, self.header
-        if slot is not None and slot.has(self.number + 1):
-            header = slot.header
+        slots, header = self.mailbox.slots, self.header
+        if slots is not None and slots.calls.has(self.number + 1):
+            header = slots.calls.header
         elif self.early:
             header = memoryview(self.early[0][0])
         elif not self.has_call:
@@ -264,7 +264,7 @@ class Connection:
 
         Raises `SectionError`, with the ranks of both ends, if the peer's call has another text.
         """
-        has_sent = self.send()
+        has_sent = self.send() if self.sending or self.channel is not None else True
         if not self.has_received:
             self._take_call(text, own_rank, rank, LOOKS)
             if not self.has_received:
@@ -273,9 +273,34 @@ class Connection:
             has_sent = self.send()
         return has_sent and self.has_received
 
+    def poll_call(self, until_s: float) -> bool:
+        """Poll for the data of a call until a time; return whether any may have come.
+
+        This is one loop, since a function for each attempt would delay the answer.
+        """
+        slots, number, receiving = self.mailbox.slots, self.number, self.receiving
+        if self.has_received or self.sending or self.channel is not None or not receiving:
+            return True  # there is more to do
+        words, at = ((), 0) if slots is None else (slots.calls.words, slots.calls.written_word)
+        attempts = range(LOOKS if slots is not None else 0)
+        while True:
+            for _ in attempts:
+                if words[at] == number:
+                    return True
+            try:
+                count = self.socket.recv_into(receiving)
+            except BlockingIOError:
+                if time.perf_counter() >= until_s:
+                    return False
+                continue
+            if not count:
+                raise ConnectionResetError("closed by the peer")
+            self.receiving = receiving[count:]
+            return True
+
     def _take_call(self, text: bytes, own_rank: int, rank: int, looks: int = 1) -> bool:
         """Complete an exchange whose data is in the slot, or has come early; return if it is."""
-        slot = self._call_slot
+        slot = None if self.mailbox.slots is None else self.mailbox.slots.calls
         if slot is not None and slot.has(self.number, looks):
             size_bytes = self._checked_call(slot.header, text, own_rank, rank)
             self._take(slot.payload[:size_bytes])
@@ -292,10 +317,6 @@ class Connection:
         elif payload:  # memory for nothing may be read-only
             self.payload[:] = payload
         self.has_received = True
-
-    @property
-    def _call_slot(self) -> FrameSlot | None:
-        return None if self.mailbox.slots is None else self.mailbox.slots.calls
 
     def send(self) -> bool:
         """Send without blocking; return whether everything has been sent."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from dask_p2p import tuning
@@ -172,7 +173,7 @@ class Connections(PointToPoint):
                 target=self._go_on, name="dask-p2p-halo", daemon=True
             )
             self._background.start()
-        return lambda: self._end(payloads)
+        return partial(self._end, payloads)
 
     def state(self) -> dict[str, Any]:
         """Return the newest exchange, and the ranks that it waits for. Thread-safe."""
@@ -198,7 +199,8 @@ class Connections(PointToPoint):
         if payloads is not self._payloads:
             return payloads  # already complete
         self._current.since_s = time.perf_counter()
-        self._join()
+        if self._background is not None:
+            self._join()
         self._advance_all()
         if self._asleep:
             self._wake_up()
@@ -216,10 +218,12 @@ class Connections(PointToPoint):
         while self._waiting:
             is_spinning = is_first or time.perf_counter() < until_s
             ready = list(self._waiting) if is_spinning else self._wait()
-            is_first = False
+            may_poll, is_first = is_spinning and not is_first and len(ready) == 1, False
             for rank in ready:
                 connection = self._connections[rank]
                 try:
+                    if may_poll and not connection.poll_call(until_s):
+                        break
                     is_done = connection.advance(self._current.text, self._rank, rank)
                 except (OSError, TransferError) as exc:
                     raise self._broken(rank, exc) from exc

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import subprocess
@@ -17,66 +16,8 @@ import dask_p2p
 from dask_p2p.backends import host_memory as allocator
 from tests.support import BOUND_S
 
-# Page faults of 200 calls of a ufunc, on views, in a thread that is not the first.
-CALLS = """
-import resource, runpy, threading
-import numpy as np
-
-def faults():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def call():
-    u, out = np.ones((130, 130)), np.ones((130, 130))[1:-1, 1:-1]
-    np.add(u[:-2, 1:-1], u[2:, 1:-1], out=out)
-    before = faults()
-    for _ in range(200):
-        np.add(u[:-2, 1:-1], u[2:, 1:-1], out=out)
-    print(faults() - before)
-
-"""
-ALONE = (
-    CALLS
-    + """
-if {path!r}:  # the module alone: the package would take as long again to import
-    runpy.run_path({path!r})["keep_small_buffers"]()
-thread = threading.Thread(target=call)
-thread.start()
-thread.join()
-"""
-)
-ON_A_WORKER = (
-    CALLS
-    + """
-from distributed import Client, LocalCluster
-import dask_p2p
-
-with LocalCluster(1, processes=False, dashboard_address=None) as cluster, Client(cluster) as client:
-    dask_p2p.register(client)
-    client.submit(call).result()
-"""
-)
-
-
-def faults(program: str, threshold: str | None) -> int:
-    env = {key: value for key, value in os.environ.items() if key != "MALLOC_TRIM_THRESHOLD_"}
-    if threshold is not None:
-        env["MALLOC_TRIM_THRESHOLD_"] = threshold
-    command = [sys.executable, "-c", program]
-    return int(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
-
-
-@pytest.mark.parametrize("threshold", ["65536", "much", None])
-def test_no_call_of_a_ufunc_touches_new_pages(threshold):
-    assert faults(ALONE.format(path=allocator.__file__), threshold) < 100
-
-
-def test_dask_s_own_threshold_gives_buffers_back():
-    assert faults(ALONE.format(path=""), "65536") > 1000
-
-
-# Page faults of 20 temporaries of 4 MiB, and the memory of the process afterwards.
-TEMPORARIES = """
-import ctypes, json, resource, runpy, sys, threading, time
+PRELUDE = """
+import resource, runpy, sys, threading, time
 from contextlib import nullcontext
 import numpy as np
 
@@ -87,51 +28,90 @@ def rss():
 def faults():
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
 
+# The module alone: the package would take as long again to import.
+allocator = runpy.run_path(sys.argv[1]) if sys.argv[1:] else None
+"""
+# Page faults of 200 calls of a ufunc, on views, in a thread that is not the first.
+CALLS = """
+def call():
+    u, out = np.ones((130, 130)), np.ones((130, 130))[1:-1, 1:-1]
+    np.add(u[:-2, 1:-1], u[2:, 1:-1], out=out)
+    before = faults()
+    for _ in range(200):
+        np.add(u[:-2, 1:-1], u[2:, 1:-1], out=out)
+    print(faults() - before)
+"""
+ALONE = """
+if allocator:
+    allocator["keep_small_buffers"]()
+thread = threading.Thread(target=call)
+thread.start()
+thread.join()
+"""
+ON_A_WORKER = """
+from distributed import Client, LocalCluster
+import dask_p2p
+
+with LocalCluster(1, processes=False, dashboard_address=None) as cluster, Client(cluster) as client:
+    dask_p2p.register(client)
+    client.submit(call).result()
+"""
+
+
+def number(*programs, module=None, threshold="65536"):
+    """Run programs one after the other in a process; return the number that they print."""
+    env = {key: value for key, value in os.environ.items() if key != "MALLOC_TRIM_THRESHOLD_"}
+    if threshold is not None:
+        env["MALLOC_TRIM_THRESHOLD_"] = threshold
+    command = [sys.executable, "-c", "".join([PRELUDE, *programs]), *([module] if module else [])]
+    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
+    return int(process.stdout)
+
+
+@pytest.mark.parametrize("threshold", ["65536", "much", None])
+def test_no_call_of_a_ufunc_touches_new_pages(threshold):
+    assert number(CALLS, ALONE, module=allocator.__file__, threshold=threshold) < 100
+
+
+def test_dask_s_own_threshold_gives_buffers_back():
+    assert number(CALLS, ALONE) > 1000
+
+
+# Page faults of 20 temporaries of 4 MiB; it ends once the memory has returned to the system.
+TEMPORARIES = """
 def work():
-    global found
+    global pages
     x = np.ones(2**19)
-    with kept():
+    with allocator["keep_temporaries"]() if allocator else nullcontext():
         for _ in range(3):
             y = (x + 1) * 2 - x  # several temporaries at a time
         before = faults()
         for _ in range(20):
             y = (x + 1) * 2 - x
-        found = faults() - before
+        pages = faults() - before
         del y
 
-kept = runpy.run_path(sys.argv[1])["keep_temporaries"] if sys.argv[1:] else nullcontext
 before = rss()
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
-while sys.argv[1:] and rss() - before > 8 * 2**20:
-    time.sleep(0.05)  # until it has returned to the system
-print(json.dumps([found]))
+while allocator and rss() - before > 8 * 2**20:
+    time.sleep(0.05)
+print(pages)
 """
-
-
-def temporaries(*args):
-    env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", TEMPORARIES, *args]
-    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
-    return json.loads(process.stdout)
 
 
 def test_temporaries_of_a_rank_reuse_their_pages():
     """And return them afterwards."""
-    (pages,) = temporaries(allocator.__file__)
-    assert pages < 2000
+    assert number(TEMPORARIES, module=allocator.__file__) < 2000
+
+
+def test_other_temporaries_get_new_pages():
+    assert number(TEMPORARIES) > 5000
 
 
 # The memory of the process over its start, once nothing is kept. The thread's heap has a free end.
 OUTPUTS = """
-import resource, runpy, sys, threading, time
-import numpy as np
-
-def rss():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
-
 def work():
     with allocator["keep_temporaries"]():
         for _ in range(3):
@@ -140,7 +120,6 @@ def work():
     ended.set()
     is_over.wait()  # glibc gives the heap of a thread that is over to the next one
 
-allocator = runpy.run_path(sys.argv[1])
 ended, is_over = threading.Event(), threading.Event()
 before = rss()
 thread = threading.Thread(target=work)
@@ -155,21 +134,13 @@ thread.join()
 
 
 def test_the_end_of_a_heap_returns_to_the_system():
-    env = os.environ | {"MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", OUTPUTS, allocator.__file__]
-    process = subprocess.run(command, env=env, check=True, capture_output=True, timeout=BOUND_S)
-    assert int(process.stdout) < 8 * 2**20
-
-
-def test_other_temporaries_get_new_pages():
-    (pages,) = temporaries()
-    assert pages > 5000
+    assert number(OUTPUTS, module=allocator.__file__) < 8 * 2**20
 
 
 @pytest.mark.slow
 @pytest.mark.cluster
 def test_nor_in_a_task():
-    assert faults(ON_A_WORKER, "65536") < 100
+    assert number(CALLS, ON_A_WORKER) < 100
 
 
 def faults_of_steps(ctx, x):

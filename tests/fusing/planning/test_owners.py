@@ -19,11 +19,19 @@ from dask_p2p.fusing.planning.owners import (
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of
 from tests.fusing.planning.test_planner import check
-from tests.fusing.support import check_blocks, generated, graphs, read_arrays, run_programs
+from tests.fusing.support import (
+    check_blocks,
+    generated,
+    graphs,
+    read_arrays,
+    run_programs,
+    tasks_and_sizes,
+)
 
 
 def owners(size, *arrays):
-    return owners_of(read_arrays(*arrays)[1].tasks, size)
+    tasks, sizes = tasks_and_sizes(*arrays)
+    return owners_of(tasks, size, sizes)
 
 
 def of_blocks(owned, x):
@@ -83,16 +91,17 @@ def test_owners_that_are_decided():
     y = (dask_p2p.transpose(x + one) + 1).rechunk((2, 4))
     pinned = {key: 3 - number // 2 for number, key in enumerate(keys_of(x))}
     pinned |= dict.fromkeys([*keys_of(one), *keys_of(y)], 2)
-    tasks = read_arrays(y)[1].tasks
-    owned = owners_of(tasks, 4, pinned=pinned)
+    tasks, sizes = tasks_and_sizes(y)
+    owned = owners_of(tasks, 4, sizes, pinned)
     assert {key: owned[key] for key in pinned} == pinned
     assert set(owned.values()) <= set(range(4))
-    assert set(owners_of(tasks, 1).values()) == {0}
+    assert set(owners_of(tasks, 1, sizes).values()) == {0}
 
 
 def exchanges(size, *arrays):
     """The number of exchanges of a program with tiny blocks."""
-    first, *_ = programs_of(read_arrays(*arrays)[1].tasks, size)
+    tasks, sizes = tasks_and_sizes(*arrays)
+    first, *_ = programs_of(tasks, size, sizes)
     return len(first.supersteps) - 1
 
 
@@ -145,9 +154,9 @@ def made_by_dask(count=8, n=16):
 
 def located(x, holders, workers=2):
     """Owners of all values of an array of inputs whose blocks lie on these workers."""
-    tasks = read_arrays(x)[1].tasks
+    tasks, sizes = tasks_and_sizes(x)
     locations = Locations(dict(zip(sorted(tasks.inputs), holders, strict=True)), workers)
-    return tasks, owners_of(tasks, 2, locations=locations)
+    return tasks, owners_of(tasks, 2, sizes, locations=locations)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +178,8 @@ def test_large_inputs_are_read_in_place():
 
 @given(graphs(), st.integers(2, 4), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_values_are_equal_wherever_inputs_lie(arrays, size, workers, random):
-    tasks = read_arrays(*arrays)[1].tasks
+    tasks, sizes = tasks_and_sizes(*arrays)
     holders = {key: random.sample("abcd"[:workers], random.randint(0, 1)) for key in tasks.inputs}
     locations = Locations(holders, workers)
-    check(tasks, programs_of(tasks, size, locations=locations))
+    check(tasks, programs_of(tasks, size, sizes, locations=locations))
     check_blocks(arrays, run_programs(arrays, size, locations))

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.fusing.planning import planner
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes, sizes_of
-from tests.fusing.support import check_blocks, graphs, read_arrays, run_programs, smooth
+from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes
+from tests.fusing.support import check_blocks, graphs, run_programs, smooth, tasks_and_sizes
 
 
 def keys_of_step(step):
@@ -80,8 +80,8 @@ def check(tasks, programs):
 
 @given(graphs(), st.integers(1, 5))
 def test_programs_do_all_tasks_once_and_drop_all_values(arrays, size):
-    _, read = read_arrays(*arrays)
-    check(read.tasks, programs_of(read.tasks, size))
+    tasks, sizes = tasks_and_sizes(*arrays)
+    check(tasks, programs_of(tasks, size, sizes))
 
 
 def chain(count, n=16):
@@ -94,14 +94,15 @@ def chain(count, n=16):
 def test_equal_plans_are_sent_once():
     """A program has a few hundred bytes for each task."""
 
-    sizes = []
+    lengths = []
     for count in (10, 110):
-        program = programs_of(read_arrays(chain(count))[1].tasks, 4)[0]
+        tasks, sizes = tasks_and_sizes(chain(count))
+        program = programs_of(tasks, 4, sizes)[0]
         assert len({id(step.block.plan) for p in program.supersteps for step in p.steps}) == 1
-        sizes.append(len(dumps(program)))
+        lengths.append(len(dumps(program)))
         plans = {id(s.block.plan) for p in pickle.loads(dumps(program)).supersteps for s in p.steps}
         assert len(plans) == 1
-    assert (sizes[1] - sizes[0]) / 100 < 800
+    assert (lengths[1] - lengths[0]) / 100 < 800
 
 
 def stencils_on_the_fly(count):
@@ -114,25 +115,24 @@ def stencils_on_the_fly(count):
 
 @pytest.mark.parametrize(("count", "most_mib"), [(1, 32), (3, 96), (10, 104)])
 def test_stencils_that_are_reduced_hold_few_blocks(count, most_mib):
-    tasks = read_arrays(stencils_on_the_fly(count))[1].tasks
-    sizes = sizes_of(tasks)
-    for program in programs_of(tasks, 4):
+    tasks, sizes = tasks_and_sizes(stencils_on_the_fly(count))
+    for program in programs_of(tasks, 4, sizes):
         assert peak_bytes(program, sizes) <= most_mib * 2**20
 
 
 SMALL_EXCHANGES = {
     "_LARGE_EXCHANGES_BYTES": 0,
     "_EXCHANGED_BYTES": 1,
+    "_PARTS": 2**40,
     "_WORTHWHILE": float("inf"),
-    "_FEWER": float("inf"),
 }
 
 
 @given(graphs(), st.integers(2, 4))
 def test_small_exchanges_have_the_same_values(arrays, size):
     with mock.patch.multiple(planner, **SMALL_EXCHANGES):
-        read = read_arrays(*arrays)[1]
-        check(read.tasks, programs_of(read.tasks, size))
+        tasks, sizes = tasks_and_sizes(*arrays)
+        check(tasks, programs_of(tasks, size, sizes))
         check_blocks(arrays, run_programs(arrays, size))
 
 
@@ -144,8 +144,7 @@ def transposed(blocks=16, size=1024):
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_transpose_that_is_reduced_holds_few_blocks(workers):
     x = transposed(8 * workers, 2048)
-    tasks = read_arrays((x + 1).sum(axis=0))[1].tasks
-    sizes = sizes_of(tasks)
+    tasks, sizes = tasks_and_sizes((x + 1).sum(axis=0))
     for program in programs_of(tasks, workers, sizes):
         own_bytes = peak_bytes(program, sizes) - x.nbytes / workers
         assert own_bytes < x.nbytes / workers / 2
@@ -153,8 +152,8 @@ def test_a_transpose_that_is_reduced_holds_few_blocks(workers):
 
 def test_messages_of_two_ranks_are_small():
     """Otherwise two ranks with four blocks of 1 MiB each would take a quarter more memory."""
-    tasks = read_arrays(dask_p2p.transpose(da.ones((1024, 1024), chunks=(128, 1024))))[1].tasks
-    sizes, elements = sizes_of(tasks), SourceElements()
+    tasks, sizes = tasks_and_sizes(dask_p2p.transpose(da.ones((1024, 1024), chunks=(128, 1024))))
+    elements = SourceElements()
     for program in programs_of(tasks, 2, sizes):
         copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
         assert 0 < copies_bytes <= 2**20  # half of them sent, half of them received

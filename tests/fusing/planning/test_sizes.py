@@ -12,9 +12,8 @@ from dask_p2p.fusing.planning.sizes import (
     blocks_of_expression,
     blocks_of_layers,
     peak_bytes,
-    sizes_of,
 )
-from tests.fusing.support import read_arrays
+from tests.fusing.support import tasks_and_sizes
 from tests.support import tune
 
 
@@ -24,7 +23,7 @@ def read(n):
 
 def of_blocks(x):
     """Sizes of the blocks of an array."""
-    sizes = sizes_of(read_arrays(x)[1].tasks)
+    _, sizes = tasks_and_sizes(x)
     return {sizes[key] for key in sizes if key[0] == x.name}
 
 
@@ -36,9 +35,9 @@ def test_assembled_blocks():
 
 def declared_sizes(x):
     """Sizes of all values, by name of the array, as the arrays declare them."""
-    tasks = read_arrays(x)[1].tasks
+    tasks, sizes_by_key = tasks_and_sizes(x)
     sizes = {}
-    for key, size in sizes_of(tasks, {}, blocks_of_layers(x.__dask_graph__().layers)).items():
+    for key, size in sizes_by_key.items():
         name = key[0] if isinstance(key, tuple) else key
         sizes.setdefault(name, set()).add(size)
     return sizes, tasks
@@ -85,8 +84,8 @@ def test_unknown_chunk_sizes():
 def test_regions_in_messages(monkeypatch, lent_read_bytes, copies):
     """One is sent and one is received, unless they are large enough to be read in place."""
     tune(monkeypatch, lent_read_bytes=lent_read_bytes, read_bytes=1)
-    tasks = read_arrays(dask_p2p.transpose(da.ones((64, 64), chunks=(32, 64))))[1].tasks
-    sizes, elements = sizes_of(tasks), SourceElements()
+    tasks, sizes = tasks_and_sizes(dask_p2p.transpose(da.ones((64, 64), chunks=(32, 64))))
+    elements = SourceElements()
     for program in programs_of(tasks, 2, sizes):
         copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
         assert copies_bytes == copies * 32 * 32 * 8

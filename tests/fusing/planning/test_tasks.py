@@ -127,10 +127,19 @@ def test_dask_reads_only_the_slices_that_ranks_need():
         np.testing.assert_array_equal(way.compute(scheduler="sync"), np.full((2, 5), 2.0))
         read[way.name] = list(file.read_indices)
     assert [*read.values()] == [[(slice(2, 4), slice(1, 8))]] * 2
-    z = dask_p2p.fused(x[2:4] + x.sum(axis=0), ranks=1)  # the block has another reader
+    z = x[2:4] + x.sum(axis=0)  # the block has another reader
+    assert names(read_arrays(z)[1].tasks.inputs) == {x.name}
+    z = dask_p2p.fused(z, ranks=1)
     file.read_indices.clear()
     assert z.compute(scheduler="sync").shape == (2, 8)
     assert len(file.read_indices) == 1
+
+
+def test_blocks_are_read_in_the_order_of_their_plan():
+    y = dask_p2p.transpose(da.ones((8, 8), chunks=4) + 1)
+    graph = y.__dask_graph__().to_dict()
+    read = read_graph(dict(reversed(graph.items())), [keys_of(y)]).tasks
+    assert all(read.reads[key] == graph[key].blocks.items for key in keys_of(y))
 
 
 def test_tasks_that_the_scheduler_has_stay():

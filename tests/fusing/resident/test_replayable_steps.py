@@ -11,7 +11,7 @@ import pytest
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.resident.replayed_calls import is_replayable_step
-from tests.fusing.support import read_arrays, smooth
+from tests.fusing.support import smooth, tasks_and_sizes
 
 SEEN = []
 X = da.ones((12, 12), chunks=(3, 12))
@@ -38,8 +38,8 @@ def plain(block, factor=2, rows=(1, 2)):
 
 
 def steps_of(y):
-    _, read = read_arrays(y)
-    programs = programs_of(read.tasks, 2)
+    tasks, sizes = tasks_and_sizes(y)
+    programs = programs_of(tasks, 2, sizes)
     return [
         step for program in programs for superstep in program.supersteps for step in superstep.steps
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from dask.task_spec import Task
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import Program
+from dask_p2p.fusing.planning.sizes import Program, sizes_of
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph
 from dask_p2p.fusing.resident import replayed_calls
 from dask_p2p.fusing.resident.rank import ResidentRunner
@@ -101,7 +101,7 @@ class Calls:
         owners = {key: number * ranks // 4 for number, key in enumerate(keys)}
         pinned = owners | {key: owners["u", *key[1:]] for key in keys_of(y)}
         self.tasks = read_graph(dict(y.__dask_graph__()), [keys_of(y)]).tasks
-        self.programs = programs_of(self.tasks, ranks, pinned=pinned)
+        self.programs = programs_of(self.tasks, ranks, sizes_of(self.tasks, {}), pinned)
         self.blocks = {key: values[rows * n : rows * (n + 1)] for n, key in enumerate(keys)}
 
     def run(self, **options):

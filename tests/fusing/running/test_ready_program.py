@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from dask_p2p.engine.task import Blocks
 from dask_p2p.fusing.planning.sizes import Program, Superstep
 from dask_p2p.fusing.running import program as module
-from dask_p2p.fusing.running.gang import packed, unpacked
 from dask_p2p.fusing.running.program import Functions, KeptPrograms, call_of
 from dask_p2p.ops.overlap import Stencil, Trim
 from tests.fusing.support import smooth
@@ -65,34 +64,34 @@ def program(literal=1, count=1):
 
 
 def test_a_program_is_kept_between_runs():
-    programs, text = KeptPrograms(), packed(program())
+    programs, text = KeptPrograms(), dumps(program())
     with (
-        programs.running(text, unpacked) as first,
-        programs.running(bytes(text), unpacked) as second,
+        programs.running(text) as first,
+        programs.running(bytes(text)) as second,
     ):
         assert second is not first, "two runs at the same time"
-    with programs.running(bytes(text), unpacked) as again:
+    with programs.running(bytes(text)) as again:
         assert again in (first, second)
         assert again.runs_again
 
 
 def test_a_program_with_a_literal_that_functions_may_change_is_not_kept():
-    programs, text = KeptPrograms(), packed(program({"count": 0}))
-    with programs.running(text, unpacked) as first:
+    programs, text = KeptPrograms(), dumps(program({"count": 0}))
+    with programs.running(text) as first:
         assert not first.runs_again
-    with programs.running(text, unpacked) as again:
+    with programs.running(text) as again:
         assert again is not first
 
 
 def test_few_programs_are_kept():
-    texts = [packed(program(count=count)) for count in range(1, 7)]
+    texts = [dumps(program(count=count)) for count in range(1, 7)]
     programs = KeptPrograms(most_bytes=sum(map(len, texts[-2:])))
     for text in (*texts, texts[-2]):
-        with programs.running(text, unpacked):
+        with programs.running(text):
             pass
     assert [*programs._programs] == [texts[-1], texts[-2]]
-    large = packed(program(np.random.default_rng(0).bytes(2 * programs._most_bytes)))
-    with programs.running(large, unpacked) as ready:
+    large = dumps(program(np.random.default_rng(0).bytes(2 * programs._most_bytes)))
+    with programs.running(large) as ready:
         assert not ready.runs_again
     assert [*programs._programs] == [texts[-1], texts[-2]]
 

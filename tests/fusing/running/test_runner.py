@@ -10,14 +10,18 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
-from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep
 from dask_p2p.fusing.running.assembling import Assembling, kept_plans
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
-from dask_p2p.plans.halo import plan_halo
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, HostLending
-from tests.fusing.support import check_blocks, graphs, integers, read_arrays, run_programs, smooth
+from tests.fusing.support import (
+    check_blocks,
+    graphs,
+    integers,
+    run_programs,
+    smooth,
+)
 from tests.support import tune
 
 
@@ -160,26 +164,14 @@ def test_functions_of_map_overlap_may_overwrite_their_blocks():
     check_blocks(arrays, run_programs(arrays, 1))
 
 
-def programs(x, steps):
-    for _ in range(steps):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
-    tasks = read_arrays(x)[1].tasks
-    return len(tasks.nodes), programs_of(tasks, 4)
-
-
 ROWS = (2,) * 6, (12,)
-PLANS = {
-    "transpose": redistribution(ROWS, (1, 0), ROWS),
-    "rechunk": redistribution(ROWS, (0, 1), ((5, 7), (4, 8))),
-    "halo": plan_halo(ROWS, ((1, 2), (1, 1)), ("periodic", "reflect")),
-    "star": plan_halo(ROWS, ((1, 1), (1, 1)), (0, "nearest"), has_corners=False),
-}
+TRANSPOSE = redistribution(ROWS, (1, 0), ROWS)
 
 
 def blocks_of(plan):
-    dtype = np.dtype(float)
     return [
-        AssembledBlock(("y", *index), plan, index, dtype, None) for index, _ in block_plans(plan)
+        AssembledBlock(("y", *index), plan, index, np.dtype(float), None)
+        for index, _ in block_plans(plan)
     ]
 
 
@@ -202,7 +194,7 @@ def test_programs_with_more_plans_than_are_kept(monkeypatch):
 
 
 def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
-    assembling, (block, *_) = Assembling(), blocks_of(PLANS["transpose"])
+    assembling, (block, *_) = Assembling(), blocks_of(TRANSPOSE)
     step = AssembleStep(block, ((0, ("x", 0, 0)),))
     values = {("x", 0, 0): np.zeros((3, 12))}
     receives = {1: [Regions(("x", n, 0), n, block) for n in range(1, 6)]}
@@ -221,7 +213,7 @@ def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
         original(self, into, array, pieces, axes)
 
     monkeypatch.setattr(HostLending, "copy_pieces", noted)
-    assembling, (block, other_block, *_) = Assembling(), blocks_of(PLANS["transpose"])
+    assembling, (block, other_block, *_) = Assembling(), blocks_of(TRANSPOSE)
     sources = [np.full((2, 12), float(n)) for n in range(6)]
     steps = [
         AssembleStep(assembled_block, ((0, ("x", 0, 0)), (1, ("x", 1, 0)), (2, ("late", 2, 0))))

@@ -131,7 +131,7 @@ def test_a_task_and_its_stages():
     assert edges[-1] == task["top"]
     assert chart.columns["part"][0] == "task", "behind the others"
     assert chart.workers == ["h:1"]
-    assert chart.title.startswith("Stages from ")
+    assert chart.title.startswith("Stages since ")
 
 
 def test_a_row_a_worker_and_a_track_for_what_runs_at_once():

@@ -124,7 +124,7 @@ def test_the_sum_of_all_memory():
     text = (
         "2 ranks: at most 36.09 kiB each (7.81 kiB input blocks, 15.62 kiB checkpoints, "
         "12.66 kiB local blocks and halos, or afterwards 5.69 kiB returned arrays and "
-        "3.91 kiB output blocks); each sends 112 B a step, and 3.91 kiB a checkpoint"
+        "3.91 kiB output blocks); each sends 112 B per step, and 3.91 kiB per checkpoint"
     )
     assert str(estimate(y)) == text
     alone = iterate(wave, (x, x), 1, 3, ranks=1)[1]

@@ -116,12 +116,15 @@ def test_messages_are_received_into_memory(path, count):
     assert all(run_gang(grid(1), received))
 
 
-def test_memory_of_another_shape_is_refused(path):
+@pytest.mark.parametrize(
+    ("count", "out"), [(3, np.zeros(4)), (3, np.zeros(3, int)), (LARGE, np.zeros(LARGE, int))]
+)
+def test_memory_of_another_shape_or_dtype_is_refused(path, count, out):
     def other(ctx):
-        return ctx.sendrecv(np.zeros(3), *ring(ctx), out=np.zeros(4))
+        return ctx.sendrecv(np.zeros(count), *ring(ctx), out=out.copy())
 
     for ranks in (1, 2):
-        with pytest.raises(InputError, match=r"out: expected an array of shape \(3,\) and dtype"):
+        with pytest.raises(InputError, match=rf"shape \({count},\) and dtype float64, like"):
             run_gang(grid(ranks), other)
 
 
@@ -145,6 +148,19 @@ def test_another_tag_is_refused():
         match=r"rank 1 called recv\(source=0, tag=0\) for send\(dest=1, tag=5\) of rank 0\. Rec",
     ):
         run_gang(grid(2), tagged)
+
+
+@pytest.mark.parametrize("count", [1, LARGE])
+def test_a_message_of_another_communicator_is_refused(count):
+    def mixed(ctx):
+        column = ctx.along(0)
+        if ctx.rank == 0:
+            ctx.isend(np.zeros(count), 1)
+        else:
+            column.recv(0)
+
+    with pytest.raises(SectionError, match="got one of another communicator"):
+        run_gang(grid(2), mixed)
 
 
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0), (3, 2)])

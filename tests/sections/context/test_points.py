@@ -192,26 +192,53 @@ def ranks_of(grid, shape=(8, 16)):
     return RankGrid(chunks, grid)
 
 
+def fill_with_columns(rim, inside, at):
+    rim[...] = at.index[1]
+
+
 @GRIDS
-@pytest.mark.parametrize("boundary", MODES)
-def test_blocks_with_halos_are_parts_of_the_padded_array(grid, boundary):
-    ranks = ranks_of(grid)
+def test_blocks_with_halos_are_parts_of_the_padded_array(grid):
     global_array = np.random.default_rng(0).normal(size=(8, 16))
-    values = {"constant_values": 0.5} if boundary == 0.5 else {}
-    expected = np.pad(global_array, ((2, 2), (1, 1)), MODES[boundary], **values)
 
     def padded(ctx):
         local_block = global_array[tuple(slice(*along) for along in ctx.box)]
         before = local_block.copy()
-        for _ in range(2):
-            padded_block = ctx.pad(local_block, (2, 1), boundary)
-            (top, bottom), (first_column, right) = ctx.box
-            assert (padded_block == expected[top : bottom + 4, first_column : right + 2]).all()
+        (top, bottom), (first_column, right) = ctx.box
+        for boundary, (rows, columns) in [*product([*MODES, "odd"], [(2, 1), (1, 2)])] * 2:
+            values = {"constant_values": 0.5} if boundary == 0.5 else {}
+            widths = (rows, rows), (columns, columns)
+            mode = "symmetric" if boundary == "odd" else MODES[boundary]
+            expected = np.pad(global_array, widths, mode, **values)
+            if boundary == "odd":
+                for axis, width in enumerate((rows, columns)):
+                    ends = np.pad(np.ones(global_array.shape[axis]), width, constant_values=-1)
+                    expected *= ends.reshape((-1, 1) if axis == 0 else (1, -1))
+            expected = expected[top : bottom + 2 * rows, first_column : right + 2 * columns]
+            padded_block = ctx.pad(local_block, (rows, columns), boundary)
+            assert (padded_block == expected).all()
             padded_block[:] = 0
             assert (local_block == before).all()
         return True
 
-    assert all(run_gang(ranks, padded))
+    assert all(run_gang(ranks_of(grid), padded))
+
+
+@GRIDS
+@pytest.mark.parametrize("boundary", MODES)
+def test_corners_have_the_values_of_the_later_axis(grid, boundary):
+    """Indices in the corners are those of the elements whose values belong there."""
+    values = {"constant_values": 0.5} if boundary == 0.5 else {}
+    expected = np.pad(np.zeros((8, 16)), ((1, 1), (0, 0)))
+    expected[[0, -1]] = np.arange(16)
+    expected = np.pad(expected, ((0, 0), (2, 2)), MODES[boundary], **values)
+
+    def padded(ctx):
+        (top, bottom), (first_column, right) = ctx.box
+        local_block = np.zeros((bottom - top, right - first_column))
+        padded_block = ctx.pad(local_block, (1, 2), {0: fill_with_columns, 1: boundary})
+        return (padded_block == expected[top : bottom + 2, first_column : right + 4]).all()
+
+    assert all(run_gang(ranks_of(grid), padded))
 
 
 @GRIDS

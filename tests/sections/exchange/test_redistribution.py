@@ -84,6 +84,8 @@ def test_ranks_get_their_blocks_of_another_partition(
         inverse_options = {"axes": np.argsort(axes)} if permuted else {}
         c = ctx.redistribute(b, partition, new_partition or [0], **inverse_options, shape=y.shape)
         assert raw(c) == raw(x[box_slices(ctx.box_of(partition))])
+        d = ctx.redistribute(a, new_partition or [0], partition)
+        assert raw(d) == raw(x[box_slices(ctx.box_of(new_partition or [0]))])
 
     with pytest.MonkeyPatch.context() as patched:
         tune(patched, read_bytes=least_bytes[0], read_run_bytes=least_bytes[1])

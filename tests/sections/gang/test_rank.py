@@ -22,6 +22,7 @@ from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gang.worker import WorkerRanks
+from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.support import be_on_hosts, nothing_is_left, ranks_of, ranks_that_run
 from tests.support import BOUND_S, in_process, own_client, tls_client
 from tests.transports.loopback import wait_until
@@ -151,6 +152,21 @@ def test_all_raise_the_exception_of_one(monkeypatch):
     asyncio.run(main())
     assert [str(each) for each in raised] == ["of rank 1"] * 3
     assert [frame.name for frame in extract_tb(raised[0].__traceback__)] == ["failing"]
+
+
+async def test_ranks_pause_before_another_attempt(monkeypatch):
+    """Dask may not have noticed yet that a worker is lost."""
+
+    def broken(ctx, x):
+        raise AttemptEndedError("a connection broke")
+
+    failures = []
+    monkeypatch.setattr(rank, "pause_s", lambda count: failures.append(count) or 0.0)
+    async with in_process(2) as (_, client):
+        y = spmd(broken, da.ones((4, 2), chunks=(2, 2)), ranks=2)
+        with pytest.raises(SectionError, match="8 attempts ended early, the last one because"):
+            await client.compute(y)
+    assert {*failures} == {*range(1, 8)}
 
 
 def test_encrypted_clusters_have_encrypted_connections():

@@ -96,15 +96,11 @@ def centred_field(u):
     return u
 
 
-def test_a_record():
-    lazy_result = iterate(unchanged, {"u": array()}, {0: 1}, 3, record={"size": centred}, ranks=1)
-    with pytest.raises(InputError, match=r"only reads its fields .* Write into a copy"):
-        dask.compute(lazy_result)
-
-
-def test_a_computed_field(tmp_path):
+@pytest.mark.parametrize("kind", ["record", "save"])
+def test_functions_after_steps_only_read_fields(tmp_path, kind):
     save = Save(tmp_path / "frames.zarr", every=1, compute={"e": centred_field})
-    lazy_result = iterate(unchanged, {"u": array()}, {0: 1}, 3, save=save, ranks=1)
+    options = {"record": {"record": {"size": centred}}, "save": {"save": save}}[kind]
+    lazy_result = iterate(unchanged, {"u": array()}, {0: 1}, 3, ranks=1, **options)
     with pytest.raises(InputError, match=r"only reads its fields .* Write into a copy"):
         dask.compute(lazy_result)
 

@@ -11,6 +11,7 @@ from dask_p2p.errors import (
     InputError,
     UnsupportedArrayError,
 )
+from tests.sections.iterate.test_coupled import padded
 
 X = np.random.default_rng(0).normal(size=(24, 30))
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -36,11 +37,8 @@ def wave(u, before, speed, factor, out, scale):
 
 def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
     """Compute the same by NumPy, with whole arrays."""
-    modes = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
-    mode = modes.get(boundary, "constant")
-    value = {"constant_values": boundary} if mode == "constant" else {}
     for _ in range(steps):
-        halo_array = [np.pad(field, depth, mode, **value) for field in fields]
+        halo_array = [padded(field, depth, boundary) for field in fields]
         new = np.empty_like(fields[0])
         function(*halo_array, *constants, out=new, **kwargs)
         fields = [new, *fields[:-1]]

@@ -12,11 +12,11 @@ import pytest
 from dask_p2p import iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.plans.ranks import ORDERS
+from tests.sections.iterate.test_coupled import padded
 from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 BOUNDARIES = ["periodic", "reflect", "nearest", 3]
-MODES = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
 RNG = np.random.default_rng(0)
 FLOATS, BITS = RNG.normal(size=(24, 30)), RNG.integers(0, 2, (24, 30), dtype="u1")
 
@@ -25,20 +25,10 @@ def array(x, chunks=(6, 15)):
     return da.from_array(x, chunks=chunks)
 
 
-def halo_array(x, depth, boundary):
-    """Axis by axis, as `da.map_overlap` does it, where axes have boundaries of their own."""
-    for axis in range(x.ndim):
-        kind = boundary[axis] if isinstance(boundary, tuple) else boundary
-        widths = [(depth, depth) if a == axis else (0, 0) for a in range(x.ndim)]
-        mode = MODES.get(kind, "constant")
-        x = np.pad(x, widths, mode, **({} if mode != "constant" else {"constant_values": kind}))
-    return x
-
-
 def reference(function, x, depth, steps, boundary="periodic"):
     for _ in range(steps):
         new = np.empty_like(x)
-        function(halo_array(x, depth, boundary), out=new)
+        function(padded(x, depth, boundary), out=new)
         x = new
     return x
 
@@ -66,10 +56,11 @@ def life(u, out):
 
 
 @pytest.mark.parametrize("ranks", mostly_slow([1, 2, 4, 8], [1, 4]))
-@pytest.mark.parametrize("boundary", [*BOUNDARIES, ("periodic", 2), (2, 1), (1, "reflect")])
+@pytest.mark.parametrize("boundary", [*BOUNDARIES, ["periodic", 2], [2, 1], [1, "reflect"]])
 def test_functions_that_read_corners(client, ranks, boundary):
     for function, x in ((nine_points, FLOATS), (box_average, FLOATS), (life, BITS)):
-        y = iterate(function, array(x), 1, 5, boundary=boundary, ranks=ranks)
+        by_axis = dict(enumerate(boundary)) if isinstance(boundary, list) else boundary
+        y = iterate(function, array(x), 1, 5, boundary=by_axis, ranks=ranks)
         assert np.array_equal(y.compute(), reference(function, x, 1, 5, boundary))
 
 
@@ -183,15 +174,7 @@ def test_fractions_in_fields_of_integers_are_refused(dtype):
         with pytest.raises(BlockMismatchError, match=rf"converted to {x.dtype} without .*dtype="):
             computed(y)
         y = iterate(function, array(x, (3, 4)), {0: 1}, 3, ranks=1, dtype=float)
-        assert np.array_equal(computed(y), reference_of(function, x.astype(float), 3))
-
-
-def reference_of(function, x, steps):
-    for _ in range(steps):
-        new = np.empty_like(x)
-        function(np.pad(x, ((1, 1), (0, 0)), "wrap"), out=new)
-        x = new
-    return x
+        assert np.array_equal(computed(y), reference(function, x.astype(float), 1, 3, ["periodic"]))
 
 
 def test_fractions_that_compiled_code_fills_in_are_refused():
@@ -243,7 +226,9 @@ def test_integers_that_keep_their_values_are_taken():
     for function in (rule, wide, with_numbers):
         for dtype in ("u1", "i8", "u4"):
             y = iterate(function, array(x.astype(dtype), (3, 4)), {0: 1}, 3, ranks=1)
-            assert np.array_equal(computed(y), reference_of(function, x.astype(dtype), 3))
+            assert np.array_equal(
+                computed(y), reference(function, x.astype(dtype), 1, 3, ["periodic"])
+            )
 
 
 @pytest.mark.parametrize("dtype", ["u4", "i4", "f4", "f8", "i8", "u8", "c16", "M8[s]", "u1"])

@@ -11,7 +11,12 @@ import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
+from dask_p2p.geometry import box_slices
 from dask_p2p.sections.gang import worker as progress
+from dask_p2p.sections.gang.checkpoints import copy_into_state, size_of
+from dask_p2p.sections.gpu.device import Gpu
+from tests.sections.emulated import on_gpu, rank_tasks
+from tests.sections.gangs import run_gang
 from tests.sections.iterate.test_coupled import U, array
 from tests.support import mostly_slow
 
@@ -110,38 +115,41 @@ def test_stores_keep_numbers(client, tmp_path, ranks):
     assert np.array_equal(frames["u"][1], advanced(20)[0])
 
 
-def test_another_number_on_each_rank_is_refused(client):
-    def local(u, t, at):
-        return {"u": u + 1, "t": t + at.rank}
-
-    def late(u, t, at):
-        return {"u": u + 1, "t": t + (at.rank if at.step == 5 else 1)}
-
-    for step in (local, late):
-        lazy_result = iterate(step, {"u": array(START), "t": 0.0}, 0, 9, ranks=2)
-        with pytest.raises(BlockMismatchError, match=r"same number .* all ranks .* 't', got .* to"):
-            dask.compute(lazy_result)
+def rank_number(u, t, at):
+    return {"u": u + 1, "t": t + at.rank}
 
 
-def test_wrong_numbers_are_named(client):
-    def step(u, t):
-        return {"u": u + 1, "t": t + 0.5}
+def rank_number_later(u, t, at):
+    return {"u": u + 1, "t": t + (at.rank if at.step == 5 else 1)}
 
-    with pytest.raises(BlockMismatchError, match=r"becomes int64 .* 't', got float64"):
-        dask.compute(iterate(step, {"u": array(START), "t": 0}, 0, 3, ranks=2))
 
-    def arrays(u, t):
-        return {"u": u + 1, "t": u}
+def half(u, t):
+    return {"u": u + 1, "t": t + 0.5}
 
-    with pytest.raises(BlockMismatchError, match=r"number .* 't', got float64 of shape"):
-        dask.compute(iterate(arrays, {"u": array(START), "t": 0.0}, 0, 3, ranks=2))
 
-    def wrong(u, t, out):
-        out.u[...] = u
-        return {"time": t}
+def of_an_array(u, t):
+    return {"u": u + 1, "t": u}
 
-    with pytest.raises(BlockMismatchError, match=r"fields that are numbers, \['t'\], got \['time'"):
-        dask.compute(iterate(wrong, {"u": array(START), "t": 0.0}, 0, 3, ranks=2))
+
+def of_another_name(u, t, out):
+    out.u[...] = u
+    return {"time": t}
+
+
+@pytest.mark.parametrize(
+    ("step", "start", "message"),
+    [
+        (rank_number, 0.0, r"same number .* all ranks .* 't', got .* to"),
+        (rank_number_later, 0.0, r"same number .* all ranks .* 't', got .* to"),
+        (half, 0, r"becomes int64 .* 't', got float64"),
+        (of_an_array, 0.0, r"number .* 't', got float64 of shape"),
+        (of_another_name, 0.0, r"fields that are numbers, \['t'\], got \['time'"),
+    ],
+)
+def test_wrong_numbers_are_named(client, step, start, message):
+    lazy_result = iterate(step, {"u": array(START), "t": start}, 0, 9, ranks=2)
+    with pytest.raises(BlockMismatchError, match=message):
+        dask.compute(lazy_result)
 
 
 def test_wrong_arguments_are_refused():
@@ -183,6 +191,56 @@ def test_the_end_by_time(client, tmp_path, ranks):
     assert (later_result["u"] == steps + 10).all()
     (newest,) = (path.name for path in tmp_path.glob("*.complete"))
     assert int(newest.removesuffix(".complete").rpartition("-")[2]) == steps
+
+
+# --- checkpoints in memory
+
+
+class States:
+    """The states of ranks, which the next attempt resumes from."""
+
+    def __init__(self):
+        self.newest = {}  # step and state by rank
+
+    def __call__(self, rank, connections, device):
+        def save(step, arrays):
+            state = memoryview(bytearray(size_of(arrays)))
+            copy_into_state(state, arrays, device)
+            self.newest[rank] = step, state
+
+        return SimpleNamespace(save=save, read_state=lambda: self.newest.get(rank, (0, None)))
+
+
+def test_numbers_and_series_on_a_gpu_resume_from_memory(gpu):
+    states = States()
+
+    def step(u, t, n, at, allowed):
+        assert at.last.get("times", 0.5) == 0.5 + at.step // 2 * 2
+        if at.step not in allowed:
+            raise InputError(f"stopped at {at.step}")
+        return {"u": u.apply(lambda values: values + 1), "t": t + 1, "n": n + 1}
+
+    def attempt(allowed):
+        u = on_gpu(gpu, array(START, ((12, 12), 20)))
+        fields = {"u": u, "t": 0.5, "n": np.int32(3)}
+        options = {"record": {"times": Record(lambda t: t, every=2)}, "checkpoint_every": 3}
+        lazy_result = iterate(step, fields, 0, 9, ranks=2, allowed=allowed, **options)
+        task = rank_tasks(lazy_result["u"])[0]
+
+        def function(ctx):
+            with ctx.device.running([]):
+                block = gpu.written(START[box_slices(ctx.box)])
+                (block,), *numbers = task.body(ctx, [block])
+                return [gpu.read(block), *numbers]
+
+        return run_gang(task.args[2], function, Gpu, states)
+
+    with pytest.raises(InputError, match="stopped at 7"):
+        attempt(range(7))
+    (upper, (t,), (n,), (times,), (steps,)), (lower, *_) = attempt(range(6, 9))
+    np.testing.assert_allclose(np.concatenate([upper, lower]), START + 9, rtol=1e-14)
+    assert (t, n, n.dtype, steps) == (9.5, 12, np.int32, 9)
+    assert times.tolist() == [2.5, 4.5, 6.5, 8.5]
 
 
 # --- the log

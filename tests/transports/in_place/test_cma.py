@@ -125,10 +125,14 @@ class TestCma(Conformance):
         setup.serving.publish(setup.host.blocks)
         assert usage(setup.serving) == {"published": 0}
 
-    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
+    @pytest.mark.parametrize("is_spilled", [False, True])
+    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block, is_spilled):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-        setup.drop(key)
+        if is_spilled:
+            setup.serving.on_spilled(key)
+        else:
+            setup.drop(key)
         assert usage(setup.serving) == {"published": 1}, "it is being read"
         np.testing.assert_array_equal(remote.request().result(), array)
         remote.close()

@@ -18,20 +18,22 @@ from tests.support import own_client, persisted, result_of, spread, tls_client, 
 from tests.transports.loopback import wait_until
 from tests.usage import usage, usage_of_worker
 
+DTYPES = ["f8", "?", "longdouble", "c16", "f2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")]]
 
-@pytest.mark.parametrize(
-    "dtype", ["f8", "?", "c16", "f2", "M8[ns]", "U3", [("a", "i1"), ("b", ">f8")]], ids=str
-)
-def test_values_of_any_dtype(client, dtype):
+
+@pytest.mark.parametrize("transport", ["cma", "comm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_any_dtype(client, dtype, transport):
     x = np.zeros((300, 200), dtype)
     x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
     a = spread(client, da.from_array(x, chunks=(70, 150)))
-    with dask.config.set({"p2p.transports.part-bytes": "5 kB"}):
+    options = {"p2p.transports.order": [transport], "p2p.transports.part-bytes": "5 kB"}
+    with dask.config.set(options):
         y = persisted(client, dask_p2p.transpose(a))
     result = y.compute()
     assert result.dtype == x.dtype
     assert result.tobytes() == x.T.tobytes()
-    assert used(client, y) == {"cma"}
+    assert used(client, y) == {transport}
 
 
 def test_objects_go_another_way_without_a_warning(client):

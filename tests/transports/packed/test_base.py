@@ -113,6 +113,14 @@ def test_all_is_over_before_an_error_is_told(holder, loop, monkeypatch):
     assert holder.packed.reserved_bytes == 0
 
 
+def test_a_region_that_cannot_join_others_ends_the_replies(holder, loop, monkeypatch):
+    """The reader knows a region by its place among the replies."""
+    monkeypatch.setattr(Memory, "can_join", lambda target, block: block[0, 0] != 1)
+    holder.worker.blocks.update({number: np.full((4, 3), float(number)) for number in range(3)})
+    replies, packed = serve(holder, loop)
+    assert len(replies) == len(packed) == 2
+
+
 @pytest.mark.parametrize(
     ("limit_bytes", "taken_bytes", "fit"), [(288, 0, 6), (287, 0, 3), (287, 200, 1), (10, 0, 1)]
 )

@@ -37,13 +37,6 @@ TRANSPORT = PinnedTransport
 WHOLE = ((0, 6), (0, 10))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _little_garbage():
-    """Each test looks for what is left, after a garbage collection: have that be quick."""
-    gc.collect()
-    gc.freeze()
-
-
 MADE = weakref.WeakSet()
 
 
@@ -344,12 +337,8 @@ class Stream:
         self.ptr = self
 
     def synchronize(self):
-        self.before_copies()
         while self.queued:
             self.queued.popleft()()
-
-    def before_copies(self):
-        """Called before copies are waited for."""
 
 
 class FakeCupy(SimpleNamespace):

@@ -19,15 +19,18 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from dask_p2p.errors import FileError, InputError, P2PWarning
+from dask_p2p.geometry import Box
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, SavedValue
 from dask_p2p.sections.gang.checkpoints import Period
@@ -37,30 +40,30 @@ from dask_p2p.sections.iterate.output.files import (
     Parts,
     StateValues,
     fingerprint,
-    fingerprint_of_same,
 )
 from dask_p2p.sections.iterate.output.groups import (
     Folder,
     Shapes,
+    check_seen,
     create_arrays,
     create_group,
     describe_shapes,
     difference,
     explain_errors,
-    is_seen_by_all,
     newer_run_error,
     open_group,
     run_on_first_rank,
-    unseen_folder_error,
 )
 from dask_p2p.types import Array
 
 #: Attributes of the group of a checkpoint.
-ATTRIBUTES = {"format": "dask_p2p checkpoint 3"}
+_ATTRIBUTES = {"format": "dask_p2p checkpoint 3"}
 _METADATA = "zarr.json", ".zattrs"  # files with these attributes
 _COMPLETE, _INCOMPLETE = ".complete", ".incomplete"
 _STEP_NAME = re.compile(rf"step-(\d{{12}})({_COMPLETE}|{_INCOMPLETE}|)")
 _RUN_NAME = re.compile(r"dask_p2p-run-[0-9a-f]{16}")
+
+Values = Mapping[str, SavedValue]  # of a checkpoint, by name
 
 
 class CheckpointFiles:
@@ -68,25 +71,34 @@ class CheckpointFiles:
 
     reads_halos = False
 
-    def __init__(self, spec: Any, ctx: Context, values: FieldValues | StateValues) -> None:
-        self.ctx, self._spec, self._values = ctx, spec, values
+    def __init__(
+        self,
+        spec: Any,
+        ctx: Context,
+        values: FieldValues | StateValues,
+        # Name, block and box of each array, and whether the block counts on this rank.
+        constants: Iterable[tuple[str, Array, Box, bool]] = (),
+        settings: Callable[[], Mapping[str, str]] = dict,  # returns texts of the run's, by name
+        records: Mapping[str, Any] = MappingProxyType({}),  # kinds of all series
+    ) -> None:
+        self.ctx, self._spec, self._values, self._records = ctx, spec, values, records
         self._folder, self.schedule = Folder(str(spec.path)), Period(spec.every)
-        current = values.current()
-        series = {SERIES + name for name in values.records}
+        current, is_first = values.current(), ctx.rank == 0
+        series = {SERIES + name for name in records}
         self._kinds = {name: v.kind for name, v in current.items() if name not in series}
-        #: Fingerprints of this rank's parts of the initial values, by name.
-        self._fingerprints = {
-            name: fingerprint_of_same(ctx.device, value.array, ctx.rank)
-            if value.kind == NUMBER
-            else fingerprint(ctx.device, value.array, value.box)
+        initial = [
+            (name, value.array, value.box, is_first or value.kind == DIVIDED)
             for name, value in current.items()
             if value.kind != OWN
-        } | dict(values.constants())
+        ]
+        #: Fingerprints of this rank's parts of the initial values, by name.
+        self._fingerprints = {
+            name: fingerprint(ctx.device, block, box) if counts else np.uint64(0)
+            for name, block, box, counts in chain(initial, constants)
+        }
         #: Settings, and fingerprints of the whole initial values, as texts.
-        self._initial = {**(values.settings() if ctx.rank == 0 else {})}
+        self._initial = dict(settings()) if is_first else {}
         self._run: Folder | None = None  # the file of this run
-        self._saved: dict[str, SavedValue] = {}  # of the checkpoint that is being written
-        self._differing: list[str] = []  # those of each rank that differ between ranks
         self.step = -1  # of the newest checkpoint of this run
 
     def __str__(self) -> str:
@@ -108,9 +120,7 @@ class CheckpointFiles:
         sums = self.ctx.allreduce(part) if part.size else part
         self._initial |= zip(self._fingerprints, map(hex, sums.tolist()), strict=True)
         damage = ""
-        for step in checkpoints:
-            if step <= first:
-                break
+        for step in (step for step in checkpoints if step > first):
             record, cause = self._load(step)
             if not cause:
                 self._report(step, record, damage, is_first=not first)
@@ -131,27 +141,34 @@ class CheckpointFiles:
 
     def write(self, step: int, flush: Callable[[], None]) -> None:
         """Write a checkpoint; `flush` completes all frames before it is complete."""
-        ctx, folder = self.ctx, self._step_folder(step)
+        ctx, folder, values = self.ctx, self._step_folder(step), self._values.current()
+        self.step, rank_names = step, self._differing(values)
 
         def create() -> None:
             with self._explain_errors(folder):
                 self._check_run()
                 self._clear(step)
-                self._create(folder)
+                dtypes = (value.array.dtype for value in values.values())
+                group = create_group(folder, dtypes, _ATTRIBUTES)
+                create_arrays(group, self._shapes(values), self._values.chunks)
 
-        self._saved, self.step = self._values.current(), step
-        self._compare()
         run_on_first_rank(ctx, folder, create)
-        if not is_seen_by_all(ctx, folder):
-            self._check_run()
-            raise unseen_folder_error(folder)
+        check_seen(ctx, folder, self._check_run)
         with self._explain_errors(folder):
-            part = self._write_parts(open_group(folder))
+            part = self._write_parts(open_group(folder), values, rank_names)
             folder.sync()
         flush()
-        fingerprint = int(ctx.allreduce(part))
-        run_on_first_rank(ctx, folder, lambda: self._complete(step, fingerprint))
-        self._saved = {}
+        record = {
+            "program": self._program(values),
+            "step": step,
+            "initial": self._initial,
+            "fingerprint": int(ctx.allreduce(part)),
+            "kinds": {name: value.kind for name, value in values.items()},
+            "ranks": ctx.size,
+            "own": rank_names,
+            "records": dict(self._records),
+        }
+        run_on_first_rank(ctx, folder, lambda: self._complete(step, record))
 
     def flush(self) -> None:
         """Return immediately: checkpoints are complete after `write`."""
@@ -163,48 +180,41 @@ class CheckpointFiles:
 
     # --- contents of a checkpoint
 
-    def _shapes(self, values: Mapping[str, SavedValue]) -> Shapes:
+    def _shapes(self, values: Values) -> Shapes:
         divided = {name: value for name, value in values.items() if value.kind == DIVIDED}
         return {name: (value.shape, value.array.dtype) for name, value in divided.items()}
 
-    def _compare(self) -> None:
-        """Find the values that differ between ranks. Raises `InputError` for a number."""
-        values = {name: v for name, v in self._saved.items() if v.kind != DIVIDED}
+    def _differing(self, values: Values) -> list[str]:
+        """Return names of each rank's values that differ. Raises `InputError` for a number."""
+        values = {name: value for name, value in values.items() if value.kind != DIVIDED}
         if not values:
-            return
-        digests = [self._digest(value.array) for value in values.values()]
+            return []
+        hosts = [self.ctx.device.to_host(value.array) for value in values.values()]
+        digests = [_digest(f"{a.dtype.str}{a.shape}".encode() + a.tobytes()) for a in hosts]
         rows = np.frombuffer(b"".join(digests), np.uint8).reshape(len(values), -1)
         every = self.ctx.allgather(rows)
         is_same = (every == every[0]).all(axis=(0, 2)).tolist()
-        self._differing = [name for name, same in zip(values, is_same, strict=True) if not same]
-        for name in self._differing:
+        names = [name for name, same in zip(values, is_same, strict=True) if not same]
+        for name in names:
             if values[name].kind == NUMBER:
                 raise InputError(
                     f"state: expected numbers that are the same on all ranks, as checkpoint= "
                     f"requires, got {name}, which differs. Give an array of one element, "
                     f"np.array([...]): each rank has its own."
                 )
+        return names
 
-    def _digest(self, array: Array) -> bytes:
-        host = self.ctx.device.to_host(array)
-        return blake2b(
-            f"{host.dtype.str}{host.shape}".encode() + host.tobytes(), digest_size=16
-        ).digest()
-
-    def _create(self, folder: Folder) -> None:
-        dtypes = {name: ((), value.array.dtype) for name, value in self._saved.items()}
-        group = create_group(folder, dtypes, ATTRIBUTES)
-        create_arrays(group, self._shapes(self._saved), self._values.chunks)
-
-    def _write_parts(self, group: Any) -> np.uint64:
-        parts, device = Parts(), self.ctx.device
-        for name, value in self._saved.items():
+    def _write_parts(self, group: Any, values: Values, rank_names: Collection[str]) -> np.uint64:
+        """Write this rank's parts of all values; `rank_names` names those of each rank."""
+        parts = Parts()
+        for name, value in values.items():
+            block = self.ctx.device.to_host(value.array)
             if value.kind == DIVIDED:
-                parts.write(group, name, device.to_host(value.array), value.box)
-            elif name in self._differing:
-                parts.create(group, self._rank_name(name), device.to_host(value.array))
+                parts.write(group, name, block, value.box)
+            elif name in rank_names:
+                parts.create(group, self._rank_name(name), block)
             elif self.ctx.rank == 0:
-                parts.create(group, name, device.to_host(value.array))
+                parts.create(group, name, block)
         return parts.fingerprint
 
     def _rank_name(self, name: str) -> str:
@@ -218,9 +228,7 @@ class CheckpointFiles:
         number = int(ctx.bcast(secrets.randbits(62) if ctx.rank == 0 else None))
         self._run = run = self._folder.child(f"dask_p2p-run-{number:016x}")
         run_on_first_rank(ctx, self._folder, lambda: steps.extend(self._enter(run)))
-        if not is_seen_by_all(ctx, run):
-            run_on_first_rank(ctx, self._folder, self._check_run)
-            raise unseen_folder_error(self._folder)
+        check_seen(ctx, run, self._check_run)
         steps = [int(step) for step in ctx.bcast(np.array(steps, np.int64))]
         if steps and not self._spec.resume and not first:
             raise InputError(
@@ -272,7 +280,7 @@ class CheckpointFiles:
 
     def _record(self, step: int) -> Any:
         digest, _, text = self._marker(step, _COMPLETE).read().partition(b"\n")
-        if digest != _digest(text):
+        if digest != _digest(text).hex().encode():
             raise ValueError(f"{self._marker(step, _COMPLETE)} has other contents")
         return json.loads(text)
 
@@ -286,18 +294,14 @@ class CheckpointFiles:
             else:
                 yield name, parts.read(group, name, counts=self.ctx.rank == 0)
 
-    def _program(self) -> dict[str, Any]:
+    def _program(self, values: Values) -> dict[str, Any]:
         """Return a description of the values, which that of a later run must equal."""
-        shapes = self._shapes(self._saved or self._values.current())
-        return {
-            "format": ATTRIBUTES["format"],
-            "values": self._kinds,
-            "arrays": describe_shapes(shapes),
-        }
+        arrays = describe_shapes(self._shapes(values))
+        return {**_ATTRIBUTES, "values": self._kinds, "arrays": arrays}
 
     def _check_program(self, record: Mapping[str, Any]) -> None:
         """Raise `InputError` for a checkpoint that this run cannot use."""
-        program = self._program()
+        program = self._program(self._values.current())
         if record["program"] != program:
             raise InputError(
                 f"expected a checkpoint of the same fields at {self}, got "
@@ -308,7 +312,7 @@ class CheckpointFiles:
                 f"ranks: expected {record['ranks']} ranks, as the checkpoint at {self} has values "
                 f"that differ between ranks, got {self.ctx.size}. Give ranks={record['ranks']}."
             )
-        stored_records, records = record["records"], self._values.records
+        stored_records, records = record["records"], self._records
         names = [name for name, kind in records.items() if stored_records.get(name, kind) != kind]
         if names:
             raise InputError(
@@ -332,7 +336,7 @@ class CheckpointFiles:
                 f"first run there in {', '.join(names)}: the steps before are those of the first "
                 f"run. Give another path to begin at step 0."
             )
-        if new := sorted(self._values.records.keys() - record["records"].keys()):
+        if new := sorted(self._records.keys() - record["records"].keys()):
             self._warn(
                 f"record: the run resumes at step {step} of {self}, which has no values of "
                 f"{', '.join(new)}. Their series have NaN, or 0 for integers, for the steps "
@@ -341,22 +345,12 @@ class CheckpointFiles:
 
     # --- to write
 
-    def _complete(self, step: int, fingerprint: int) -> None:
+    def _complete(self, step: int, record: Mapping[str, Any]) -> None:
         """Record that all ranks have written a checkpoint; remove old ones. On rank 0."""
-        record = {
-            "program": self._program(),
-            "step": step,
-            "initial": self._initial,
-            "fingerprint": fingerprint,
-            "kinds": {name: value.kind for name, value in self._saved.items()},
-            "ranks": self.ctx.size,
-            "own": self._differing,
-            "records": dict(self._values.records),
-        }
         text = json.dumps(record).encode()
         with self._explain_errors(self._step_folder(step)):
             self._check_run()
-            self._marker(step, _COMPLETE).write(_digest(text) + b"\n" + text)
+            self._marker(step, _COMPLETE).write(_digest(text).hex().encode() + b"\n" + text)
             self._marker(step, _INCOMPLETE).remove()
             self._make_room(step)
 
@@ -422,10 +416,10 @@ class CheckpointFiles:
     def _has_mark(self, step: int) -> bool:
         if any(self._marker(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
             return True
-        mark = ATTRIBUTES["format"].rpartition(" ")[0].encode()
+        mark = _ATTRIBUTES["format"].rpartition(" ")[0].encode()
         files = [self._step_folder(step).child(name) for name in _METADATA]
         return any(file.exists() and mark in file.read() for file in files)
 
 
-def _digest(text: bytes) -> bytes:
-    return blake2b(text, digest_size=16).hexdigest().encode()
+def _digest(contents: bytes) -> bytes:
+    return blake2b(contents, digest_size=16).digest()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dis
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from dask.base import is_dask_collection
@@ -19,8 +19,9 @@ from dask_p2p.loading import is_library
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
 from dask_p2p.sections.exchange.device import HOST, Host
+from dask_p2p.sections.gang.checkpoints import host_arrays
 from dask_p2p.sections.iterate.fields import Scalars
-from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
+from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.groups import CONFIG, open_array, store_chunks
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.types import Array
@@ -38,20 +39,9 @@ class FieldValues:
         scalars: Scalars,
         series: Series,
         chunks: tuple[int, ...],  # of the arrays in a store
-        settings: Callable[[], Mapping[str, str]],  # returns texts of the run's, by name
     ) -> None:
         self._ctx, self._local, self._scalars, self._series = ctx, local, scalars, series
-        self.chunks, self.settings = chunks, settings
-
-    @property
-    def records(self) -> dict[str, Any]:
-        """The steps between values, and the shape and dtype of a value, of each series."""
-        return self._series.kinds
-
-    def _levels(self) -> Iterator[tuple[str, Any, LocalField]]:
-        for name, field in self._local.fields.items():
-            for number, level in enumerate(field.levels if not field.spec.is_constant else ()):
-                yield f"{name}.{number}" if field.spec.is_list else name, level.inner, field
+        self.chunks = chunks
 
     def newest(self) -> dict[str, SavedValue]:
         """Return the newest level of each field, and the numbers, by the names of the fields."""
@@ -61,39 +51,63 @@ class FieldValues:
         }
         return values | self._numbers()
 
+    def current(self) -> dict[str, SavedValue]:
+        """Return all values of a checkpoint. A collective call of all ranks."""
+        self._series.combine()
+        series = self._series.values.items()
+        records = {SERIES + name: SavedValue(OWN, array, (), ()) for name, array in series}
+        return self._levels() | self._numbers() | records
+
+    def _levels(self) -> dict[str, SavedValue]:
+        return {
+            f"{name}.{number}" if field.spec.is_list else name: SavedValue(
+                DIVIDED, level.inner, field.shape, field.box
+            )
+            for name, field in self._local.fields.items()
+            for number, level in enumerate(field.levels if not field.spec.is_constant else ())
+        }
+
     def _numbers(self) -> dict[str, SavedValue]:
         numbers = self._scalars.values.items()
         return {name: SavedValue(NUMBER, np.asarray(value), (), ()) for name, value in numbers}
 
-    def current(self) -> dict[str, SavedValue]:
-        """Return all values of a checkpoint. A collective call of all ranks."""
-        self._series.combine()
-        values = {
-            name: SavedValue(DIVIDED, block, field.shape, field.box)
-            for name, block, field in self._levels()
-        }
-        return values | self._numbers() | self._records()
-
-    def _records(self) -> dict[str, SavedValue]:
-        series = self._series.values.items()
-        return {f"{SERIES}{name}": SavedValue(OWN, array, (), ()) for name, array in series}
-
-    def constants(self) -> Iterator[tuple[str, np.uint64]]:
-        """Yield the name of each constant array, and the fingerprint of this rank's part."""
-        for name, block, box, counts in self._local.constant_arrays():
-            yield name, fingerprint(self._ctx.device, block, box) if counts else np.uint64(0)
-
     def load(self, step: int, values: Iterable[tuple[str, Any]]) -> None:
         """Take over the values of a checkpoint, by name, in host memory."""
-        blocks, series = {name: block for name, block, _ in self._levels()}, dict[str, Any]()
+        levels, series = self._levels(), dict[str, Any]()
         for name, array in values:
-            if name in blocks:
-                self._ctx.device.copy_from_host(blocks[name], array)
+            if name in levels:
+                self._ctx.device.copy_from_host(levels[name].array, array)
             elif name in self._scalars.values:
-                self._scalars.update({name: array[()]})
+                self._scalars.update({name: array.reshape(())[()]})
             else:
                 series[name.removeprefix(SERIES)] = array
         self._series.resume(series, step)
+
+    # --- checkpoints in memory
+
+    def save(self, step: int) -> None:
+        """Save all values in memory. A collective call of all ranks."""
+        arrays, device = [*self._of_all_steps().values()], self._ctx.device
+        self._ctx.save_state(step, [device.from_host(array, arrays[0]) for array in arrays])
+
+    def restore(self) -> int:
+        """Take over the newest values that `save` has saved; return their step, or 0."""
+        arrays = dict[str, Array]()
+
+        def read(saved: memoryview) -> None:
+            current = self._of_all_steps()
+            specs = [(array.dtype, array.shape) for array in current.values()]
+            arrays.update(zip(current, host_arrays(saved, specs), strict=True))
+
+        if step := self._ctx.restore_state(read):
+            self.load(step, arrays.items())
+        return step
+
+    def _of_all_steps(self) -> dict[str, Array]:
+        """Return all arrays. Their shapes stay, so that later checkpoints use the same memory."""
+        arrays = {name: value.array for name, value in self._levels().items()}
+        arrays |= {name: value.array.reshape(1) for name, value in self._numbers().items()}
+        return arrays | {SERIES + name: array for name, array in self._series.results().items()}
 
 
 class StateValues:
@@ -103,8 +117,6 @@ class StateValues:
     may resume. Numbers are the same on all ranks. Other values, such as series and generators, are
     stored once if they are the same on all ranks. If they differ, as many ranks must resume.
     """
-
-    records: ClassVar[Mapping[str, Any]] = {}
 
     def __init__(self, ctx: Context, state: State) -> None:
         self._ctx, self._state, self.grid = ctx, state, ctx.grid_of().ranks
@@ -125,10 +137,6 @@ class StateValues:
         """Chunks of the arrays in a store."""
         return store_chunks(self.grid.chunks)
 
-    def settings(self) -> dict[str, str]:
-        """Return no settings: those of a rank's function are unknown."""
-        return {}
-
     def _is_divided(self, leaf: Leaf) -> bool:
         return leaf.kind == "array" and leaf.array.shape == self.grid.shape(self._ctx.rank)
 
@@ -145,10 +153,6 @@ class StateValues:
             shape, box = (self._shape, self._ctx.box) if kind == DIVIDED else ((), ())
             values[name] = SavedValue(kind, leaf.array, shape, box)
         return values
-
-    def constants(self) -> Iterator[tuple[str, np.uint64]]:
-        """Yield nothing: a state has no constants."""
-        yield from ()
 
     def load(self, step: int, values: Iterable[tuple[str, Any]]) -> None:
         """Take over the values of a checkpoint, by name, in host memory."""
@@ -185,11 +189,6 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
         for piece in split_box(copied, _PIECE_ELEMENTS):
             total += _of_piece(host[box_slices(_relative(piece, copied_starts))], piece)
     return np.uint64(total)
-
-
-def fingerprint_of_same(device: Host, value: Array, rank: int) -> np.uint64:
-    """Return a rank's part of the fingerprint of a number that all ranks have: it counts once."""
-    return np.uint64(0) if rank else fingerprint(device, value, ())
 
 
 class Parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -25,7 +25,8 @@ from dask_p2p.sections.iterate.output.groups import (
     TIMES,
     Coordinate,
     Folder,
-    attributes_of,
+    Shapes,
+    check_seen,
     create_arrays,
     create_group,
     describe_shapes,
@@ -35,7 +36,6 @@ from dask_p2p.sections.iterate.output.groups import (
     newer_run_error,
     open_array,
     open_group,
-    open_seen_group,
     remove_frames,
     resize,
     run_on_first_rank,
@@ -75,14 +75,12 @@ class Frames:
         self._names = (*spec.fields, *times)  # of arrays and numbers
         divided = {name: value for name, value in current.items() if value.kind == DIVIDED}
         first = next(iter(divided.values()))  # computed fields have its shape
-        self._shape, self._ndim = first.shape, len(first.shape)
-        bounds = {
-            name: (divided[name].shape, divided[name].box) for name in {*spec.fields} & {*divided}
-        }
-        bounds |= {field.name: (first.shape, first.box) for field in spec.computed}
+        self._shape = first.shape
+        blocks = {name: divided[name] for name in spec.fields if name in divided}
+        blocks |= {field.name: first for field in spec.computed}
         #: By array: this rank's part, in the global array and in the local block.
-        self._parts = {name: self._part(*of_array) for name, of_array in bounds.items()}
-        self._lengths = {name: self._selected(shape) for name, (shape, _) in bounds.items()}
+        self._parts = {name: self._part(block.shape, block.box) for name, block in blocks.items()}
+        self._lengths = {name: self._selected(block.shape) for name, block in blocks.items()}
         self._arguments = arguments
         if local is not None:
             self._first = next(iter(local.fields.values()))
@@ -101,24 +99,24 @@ class Frames:
 
     def resume(self, first: int, steps: int | None) -> int:
         """Open the group for frames after a first step, which is returned."""
-        shapes = dict(self._shapes())
+        shapes = self._shapes()
         run_on_first_rank(self._ctx, self._folder, partial(self._open, shapes, first))
-        self._group = open_seen_group(self._ctx, self._folder)
-        for name, (_, dtype) in shapes.items():
-            self._arrays[name] = open_array(self._group, name)
-            if name in self._parts:
-                shape = tuple(rows.stop - rows.start for rows in self._parts[name][0])
-                self._copies[name] = np.empty(shape, dtype)
+        check_seen(self._ctx, self._folder)
+        with explain_errors(self._folder):
+            self._group = open_group(self._folder)
+        self._arrays = {name: open_array(self._group, name) for name in shapes}
+        for name, (global_rows, _) in self._parts.items():
+            shape = tuple(rows.stop - rows.start for rows in global_rows)
+            self._copies[name] = np.empty(shape, shapes[name][1])
         self._in_turn = bool(self._ctx.allreduce(int(self._shares_chunks()), "max"))
         return first
 
-    def _shapes(self) -> Iterator[tuple[str, tuple[tuple[int, ...], Any]]]:
+    def _shapes(self) -> Shapes:
         current, arguments = self._values(), self._computed_arguments()
-        for name in self._names:
-            yield name, (self._lengths.get(name, ()), np.dtype(current[name].array.dtype))
+        dtypes = {name: np.dtype(current[name].array.dtype) for name in self._names}
         for field in self.spec.computed:
-            dtype = self._compute(field, arguments).dtype
-            yield field.name, (self._lengths[field.name], dtype)
+            dtypes[field.name] = self._compute(field, arguments).dtype
+        return {name: (self._lengths.get(name, ()), dtype) for name, dtype in dtypes.items()}
 
     def _computed_arguments(self) -> Any:
         names = set().union(*(field.binding.names for field in self.spec.computed))
@@ -144,7 +142,8 @@ class Frames:
         names = [name for name in folder.names() if not name.endswith(".partial")]
         group = open_group(folder) if names else None
         if group is None or not (group.attrs or [*group.array_keys()]):  # of a run that ended here
-            group = create_group(folder, shapes, {"program": program, "frames": 0, "steps": 0})
+            attributes = {"program": program, "frames": 0, "steps": 0}
+            group = create_group(folder, (dtype for _, dtype in shapes.values()), attributes)
         elif group.attrs.get("program") != program:
             raise InputError(
                 f"expected a new folder, or frames of the same fields and steps, at {folder}, got "
@@ -158,10 +157,8 @@ class Frames:
                 f"{first}, got {count}. Give the folder of the earlier run, or another checkpoint."
             )
         group.attrs.update({"frames": count, "steps": count * every, "run": self._run})
-        missing = {
-            name: shape_and_dtype for name, shape_and_dtype in shapes.items() if name not in group
-        }
-        dims = {name: (FRAME, *self._dims(name, shape)) for name, (shape, _) in shapes.items()}
+        missing = {name: shapes[name] for name in shapes if name not in group}
+        dims = {name: (FRAME, *self._dims(name, shape)) for name, (shape, _) in missing.items()}
         create_arrays(group, missing, self.spec.chunks, self._count, dims)
         for name in shapes.keys() - missing.keys():
             remove_frames(group[name], folder.child(name), count)
@@ -353,13 +350,11 @@ class Frames:
         with suppress(Exception):
             if self._is_newest_run() and (count := int(self._group.attrs["frames"])) < self._count:
                 for _, array in self._group.arrays():
-                    if _is_along_frames(array):
+                    names = array.attrs.get("_ARRAY_DIMENSIONS") or array.metadata.dimension_names
+                    if names and names[0] == FRAME:
                         resize(array, count)
 
     def _is_newest_run(self) -> bool:
-        return self._run.encode() in attributes_of(self._group, self._folder)
-
-
-def _is_along_frames(array: Any) -> bool:
-    names = array.attrs.get("_ARRAY_DIMENSIONS") or array.metadata.dimension_names
-    return names is not None and names[0] == FRAME
+        version = self._group.metadata.zarr_format
+        attributes = self._folder.child("zarr.json" if version == 3 else ".zattrs").read()
+        return self._run.encode() in attributes

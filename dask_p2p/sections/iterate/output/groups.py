@@ -50,32 +50,19 @@ def open_group(folder: Folder) -> Any:
     return node
 
 
-def open_seen_group(ctx: Context, folder: Folder) -> Any:
-    """Return a group that rank 0 has made. Raises `FileError` unless all ranks see it."""
-    if not is_seen_by_all(ctx, folder):
-        raise unseen_folder_error(folder)
-    with explain_errors(folder):
-        return open_group(folder)
+def check_seen(ctx: Context, folder: Folder, check_run: Callable[[], None] = lambda: None) -> None:
+    """Raise `FileError` unless all ranks see a folder, or a file, that rank 0 has made.
 
-
-def is_seen_by_all(ctx: Context, folder: Folder) -> bool:
-    """Return whether all ranks see a folder, or a file."""
+    `check_run` raises the error of rank 0 if another run has removed it.
+    """
     with explain_errors(folder):
         is_seen = folder.exists()
-    return bool(ctx.allreduce(int(is_seen), "min"))
-
-
-def unseen_folder_error(folder: Folder) -> FileError:
-    """Return the error of a folder that some ranks do not see."""
-    return FileError(
-        f"expected a folder that all workers see, got {folder}, which some do not. Give a path of "
-        f"a shared file system."
-    )
-
-
-def attributes_of(group: Any, folder: Folder) -> bytes:
-    """Return the text of a group's attributes as they are in its folder now."""
-    return folder.child("zarr.json" if group.metadata.zarr_format == 3 else ".zattrs").read()
+    if not ctx.allreduce(int(is_seen), "min"):
+        run_on_first_rank(ctx, folder, check_run)
+        raise FileError(
+            f"expected a folder that all workers see, got {folder}, which some do not. Give a path "
+            f"of a shared file system."
+        )
 
 
 def newer_run_error(kind: str, folder: Folder) -> FileError:
@@ -86,12 +73,11 @@ def newer_run_error(kind: str, folder: Folder) -> FileError:
     )
 
 
-def create_group(folder: Folder, shapes: Shapes, attributes: Mapping[str, Any]) -> Any:
+def create_group(folder: Folder, dtypes: Iterable[DType], attributes: Mapping[str, Any]) -> Any:
     """Create a group for arrays of some dtypes, in place of an earlier one."""
     import zarr
 
-    version = zarr_format(dtype for _, dtype in shapes.values())
-    options = {"zarr_format": version, "attributes": dict(attributes), "overwrite": True}
+    options = {"zarr_format": zarr_format(dtypes), "attributes": attributes, "overwrite": True}
     return zarr.create_group(folder.store, **options)
 
 
@@ -135,8 +121,7 @@ def resize(array: Any, frames: int) -> None:
     """Change the number of frames of an array; chunks of frames that it has no more stay."""
     from zarr.core.sync import sync
 
-    if array.shape[0] != frames:
-        sync(array.async_array.resize((frames, *array.shape[1:]), delete_outside_chunks=False))
+    sync(array.async_array.resize((frames, *array.shape[1:]), delete_outside_chunks=False))
 
 
 def remove_frames(array: Any, folder: Folder, count: int) -> None:

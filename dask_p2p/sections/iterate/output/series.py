@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.base import check_plain
-from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.backends.dlpack import wrap_in_library
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import checked_shape
-from dask_p2p.sections.iterate.fields import Scalars, check_name
+from dask_p2p.sections.iterate.fields import check_name
 from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
 from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array, DTypeLike
@@ -82,11 +81,6 @@ class SeriesSpec:
     binding: Binding
     is_same: bool = False  # whether all ranks have the same value
 
-    def in_library(self, library: str) -> SeriesSpec:
-        """Return the same series, with a function of arrays of another library."""
-        function = LibraryFunction(self.record.function, library)
-        return replace(self, record=replace(self.record, function=function))
-
     def count(self, steps: int) -> int:
         """Return the number of values of a number of steps."""
         return steps // self.record.every
@@ -104,7 +98,11 @@ class SeriesSpec:
 
 
 def checked_series(
-    record: Any, fields: Collection[str], names: Collection[str], divided: Collection[str]
+    record: Any,
+    fields: Collection[str],
+    names: Collection[str],
+    divided: Collection[str],
+    library: str | None = None,  # of the arrays that functions receive
 ) -> tuple[SeriesSpec, ...]:
     """Return the specs of a mapping of records; `names` are those of all values.
 
@@ -127,12 +125,8 @@ def checked_series(
         options = value if isinstance(value, Record) else Record(value)
         check_function(options.function, "fields", "record={'mass': lambda u: u[1:-1].sum()}")
         checked_count("steps between records", every=options.every)
-        shape, dtype = (
-            checked_shape(options.shape),
-            checked_dtype("dtype of a record", options.dtype),
-        )
-        options = replace(options, shape=shape, dtype=dtype)
-        binding = bind_by_name(options.function, names)
+        dtype = checked_dtype("dtype of a record", options.dtype)
+        shape, binding = checked_shape(options.shape), bind_by_name(options.function, names)
         checked_choice(f"op of the record {name!r}", options.op, OPS)
         if binding.fills_out:
             raise InputError(
@@ -140,6 +134,8 @@ def checked_series(
                 f"number."
             )
         is_same = not binding.reads_at and binding.names.isdisjoint(divided)
+        function = wrap_in_library(options.function, library)
+        options = replace(options, function=function, shape=shape, dtype=dtype)
         specs.append(SeriesSpec(name, options, binding, is_same))
     return tuple(specs)
 
@@ -149,71 +145,16 @@ class Series:
 
     def __init__(self, specs: Sequence[SeriesSpec], steps: int, ctx: Context) -> None:
         self._specs, self._steps, self._ctx = specs, steps, ctx
-        self._readers = [Reader(ctx.device, spec.record.function) for spec in specs]
+        self._readers = {spec.name: Reader(ctx.device, spec.record.function) for spec in specs}
         self.last: dict[str, Any] = {}  # the newest values, of all ranks
-        self._combined: list[list[Array]] = [[spec.unset(0)] for spec in specs]  # consecutive parts
-        self._pending: list[list[Array]] = [[] for _ in specs]  # of this rank, not yet combined
+        #: By name: consecutive parts of the combined values; values of this rank alone.
+        self._combined: dict[str, list[Array]] = {spec.name: [spec.unset(0)] for spec in specs}
+        self._pending: dict[str, list[Array]] = {spec.name: [] for spec in specs}
 
     @property
     def names(self) -> set[str]:
         """Names of all values that the functions read."""
         return set().union(*(spec.binding.names for spec in self._specs))
-
-    def is_due(self, step: int) -> bool:
-        """Return whether any value is recorded after a number of steps."""
-        return any(step % spec.record.every == 0 for spec in self._specs)
-
-    def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
-        """Call the functions that are due; `values` returns the arguments of one of them."""
-        for spec, pending, read in zip(self._specs, self._pending, self._readers, strict=True):
-            if step % spec.record.every == 0:
-                function = spec.binding.bind(spec.record.function, values(spec.binding))
-                pending.append(self._counted_once(spec, self._checked(spec, read(function))))
-        if any(len(pending) >= _BATCH for pending in self._pending):
-            self.combine()
-
-    def _checked(self, spec: SeriesSpec, value: Any) -> Array:
-        check_plain(f"record[{spec.name!r}]", value)
-        array: Array = np.asarray(self._ctx.device.to_host(value))
-        shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
-        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise BlockMismatchError(
-                f"expected a value of shape {shape} that becomes {dtype} from the record "
-                f"{spec.name!r}, got {array.shape} {array.dtype}. Give its shape and dtype, "
-                f"Record(function, shape=..., dtype=...)."
-            )
-        return array.astype(dtype)
-
-    def _counted_once(self, spec: SeriesSpec, value: Array) -> Array:
-        """Return a value that all ranks have, such as a time, on one of them alone."""
-        nothing = {"sum": 0, "prod": 1}.get(spec.record.op)
-        if not spec.is_same or not self._ctx.rank or nothing is None:
-            return value
-        return np.full_like(value, nothing)
-
-    def combine(self) -> None:
-        """Combine the values that ranks have recorded since the last call."""
-        for number, spec in enumerate(self._specs):
-            if pending := self._pending[number]:
-                combined = self._ctx.allreduce(np.stack(pending), spec.record.op)
-                self._combined[number].append(combined)
-                self.last[spec.name] = combined[-1]
-                self._pending[number] = []
-
-    @property
-    def values(self) -> dict[str, Array]:
-        """The combined values of each series."""
-        for parts in self._combined:
-            if len(parts) > 1:
-                parts[:] = [np.concatenate(parts)]
-        return {
-            spec.name: values for spec, (values,) in zip(self._specs, self._combined, strict=True)
-        }
-
-    @property
-    def unset(self) -> list[Array]:
-        """Each series without values, as long as that of all steps."""
-        return [spec.unset(spec.count(self._steps)) for spec in self._specs]
 
     @property
     def kinds(self) -> dict[str, Any]:
@@ -224,46 +165,62 @@ class Series:
             for name, record in records.items()
         }
 
+    def record(self, step: int, values: Callable[[Binding], Mapping[str, Any]]) -> None:
+        """Call the functions that are due; `values` returns the arguments of one of them."""
+        for spec in self._specs:
+            if step % spec.record.every == 0:
+                function = spec.binding.bind(spec.record.function, values(spec.binding))
+                value = self._checked(spec, self._readers[spec.name](function))
+                self._pending[spec.name].append(value)
+        if any(len(pending) >= _BATCH for pending in self._pending.values()):
+            self.combine()
+
+    def _checked(self, spec: SeriesSpec, value: Any) -> Array:
+        """Return this rank's value; one that all ranks have, such as a time, counts once."""
+        check_plain(f"record[{spec.name!r}]", value)
+        array: Array = np.asarray(self._ctx.device.to_host(value))
+        shape, dtype = tuple(spec.record.shape), np.dtype(spec.record.dtype)
+        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise BlockMismatchError(
+                f"expected a value of shape {shape} that becomes {dtype} from the record "
+                f"{spec.name!r}, got {array.shape} {array.dtype}. Give its shape and dtype, "
+                f"Record(function, shape=..., dtype=...)."
+            )
+        nothing = {"sum": 0, "prod": 1}.get(spec.record.op)
+        if spec.is_same and self._ctx.rank and nothing is not None:
+            return np.full(shape, nothing, dtype)
+        return array.astype(dtype)
+
+    def combine(self) -> None:
+        """Combine the values that ranks have recorded since the last call."""
+        for spec in self._specs:
+            if pending := self._pending[spec.name]:
+                combined = self._ctx.allreduce(np.stack(pending), spec.record.op)
+                self._combined[spec.name].append(combined)
+                self.last[spec.name] = combined[-1]
+                pending.clear()
+
+    @property
+    def values(self) -> dict[str, Array]:
+        """The combined values of each series."""
+        for parts in self._combined.values():
+            if len(parts) > 1:
+                parts[:] = [np.concatenate(parts)]
+        return {name: values for name, (values,) in self._combined.items()}
+
     def resume(self, values: Mapping[str, Array], step: int) -> None:
         """Take over the series of an earlier run, which has made a number of steps."""
-        for number, spec in enumerate(self._specs):
-            parts = self._combined[number] = [spec.unset(spec.count(step))]
-            if len(parts[0]) and spec.name in values:
-                parts[0] = values[spec.name][: len(parts[0])].copy()
-                self.last[spec.name] = parts[0][-1]
+        for spec in self._specs:
+            series = spec.unset(spec.count(step))
+            if len(series) and spec.name in values:
+                series = values[spec.name][: len(series)].copy()
+                self.last[spec.name] = series[-1]
+            self._combined[spec.name] = [series]
 
-    def results(self) -> list[Array]:
-        """Return all series, as long as those of all steps."""
+    def results(self) -> dict[str, Array]:
+        """Return all series by name, as long as those of all steps."""
         self.combine()
-        pairs = zip(self.values.values(), self.unset, strict=True)
-        return [np.concatenate([recorded, unset[len(recorded) :]]) for recorded, unset in pairs]
-
-
-class NumberState:
-    """The numbers and series of one rank, as arrays of its device."""
-
-    def __init__(self, device: Host, scalars: Scalars, series: Series) -> None:
-        self._device, self._scalars, self._series = device, scalars, series
-        #: Arrays that `save` fills, and `load` reads.
-        scalars_and_series = [*self._scalars_on_host(), *series.unset]
-        self.arrays = [device.zeros(array.shape, array.dtype) for array in scalars_and_series]
-
-    def save(self) -> None:
-        """Copy all numbers into the arrays."""
-        self._series.combine()
-        numbers = [*self._scalars_on_host(), *self._series.values.values()]
-        for array, number in zip(self.arrays, numbers, strict=True):
-            self._device.copy_from_host(array[: len(number)], number)
-
-    def load(self, step: int) -> None:
-        """Copy the arrays, after a number of steps, into the numbers; none before the first."""
-        if not step:
-            return
-        host_arrays = [self._device.to_host(array) for array in self.arrays]
-        scalars = zip(self._scalars.values, host_arrays, strict=False)
-        self._scalars.update({name: array[0] for name, array in scalars})
-        series = zip(self._series.values, host_arrays[len(self._scalars.values) :], strict=True)
-        self._series.resume(dict(series), step)
-
-    def _scalars_on_host(self) -> list[Array]:
-        return [np.array([value]) for value in self._scalars.values.values()]
+        return {
+            spec.name: np.concatenate([values, spec.unset(spec.count(self._steps) - len(values))])
+            for spec, values in zip(self._specs, self.values.values(), strict=True)
+        }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
 from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
-from dask_p2p.backends.dlpack import LibraryFunction
+from dask_p2p.backends.dlpack import wrap_in_library
 from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
@@ -204,6 +204,7 @@ def checked_stores(
     names: Sequence[str],  # of the fields
     value_names: Collection[str],  # names of all values that functions can read
     chunks: Chunks,  # of the first field
+    library: str | None,  # of the arrays that functions receive
 ) -> StoreSpecs:
     """Return the stores of a run with absolute paths.
 
@@ -221,7 +222,7 @@ def checked_stores(
                 f"save: expected Save objects, got {type(store).__name__}. Give "
                 f"[dask_p2p.Save('frames.zarr', every=100)]."
             )
-    frames = tuple(checked_frames(store, names, value_names, chunks) for store in saves)
+    frames = tuple(checked_frames(save, names, value_names, chunks, library) for save in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
     paths = [store.path for store in (*frames, *([checkpoint] if checkpoint else ()))]
@@ -295,14 +296,6 @@ class FramesSpec:
         count: int = prod(selected.stop - selected.start for selected in rows)
         return count * sum(sizes)
 
-    def in_library(self, library: str) -> FramesSpec:
-        """Return the same frames, computed by functions of arrays of another library."""
-        computed = tuple(
-            replace(field, function=LibraryFunction(field.function, library))
-            for field in self.computed
-        )
-        return replace(self, computed=computed)
-
     def slices(self, ndim: int) -> tuple[slice, ...]:
         """Return the slice of each axis."""
         return self.region or (slice(None),) * ndim
@@ -325,16 +318,16 @@ class StoreSpecs:
         computed = [field for frames in self.frames for field in frames.computed]
         return set().union(*(field.binding.names for field in computed))
 
-    def in_library(self, library: str) -> StoreSpecs:
-        """Return the same stores, with functions of arrays of another library."""
-        return replace(self, frames=tuple(frames.in_library(library) for frames in self.frames))
-
 
 NO_STORES = StoreSpecs()
 
 
 def checked_frames(
-    save: Save, names: Sequence[str], value_names: Collection[str], chunks: Chunks
+    save: Save,
+    names: Sequence[str],
+    value_names: Collection[str],
+    chunks: Chunks,
+    library: str | None = None,
 ) -> FramesSpec:
     """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
     is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))
@@ -344,7 +337,7 @@ def checked_frames(
             f"fields={save.fields!r:.80}. Give fields=[{names[0]!r}]."
         )
     fields = tuple(names if save.fields is None else save.fields)
-    computed = _checked_computed(save.compute, names, value_names)
+    computed = _checked_computed(save.compute, names, value_names, library)
     if not (fields or computed) or not {*fields} <= {*names}:
         raise InputError(
             f"save: expected names of fields, {[*names]}, got {list(fields)}. Rename them."
@@ -359,7 +352,7 @@ def checked_frames(
 
 
 def _checked_computed(
-    functions: Any, names: Collection[str], value_names: Collection[str]
+    functions: Any, names: Collection[str], value_names: Collection[str], library: str | None
 ) -> tuple[ComputedField, ...]:
     if not isinstance(functions, Mapping):
         raise InputError(
@@ -376,7 +369,7 @@ def _checked_computed(
                 f"compute: expected a name that no field has, and a function that returns a local "
                 f"block, without a parameter {OUT}, got {name!r}. Change it."
             )
-        computed.append(ComputedField(name, function, binding))
+        computed.append(ComputedField(name, wrap_in_library(function, library), binding))
     return tuple(computed)
 
 

@@ -36,7 +36,7 @@ def few_steps(monkeypatch):
     tune(monkeypatch, capture_steps=10)
 
 
-def made(gpu, function, ranks=4, steps=STEPS, boundary="periodic", **kwargs):
+def compute(gpu, function, ranks=4, steps=STEPS, boundary="periodic", **kwargs):
     a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
     y = iterate(function, a, 1, steps, boundary=boundary, ranks=ranks, **kwargs)
     (result,) = run_section(gpu, y, [X])
@@ -45,13 +45,13 @@ def made(gpu, function, ranks=4, steps=STEPS, boundary="periodic", **kwargs):
     return result
 
 
-def wanted(steps=STEPS, boundary="periodic"):
+def expected(steps=STEPS, boundary="periodic"):
     return reference(star, [X], 1, steps, boundary)[0]
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_short_steps_are_captured(gpu, replayed, ranks):
-    assert np.array_equal(made(gpu, kernel(gpu, star), ranks), wanted())
+    assert np.array_equal(compute(gpu, kernel(gpu, star), ranks), expected())
     assert len(replayed) == ranks * 8
 
 
@@ -96,7 +96,7 @@ def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
 
     if how == "always asked":
         options["until"] = bool
-    assert np.array_equal(made(gpu, step, **options), wanted())
+    assert np.array_equal(compute(gpu, step, **options), expected())
     assert not replayed
 
 
@@ -119,7 +119,7 @@ def test_interiors_of_plain_functions_are_computed_during_exchanges(
     options = {"overlap": False} if how == "refused" else {}
     if how == "unknown code":
         options["capture"] = True
-    assert np.array_equal(made(gpu, kernel(gpu, star), **options), wanted())
+    assert np.array_equal(compute(gpu, kernel(gpu, star), **options), expected())
     assert len(replayed) == (0 if how == "few steps" else 32)
     assert len(compared) == 4 * (how == "plain")  # once on each rank
     assert len(forks) == 8 * (how == "plain")
@@ -155,7 +155,7 @@ def test_steps_that_read_the_host_go_on_one_by_one(gpu, replayed, on, number):
     def condition(out):
         return is_meant(gpu) and (on == "all ranks" or out.shape == (3, 6))
 
-    assert np.array_equal(made(gpu, reads_the_host(gpu, condition)), wanted())
+    assert np.array_equal(compute(gpu, reads_the_host(gpu, condition)), expected())
     assert not replayed
 
 
@@ -168,16 +168,20 @@ def test_graphs_with_other_results_are_dropped(gpu, replayed, on):
         if gpu.capture is not None and (on == "all ranks" or out.shape == (3, 6)):
             out[...] = 7.0
 
-    assert np.array_equal(made(gpu, step), wanted())
+    assert np.array_equal(compute(gpu, step), expected())
     assert len(replayed) == 4, "each graph was tried once"
 
 
-def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed):
+@pytest.mark.parametrize("capture", ["auto", True])
+def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed, capture):
+    """Or their kernels are replayed, which only the user can promise to be enough."""
+
     def rim(rim, inside, at):
         rim[...] = 0.5
 
-    assert np.array_equal(made(gpu, kernel(gpu, star), boundary=rim), wanted(boundary=0.5))
-    assert not replayed
+    result = compute(gpu, kernel(gpu, star), boundary=rim, capture=capture)
+    assert np.array_equal(result, expected(boundary=0.5))
+    assert bool(replayed) == (capture is True)
 
 
 # --- without one of the rules

@@ -252,8 +252,28 @@ def test_another_region_of_a_store_is_refused(tmp_path):
 
     run(np.s_[:12])
     run(np.s_[:12])
-    with pytest.raises(InputError, match=r"region .* in place of"):
-        run(np.s_[12:])
+    for region, message in (
+        (np.s_[12:], r"got region \[\[0, 12, 1\].* in place of \[\[12, 24, 1\]"),
+        ((), r"region \[\[0, 12, 1\].* in place of None\. Give"),
+    ):
+        with pytest.raises(InputError, match=message):
+            run(region)
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8"])  # in two versions of Zarr's format
+def test_frames_after_the_checkpoint_are_empty_until_they_are_written(tmp_path, dtype):
+    def step(u, at):
+        if at.step == 4:
+            np.save(tmp_path / "frames.npy", frames_of(tmp_path / "frames")["u"])
+        return u + 1
+
+    stores = {"save": Save(tmp_path / "frames", 1), "checkpoint": Checkpoint(tmp_path / "at", 4)}
+    for steps in (7, 9):
+        fields = {"u": da.zeros(4, chunks=2, dtype=dtype)}
+        lazy_result = iterate(step, fields, 0, steps, ranks=1, boundary="none", **stores)
+        dask.compute(lazy_result, scheduler="sync")
+    first_items = np.load(tmp_path / "frames.npy")[:, 0]
+    np.testing.assert_array_equal(first_items, [1, 2, 3, 4, *[np.nan] * 5])
 
 
 def test_bits_of_negative_zeros(tmp_path):

@@ -163,16 +163,12 @@ def test_wrong_arguments_are_refused():
 X = np.random.default_rng(0).normal(size=(24, 18)) + 1
 
 
-def own(u):
-    return u[1:-1, 1:-1]
-
-
 def recorded(function, x=X, ranks=3, constants=None, **options):
     fields = {"u": da.from_array(x, chunks=(4, 9)), "t": 0.0}
     keywords = {"ranks": ranks, "constants": constants or {}, "boundary": "periodic"}
     record = {"m": Record(function, **options)}
     lazy_result = iterate(
-        lambda u, t: {"u": own(u), "t": t + 1}, fields, 1, 2, record=record, **keywords
+        lambda u, t: {"u": inner(u), "t": t + 1}, fields, 1, 2, record=record, **keywords
     )
     return dask.compute(lazy_result["m"])[0]
 
@@ -184,10 +180,10 @@ def warned(recwarn):
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (lambda u: own(u).sum(), X.sum()),
-        (lambda u: (own(u) ** 2).mean() * own(u).size, (X**2).sum()),
-        (lambda u: own(u).size, X.size),
-        (lambda u, at: own(u).mean() if at.rank == 0 else 0.0, None),
+        (lambda u: inner(u).sum(), X.sum()),
+        (lambda u: (inner(u) ** 2).mean() * inner(u).size, (X**2).sum()),
+        (lambda u: inner(u).size, X.size),
+        (lambda u, at: inner(u).mean() if at.rank == 0 else 0.0, None),
         (lambda u: ((u[2:] - u[1:-1]) ** 2).sum(), None),
     ],
 )
@@ -199,13 +195,13 @@ def test_other_values_are_summed(client, function, expected):
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (lambda u: own(u).sum(), {}),
-        (lambda u: np.histogram(own(u), 4, (-9, 9))[0], {"shape": (4,), "dtype": int}),
+        (lambda u: inner(u).sum(), {}),
+        (lambda u: np.histogram(inner(u), 4, (-9, 9))[0], {"shape": (4,), "dtype": int}),
         (lambda u: ((u[2:] - u[1:-1])[:, 1:-1] ** 2).sum(), {}),
         (lambda u: u.max(), {"op": "max"}),
         (lambda u: abs(np.diff(u)).max(), {"op": "max"}),
-        (lambda u: own(u).min(), {"op": "min"}),
-        (lambda u: (1 + own(u) / 100).prod(), {"op": "prod"}),
+        (lambda u: inner(u).min(), {"op": "min"}),
+        (lambda u: (1 + inner(u) / 100).prod(), {"op": "prod"}),
         (lambda u: 1.0, {"op": "max"}),
     ],
 )

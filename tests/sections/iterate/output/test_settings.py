@@ -43,16 +43,18 @@ def ready(u):
 
 def differences(path, steps=5, function=heat, chunks=6, scheduler="sync", **options):
     """Run some steps; return the names in the warnings."""
-    given = {"u": da.from_array(U, chunks=(chunks, 8))}
-    given = {"boundary": "nearest", "checkpoint": Checkpoint(path, every=5), "ranks": 1} | {
-        "fields": given,
+    options = {
+        "fields": {"u": da.from_array(U, chunks=(chunks, 8))},
         "depth": {0: 1},
+        "boundary": "nearest",
+        "checkpoint": Checkpoint(path, every=5),
+        "ranks": 1,
         **options,
     }
-    fields, depth = given.pop("fields"), given.pop("depth")
+    fields = options.pop("fields")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        dask.compute(iterate(function, fields, depth, steps, **given), scheduler=scheduler)
+        dask.compute(iterate(function, fields, steps=steps, **options), scheduler=scheduler)
     texts = [str(warning.message) for warning in caught]
     return [re.search(r"first run there in (.*): the steps before", text)[1] for text in texts]
 
@@ -177,8 +179,8 @@ def test_constants(client, tmp_path):
     options = {"function": step, "scheduler": None}
     assert differences(tmp_path, constants=constants, **options, ranks=1) == []
     for ranks, chunks in ((2, 6), (4, 3), (3, 4)):
-        given = {"constants": constants, "ranks": ranks, "chunks": chunks}
-        assert differences(tmp_path, 9, **options, **given) == []
+        layout = {"ranks": ranks, "chunks": chunks}
+        assert differences(tmp_path, 9, **options, constants=constants, **layout) == []
     other_settings = {
         "a": da.from_array(U + 1, chunks=4),
         "row": line[::-1],
@@ -188,8 +190,8 @@ def test_constants(client, tmp_path):
         "lazy": Whole(da.arange(1.0, 7.0, chunks=2)),
     }
     for name, value in other_settings.items():
-        given = {"constants": constants | {name: value}, "ranks": 2}
-        assert differences(tmp_path, 9, **options, **given) == [name]
+        other = {"constants": constants | {name: value}, "ranks": 2}
+        assert differences(tmp_path, 9, **options, **other) == [name]
 
 
 PROGRAM = """

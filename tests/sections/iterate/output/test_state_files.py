@@ -224,23 +224,3 @@ def test_numbers_that_differ_between_ranks_are_refused(tmp_path):
     with pytest.raises(InputError, match="got n, which differs"):
         run_gang(grid(2), count)
     assert not [*tmp_path.glob("*.complete")]
-
-
-@pytest.mark.filterwarnings("ignore:ctx.steps writes a state")
-def test_bits_of_negative_zeros(tmp_path):
-    """Zarr takes -0j for the fill value 0j, and omits such chunks by default."""
-    zero = complex(-0.0, -0.0)
-
-    def run(ctx, steps):
-        u, numbers = ctx.grid_of().zeros(complex), np.full(ctx.rank + 1, zero)
-        u[...] = zero
-        s = ctx.state(u=u, t=zero, same=np.full(3, zero), own=numbers)
-        for _ in ctx.steps(steps, s, checkpoint=Checkpoint(str(tmp_path), every=1)):
-            pass
-        return b"".join(a.tobytes() for a in (s.u, np.array(s.t), s.same, s.own))
-
-    first = run_gang(grid(2), lambda ctx: run(ctx, 1))
-    assert run_gang(grid(2), lambda ctx: run(ctx, 2)) == first
-    group = zarr.open(tmp_path / f"step-{2:012}", mode="r")
-    for name, array in group.arrays():
-        assert array[...].tobytes() == np.full(array.shape, zero).tobytes(), name

@@ -159,7 +159,7 @@ def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(
         CheckpointFiles,
         "_complete",
-        lambda self, step, fingerprint: orders.append((step, [*recorded])),
+        lambda self, step, record: orders.append((step, [*recorded])),
     )
 
     class Kept:

@@ -33,9 +33,16 @@ def states(steps):
     return states_by_step
 
 
-@pytest.mark.parametrize("chunks", [((8, 8, 8), (10, 10)), ((8, 12, 4), (5, 5, 10)), (24, 20)])
+@pytest.mark.parametrize(
+    ("chunks", "stored"),
+    [
+        (((8, 8, 8), (10, 10)), (8, 10)),
+        (((10, 14), (5, 5, 10)), (10, 5)),
+        (((8, 12, 4), 20), (4, 20)),
+    ],
+)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_frames(client, tmp_path, ranks, chunks):
+def test_frames(client, tmp_path, ranks, chunks, stored):
     save = [Save(tmp_path / "all", 3), Save(tmp_path / "v", 5, ["v"])]
     lazy_result = iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks)
     (result,) = dask.compute(lazy_result)
@@ -44,6 +51,7 @@ def test_frames(client, tmp_path, ranks, chunks):
     group = zarr.open(tmp_path / "all", mode="r")
     shapes = {name: array.shape for name, array in group.arrays() if array.ndim > 1}
     assert shapes == dict.fromkeys("uv", (3, 24, 20))
+    assert group["u"].chunks == (1, *stored)
     assert (group.attrs["frames"], group.attrs["steps"]) == (3, 9)
     for name in "uv":
         for frame, step in enumerate((3, 6, 9)):
@@ -199,8 +207,8 @@ def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
 
 
 def test_stores_of_other_programs_are_refused(tmp_path):
-    def run(steps=4, given=None, **options):
-        lazy_result = iterate(react, given or fields(), 1, steps, ranks=1, **options)
+    def run(steps=4, run_fields=None, **options):
+        lazy_result = iterate(react, run_fields or fields(), 1, steps, ranks=1, **options)
         return dask.compute(lazy_result, scheduler="sync")
 
     frames, checkpoint = Save(tmp_path / "frames", 2), Checkpoint(tmp_path / "states", every=2)
@@ -216,14 +224,14 @@ def test_stores_of_other_programs_are_refused(tmp_path):
         run(steps=3, checkpoint=checkpoint)
     other_fields = {"u": array(A[:12], 12), "v": array(B[:12], 12)}
     with pytest.raises(InputError, match="a checkpoint of the same fields"):
-        run(steps=6, given=other_fields, checkpoint=checkpoint)
+        run(steps=6, run_fields=other_fields, checkpoint=checkpoint)
     longs = {name: a.astype(np.longdouble) for name, a in other_fields.items()}
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(InputError, match=r"expected a new folder.* got a folder with notes\.txt"):
         run(save=Save(tmp_path / "other", 2))
     with pytest.raises(InputError, match=r"dtypes that Zarr has, got \w+ of u\. Give"):
-        run(given=longs, save=Save(tmp_path / "longs", 2))
+        run(run_fields=longs, save=Save(tmp_path / "longs", 2))
     (tmp_path / "file").touch()
     with pytest.raises(FileError, match=r"Make room, or give another path"):
         run(save=Save(tmp_path / "file", 2))
