@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
 import threading
@@ -86,17 +87,21 @@ def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, retur
 @pytest.mark.parametrize("gang", ["one process", "one host", "tcp"], indirect=True)
 def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
     """A peer connects while the rank does not poll, and finalizes before the rank polls again."""
-    late = gang.connections[2]
-    polled, has_polled, root_has_returned = late._wait, threading.Event(), threading.Event()
+    late, calls = gang.connections[2], itertools.count()
+    exchange_late, has_polled, root_has_returned = (
+        late.exchange,
+        threading.Event(),
+        threading.Event(),
+    )
 
-    def polled_once():
-        ranks = polled()
-        if 0 in ranks and not has_polled.is_set():
+    def exchange_once(*call):
+        payloads = exchange_late(*call)
+        if next(calls) == 1:  # the rank and the root have finalized
             has_polled.set()
             root_has_returned.wait(0.3)
-        return ranks
+        return payloads
 
-    monkeypatch.setattr(late, "_wait", polled_once)
+    monkeypatch.setattr(late, "exchange", exchange_once)
 
     def exchange(rank, connections):
         if rank == 1:
@@ -231,9 +236,11 @@ def test_errors_of_a_peer_keep_no_other_one_out(processes, monkeypatch, number):
     accept, errors = socket.socket.accept, [OSError(number, "")] * 3
 
     def accept_late(listener):
-        if errors:
-            raise errors.pop()
-        return accept(listener)
+        try:
+            error = errors.pop()
+        except IndexError:
+            return accept(listener)
+        raise error
 
     monkeypatch.setattr(socket.socket, "accept", accept_late)
     with Gang(2) as gang:
