@@ -151,7 +151,7 @@ def test_another_tag_is_refused():
 
 
 @pytest.mark.parametrize("count", [1, LARGE])
-def test_a_message_of_another_communicator_is_refused(count):
+def test_a_message_of_another_communicator_is_refused(path, count):
     def mixed(ctx):
         column = ctx.along(0)
         ctx.isend(np.zeros(count), 1) if ctx.rank == 0 else column.recv(0)
