@@ -273,6 +273,31 @@ class Connection:
             has_sent = self.send()
         return has_sent and self.has_received
 
+    def poll_call(self, until_s: float) -> bool:
+        """Poll for the data of a call until a time; return whether any may have come.
+
+        This is one loop, since a function for each attempt would delay the answer.
+        """
+        slots, number, receiving = self.mailbox.slots, self.number, self.receiving
+        if self.has_received or self.sending or self.channel is not None or not receiving:
+            return True  # there is more to do
+        words, at = ((), 0) if slots is None else (slots.calls.words, slots.calls.written_word)
+        attempts = range(LOOKS if slots is not None else 0)
+        while True:
+            for _ in attempts:
+                if words[at] == number:
+                    return True
+            try:
+                count = self.socket.recv_into(receiving)
+            except BlockingIOError:
+                if time.perf_counter() >= until_s:
+                    return False
+                continue
+            if not count:
+                raise ConnectionResetError("closed by the peer")
+            self.receiving = receiving[count:]
+            return True
+
     def _take_call(self, text: bytes, own_rank: int, rank: int, looks: int = 1) -> bool:
         """Complete an exchange whose data is in the slot, or has come early; return if it is."""
         slot = None if self.mailbox.slots is None else self.mailbox.slots.calls

@@ -218,10 +218,12 @@ class Connections(PointToPoint):
         while self._waiting:
             is_spinning = is_first or time.perf_counter() < until_s
             ready = list(self._waiting) if is_spinning else self._wait()
-            is_first = False
+            may_poll, is_first = is_spinning and not is_first and len(ready) == 1, False
             for rank in ready:
                 connection = self._connections[rank]
                 try:
+                    if may_poll and not connection.poll_call(until_s):
+                        break
                     is_done = connection.advance(self._current.text, self._rank, rank)
                 except (OSError, TransferError) as exc:
                     raise self._broken(rank, exc) from exc
