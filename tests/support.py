@@ -93,9 +93,9 @@ def output_of(*arguments, **options):
 
 
 def die_once(path):
-    """Kill this process, unless the file shows that another one was killed before."""
-    if not os.path.exists(path):
-        Path(path).touch()
+    """Kill this process, unless the file shows that another one is killed: one of several."""
+    with suppress(FileExistsError):
+        Path(path).touch(exist_ok=False)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
