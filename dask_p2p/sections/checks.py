@@ -69,7 +69,6 @@ class StepChecks:
         }
         #: Whether the next call of a function in a step is compared.
         self.are_due = any(map(bool, self._comparisons.values()))
-        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
 
     def first_call(self, phase: Any, values: Mapping[str, Any]) -> tuple[list[str], Any]:
         """Call a function for the whole local block; return the names of changed fields.

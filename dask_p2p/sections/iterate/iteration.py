@@ -42,8 +42,8 @@ _FIRST_SLABS, _MOST_SLABS = 32, 128  # of the first visit to a GPU, which is tim
 _MOST_STEPS = 32  # of a visit
 _MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
 #: Least ratio of a slab's rows to those of its halo on one side, with the most steps. The rows of a
-#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.6 to 0.8 of the
-#: time in core with 12, and as long with 4.
+#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.94 of the time in
+#: core with 12, and 1.05 with 4.
 _LEAST_RATIO: dict[Kind, int] = {"cupy": 4, "numpy": 12}
 
 
@@ -240,7 +240,7 @@ class VisitPlan:
                 f"steps_per_visit, or more ranks on other GPUs."
             )
         self._requested = iteration.steps_per_visit, iteration.slab_rows
-        #: Whether the first visit is timed, on all ranks.
+        #: True on all ranks if they time the first visit.
         self.is_timed = bool(is_on_gpus) and self.is_wide[0] and None in self._requested
         slabs = _FIRST_SLABS if self.is_timed else _SLABS if self.is_wide[0] else 1
         by_size = -(-rows // slabs)

@@ -11,7 +11,7 @@ from typing import Any
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.geometry import Box
 from dask_p2p.sections.api.rank_body import LocalBlocks
-from dask_p2p.sections.checks import StepChecks
+from dask_p2p.sections.checks import StepChecks, ValueKeeping
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.loop import Callback, Loop, Multiples
 from dask_p2p.sections.exchange.halo import HaloArray
@@ -182,7 +182,7 @@ class FieldSteps:
         self.block_box = next(iter(self._fields.values())).layout.local_box
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._checks = StepChecks(iteration, ctx, local)
-        self.keep_values = self._checks.keep_values
+        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
         self._overlap = Overlap(iteration, ctx.device, self.block_box)
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)
