@@ -92,7 +92,9 @@ def is_library(module_name: str) -> bool:
         return True
     module = sys.modules.get(root)
     path = next(iter(getattr(module, "__path__", ())), getattr(module, "__file__", None))
-    return path is not None and _has_libraries(Path(path).parent)
+    with suppress(OSError):  # for example, this process has no free file
+        return path is not None and _has_libraries(Path(path).parent)
+    return False
 
 
 @cache

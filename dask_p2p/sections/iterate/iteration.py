@@ -42,8 +42,8 @@ _FIRST_SLABS, _MOST_SLABS = 32, 128  # of the first visit to a GPU, which is tim
 _MOST_STEPS = 32  # of a visit
 _MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
 #: Least ratio of a slab's rows to those of its halo on one side, with the most steps. The rows of a
-#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.94 of the time in
-#: core with 12, and 1.05 with 4.
+#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.94 of the time
+#: in core with 12, and 1.05 with 4.
 _LEAST_RATIO: dict[Kind, int] = {"cupy": 4, "numpy": 12}
 
 
