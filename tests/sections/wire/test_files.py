@@ -95,7 +95,7 @@ def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path
         if ctx.rank == late:
             threading.Thread(target=take_all, daemon=True).start()
             full.wait(BOUND_S)
-            full_path.mkdir()  # needs no file
+            full_path.mkdir(exist_ok=True)  # needs no file; a lost attempt may have made it
         wait_until(full_path.exists)
         try:
             return x + ctx.allreduce(1.0)
