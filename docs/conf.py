@@ -52,7 +52,14 @@ autodoc_member_order = "bysource"
 numpydoc_show_class_members = False  # autodoc does
 # The build fails if a public function or class lacks parameters, the returned
 # value, an example or related functions.
-numpydoc_validation_checks = {"EX01", "PR01", "PR02", "RT01", "SA01", "YD01"}
+numpydoc_validation_checks = {
+    "EX01",
+    "PR01",
+    "PR02",
+    "RT01",
+    "SA01",
+    "YD01",
+}
 numpydoc_validation_exclude = {
     r"\.[A-Z]\w*\.",  # methods
     r"\.errors(\.|$)",
@@ -119,7 +126,12 @@ METHODS = {
     "watched",
     "with_indices",
 }
-PROPERTIES = {"has_checkpoints", "host_need", "need", "reduces_by_messages"}
+PROPERTIES = {
+    "has_checkpoints",
+    "host_need",
+    "need",
+    "reduces_by_messages",
+}
 
 
 def link_deploy(_: Any, __: str, source: list[str]) -> None:
@@ -136,7 +148,13 @@ def skip_internal(
 
 
 def hide_signature(
-    _: Any, what: str, __: str, thing: Any, ___: Any, args: Any, returns: Any
+    _: Any,
+    what: str,
+    __: str,
+    thing: Any,
+    ___: Any,
+    args: Any,
+    returns: Any,
 ) -> tuple[str, Any] | None:
     """Hide how classes are called that users only receive."""
     is_class = args and what in ("class", "exception")

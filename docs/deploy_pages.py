@@ -17,7 +17,9 @@ def pages() -> dict[str, str]:
     paths = sorted((ROOT / "deploy").rglob("README.md"))
     texts = {_name(page): _moved(page) for page in paths}
     other_names = "\n".join(name for name in texts if name != "index")
-    texts["index"] += f"\n```{{toctree}}\n:hidden:\n\n{other_names}\n```\n"
+    texts["index"] += (
+        f"\n```{{toctree}}\n:hidden:\n\n{other_names}\n```\n"
+    )
     return texts
 
 
@@ -31,9 +33,15 @@ def linked(text: str) -> str:
     def page(link: re.Match[str]) -> str:
         folder = ROOT / "deploy" / (link[1] or "")
         readme = folder / "README.md"
-        return f"]({FOLDER}/{_name(readme)}.md)" if readme.exists() else link[0]
+        return (
+            f"]({FOLDER}/{_name(readme)}.md)"
+            if readme.exists()
+            else link[0]
+        )
 
-    return re.sub(rf"\]\({REPOSITORY}/tree/main/deploy/?(\w+)?\)", page, text)
+    return re.sub(
+        rf"\]\({REPOSITORY}/tree/main/deploy/?(\w+)?\)", page, text
+    )
 
 
 def _name(readme: Path) -> str:

@@ -34,7 +34,9 @@ def ratios(files: tuple[str, ...]) -> dict[str, float]:
         )["rows"]
         for row in sorted(rows, key=lambda row: row["matrix_bytes"]):
             if "median_s" in row:
-                times.setdefault(row["case"], {})[row["way"]] = row["median_s"]
+                times.setdefault(row["case"], {})[row["way"]] = row[
+                    "median_s"
+                ]
     fastest = {
         case: [s for way, s in ways.items() if way in DASK]
         for case, ways in times.items()
@@ -54,7 +56,9 @@ def draw() -> Figure:
     all_axes = figure.subplots(
         len(panels), 1, sharex=True, height_ratios=heights
     )
-    for axes, (title, panel) in zip(all_axes, panels.items(), strict=True):
+    for axes, (title, panel) in zip(
+        all_axes, panels.items(), strict=True
+    ):
         cases = sorted(panel, key=panel.__getitem__)
         bars = axes.barh(
             cases, [panel[case] for case in cases], color="#d1495b"
@@ -63,7 +67,9 @@ def draw() -> Figure:
         axes.axvline(1, color="#222222", linewidth=1)
         axes.set_title(title, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[-1].set_xlabel("times as fast as the faster of Dask's methods")
+    all_axes[-1].set_xlabel(
+        "times as fast as the faster of Dask's methods"
+    )
     return figure
 
 

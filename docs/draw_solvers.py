@@ -48,7 +48,9 @@ def cylinder() -> Any:
     result = names["main"](80, 240, 10_000, compare=False)
     _, ux, uy = names["velocity"](result)
     vorticity = np.gradient(uy, axis=1) - np.gradient(ux, axis=0)
-    return np.where(names["cylinder"](80, 240), 0, vorticity).clip(-0.02, 0.02)
+    return np.where(names["cylinder"](80, 240), 0, vorticity).clip(
+        -0.02, 0.02
+    )
 
 
 def elastic() -> Any:
@@ -72,10 +74,14 @@ def lanczos() -> Any:
     """Draw the eigenvalues of the small matrix by the number of steps."""
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(5, 3.5), layout="constrained")
+    figure, axes = pyplot.subplots(
+        figsize=(5, 3.5), layout="constrained"
+    )
     for count in range(2, 61, 2):
         values = computed("lanczos", n=96, count=count)
-        axes.plot([count] * count, values, "_", color="tab:blue", markersize=4)
+        axes.plot(
+            [count] * count, values, "_", color="tab:blue", markersize=4
+        )
     axes.set(xlabel="steps", ylabel="eigenvalues of the small matrix")
     figure.savefig(IMAGES / "lanczos.png", dpi=100)
 
@@ -141,7 +147,9 @@ def main() -> None:
             picture = function()
             if picture is not None:
                 path = IMAGES / f"{name}.png"
-                pyplot.imsave(path, picture, cmap=colours, origin="lower")
+                pyplot.imsave(
+                    path, picture, cmap=colours, origin="lower"
+                )
         client.close()
 
 

@@ -31,18 +31,26 @@ def picture() -> str:
     """Return the picture as SVG: the input, the output after each stage, and captions."""
     panels = [
         _panel(
-            0, "x", "one row slab a worker", lambda r, _: r, lambda r, c: False
+            0,
+            "x",
+            "one row slab a worker",
+            lambda r, _: r,
+            lambda r, c: False,
         )
     ]
     for stage in range(WORKERS):
-        source = "its own tile" if stage == 0 else f"from worker r + {stage}"
+        source = (
+            "its own tile" if stage == 0 else f"from worker r + {stage}"
+        )
         panels.append(
             _panel(
                 stage + 1,
                 f"stage {stage}",
                 source,
                 # Worker r now has the tiles of r, r + 1, ..., r + stage.
-                lambda r, c, s=stage: c if (c - r) % WORKERS <= s else None,
+                lambda r, c, s=stage: (
+                    c if (c - r) % WORKERS <= s else None
+                ),
                 lambda r, c, s=stage: (c - r) % WORKERS == s,
             )
         )
@@ -85,7 +93,9 @@ def _panel(place, title, text, holder, is_new) -> str:
         for c in range(WORKERS):
             box = f'x="{left_edge + c * CELL}" y="{TOP + r * CELL}" width="{CELL}" height="{CELL}"'
             if (holder_rank := holder(r, c)) is not None:
-                parts.append(f'<rect {box} fill="{COLOURS[holder_rank]}"/>')
+                parts.append(
+                    f'<rect {box} fill="{COLOURS[holder_rank]}"/>'
+                )
             parts.append(f'<rect class="cell" {box}/>')
             if is_new(r, c):
                 new.append(box)

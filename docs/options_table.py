@@ -14,9 +14,13 @@ __all__ = ["rows", "table"]
 def rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield name, default, possible values and description of each option."""
     package = files("dask_p2p")
-    schema = yaml.safe_load((package / "p2p-schema.yaml").read_text("utf-8"))
+    schema = yaml.safe_load(
+        (package / "p2p-schema.yaml").read_text("utf-8")
+    )
     defaults = yaml.safe_load((package / "p2p.yaml").read_text("utf-8"))
-    yield from _rows("p2p", schema["properties"]["p2p"], defaults["p2p"])
+    yield from _rows(
+        "p2p", schema["properties"]["p2p"], defaults["p2p"]
+    )
 
 
 def _rows(
@@ -26,7 +30,12 @@ def _rows(
         yield from _rows(f"{name}.{part}", inner, default[part])
     if "properties" not in schema:
         text = " ".join(schema.get("description", "").split())
-        yield name, _plain(default), _unit(default) or _values(schema), text
+        yield (
+            name,
+            _plain(default),
+            _unit(default) or _values(schema),
+            text,
+        )
 
 
 def _unit(default: Any) -> str:
@@ -42,10 +51,14 @@ def _values(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return f"`{_plain(schema['const'])}`"
     if "enum" in schema:
-        return ", ".join(f"`{_plain(value)}`" for value in schema["enum"])
+        return ", ".join(
+            f"`{_plain(value)}`" for value in schema["enum"]
+        )
     if schema["type"] == "array":
         return f"list of {_values(schema['items'])}"
-    least = f", at least {schema['minimum']}" if "minimum" in schema else ""
+    least = (
+        f", at least {schema['minimum']}" if "minimum" in schema else ""
+    )
     kinds = {"boolean": "`true`, `false`", "string": "a size"}
     return kinds.get(schema["type"], "number") + least
 

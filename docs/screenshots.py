@@ -65,9 +65,13 @@ def record(
         wait(running)
 
 
-def compute(client: Client, side: int, workers: int, gpus: bool) -> da.Array:
+def compute(
+    client: Client, side: int, workers: int, gpus: bool
+) -> da.Array:
     """Run time steps, a rechunk and three transposes, one by messages. Return the field."""
-    with dask.config.set({"array.backend": "cupy" if gpus else "numpy"}):
+    with dask.config.set(
+        {"array.backend": "cupy" if gpus else "numpy"}
+    ):
         x = da.random.random((side, side), chunks=(side // workers, -1))
     for _ in range(2):  # the first time is a warm-up
         x = client.persist(x + 1)
@@ -111,7 +115,9 @@ def draw(records: Path, name: str) -> None:
         dask_p2p.register(client)
         store = cluster.scheduler.plugins[PLUGIN_NAME]._records
         store.add("recorded", 0, unpacked(records.read_bytes()))
-        page = f"http://127.0.0.1:{cluster.scheduler.http_server.port}/p2p"
+        page = (
+            f"http://127.0.0.1:{cluster.scheduler.http_server.port}/p2p"
+        )
         for theme, suffix in (("light", ""), ("dark", "-dark")):
             visit(driver, f"{page}?theme={theme}")
             until(

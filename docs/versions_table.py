@@ -14,7 +14,10 @@ from packaging.specifiers import SpecifierSet
 __all__ = ["EXTRAS", "OTHERS", "setups", "tables", "tested"]
 
 ROOT = Path(__file__).parents[1]
-GPUS = {"cuda13": "13", "cuda12": "12"}  # major release of CUDA by extra
+GPUS = {
+    "cuda13": "13",
+    "cuda12": "12",
+}  # major release of CUDA by extra
 EXTRAS = {
     "cuda13": "GPUs with a driver of CUDA 13",
     "cuda12": "GPUs with a driver of CUDA 12 (untested)",
@@ -57,7 +60,8 @@ def tested() -> list[tuple[str, str]]:
         "strategy"
     ]
     return [
-        (job["python"], job["dask"]) for job in strategy["matrix"]["include"]
+        (job["python"], job["dask"])
+        for job in strategy["matrix"]["include"]
     ]
 
 
@@ -68,7 +72,10 @@ def tables() -> str:
         name for column in columns.values() for name in column
     )
     by_setup = [
-        (name, *(column.get(name, "none") for column in columns.values()))
+        (
+            name,
+            *(column.get(name, "none") for column in columns.values()),
+        )
         for name in names
     ]
     extras = project()["optional-dependencies"]
@@ -142,6 +149,8 @@ def _listed(requirements: list[str]) -> str:
     )
 
 
-def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
+def _table(
+    head: tuple[str, ...], rows: list[tuple[str, ...]]
+) -> list[str]:
     lines = [head, ("---",) * len(head), *rows]
     return [f"| {' | '.join(line)} |" for line in lines]

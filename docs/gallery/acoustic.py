@@ -27,15 +27,22 @@ def main():
     """Run it, and compare it with a known result."""
     n, dt, steps = 24, 0.005, 50
     angle = 2 * np.pi * np.arange(n) / n
-    mode = np.sin(angle)[:, None, None] * np.sin(angle)[:, None] * np.sin(angle)
+    mode = (
+        np.sin(angle)[:, None, None]
+        * np.sin(angle)[:, None]
+        * np.sin(angle)
+    )
 
     def standing(step):
         return np.cos(3**0.5 * dt * step) * mode
 
     u, before = (
-        da.from_array(standing(step), chunks=(6, 12, 24)) for step in (0, -1)
+        da.from_array(standing(step), chunks=(6, 12, 24))
+        for step in (0, -1)
     )
-    c2 = da.full((n, n, n), (dt * n / (2 * np.pi)) ** 2, chunks=(6, 12, 24))
+    c2 = da.full(
+        (n, n, n), (dt * n / (2 * np.pi)) ** 2, chunks=(6, 12, 24)
+    )
     newest, _ = dask_p2p.iterate(
         wave, (u, before), [4, 0], steps, constants=(c2,)
     )

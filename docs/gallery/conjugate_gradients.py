@@ -1,4 +1,4 @@
-"""Conjugate gradients: sums over all ranks, checkpoints, an early end."""
+"""Conjugate gradients: sums of all ranks, checkpoints, an early end."""
 
 import dask.array as da
 import numpy as np
@@ -33,7 +33,13 @@ def main():
     result = dask_p2p.spmd(solve, x, tolerance=1e-10).compute()
 
     u = np.pad(result, 1)
-    ax = 4 * result - u[:-2, 1:-1] - u[2:, 1:-1] - u[1:-1, :-2] - u[1:-1, 2:]
+    ax = (
+        4 * result
+        - u[:-2, 1:-1]
+        - u[2:, 1:-1]
+        - u[1:-1, :-2]
+        - u[1:-1, 2:]
+    )
     np.testing.assert_allclose(ax, b, atol=1e-8)
     return result
 

@@ -1,4 +1,4 @@
-"""Flow past a cylinder: a lattice, a mask, inflow and outflow by position."""
+"""Flow past a cylinder: a lattice, a mask, inflow by position."""
 
 import dask.array as da
 import numpy as np
@@ -26,7 +26,9 @@ def velocity(f):
     return rho, along_x / rho, along_y / rho
 
 
-FREE = equilibrium(np.ones((1, 1)), np.full((1, 1), SPEED), np.zeros((1, 1)))
+FREE = equilibrium(
+    np.ones((1, 1)), np.full((1, 1), SPEED), np.zeros((1, 1))
+)
 
 
 def moved(f, solid, column, columns):
@@ -52,7 +54,7 @@ def cylinder(ny, nx):
 
 
 def start(ny, nx):
-    """Return a flow with a wave across it, so that eddies begin soon."""
+    """Return a flow with a wave, so that eddies begin soon."""
     ones = np.ones((ny, nx))
     wave = 0.3 * SPEED * np.sin(4 * np.pi * np.arange(nx) / nx)
     return equilibrium(ones, SPEED * ones, wave * ones)

@@ -18,7 +18,8 @@ def derivative(ctx, f, axis, spacing):
 
     differences = (shifted(k) - shifted(-k) for k in range(1, 5))
     return (
-        sum(w * d for w, d in zip(WEIGHTS, differences, strict=True)) / spacing
+        sum(w * d for w, d in zip(WEIGHTS, differences, strict=True))
+        / spacing
     )
 
 
@@ -26,8 +27,12 @@ def main():
     """Run it, and compare it with a known result."""
     n = 64
     points = 2 * np.pi * np.arange(n) / n
-    a, b, c = np.meshgrid(points, points, points, indexing="ij", sparse=True)
-    x = da.from_array(np.sin(a + 2 * b) * np.cos(c), chunks=(32, 16, 64))
+    a, b, c = np.meshgrid(
+        points, points, points, indexing="ij", sparse=True
+    )
+    x = da.from_array(
+        np.sin(a + 2 * b) * np.cos(c), chunks=(32, 16, 64)
+    )
     lazy = [
         dask_p2p.spmd(derivative, x, axis=axis, spacing=2 * np.pi / n)
         for axis in range(3)

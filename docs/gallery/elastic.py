@@ -37,15 +37,19 @@ def stresses(vx, vy, xx, yy, xy):
     shear = after(vx, 0) + after(vy, 1)
     interior = slice(1, -1), slice(1, -1)
     return {
-        "xx": xx[interior] + STEP * ((LAMBDA + 2 * MU) * ex + LAMBDA * ey),
-        "yy": yy[interior] + STEP * ((LAMBDA + 2 * MU) * ey + LAMBDA * ex),
+        "xx": xx[interior]
+        + STEP * ((LAMBDA + 2 * MU) * ex + LAMBDA * ey),
+        "yy": yy[interior]
+        + STEP * ((LAMBDA + 2 * MU) * ey + LAMBDA * ex),
         "xy": xy[interior] + STEP * MU * shear,
     }
 
 
 def start(n):
     y, x = np.arange(n)[:, None] - n / 2, np.arange(n) - n / 2
-    fields = {name: np.zeros((n, n)) for name in ("vx", "vy", "yy", "xy")}
+    fields = {
+        name: np.zeros((n, n)) for name in ("vx", "vy", "yy", "xy")
+    }
     return fields | {"xx": 1e6 * np.exp(-(x**2 + y**2) / 9)}
 
 
@@ -65,8 +69,12 @@ def main(n=40, steps=50, compare=True):
     (result,) = dask.compute(lazy)
     if compare:  # with the same in NumPy
         for _ in range(steps):
-            fields |= velocities(**{k: np.pad(a, 1) for k, a in fields.items()})
-            fields |= stresses(**{k: np.pad(a, 1) for k, a in fields.items()})
+            fields |= velocities(
+                **{k: np.pad(a, 1) for k, a in fields.items()}
+            )
+            fields |= stresses(
+                **{k: np.pad(a, 1) for k, a in fields.items()}
+            )
         assert all(np.array_equal(result[k], fields[k]) for k in fields)
     return result
 

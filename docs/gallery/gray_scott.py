@@ -15,7 +15,7 @@ def laplacian(a):
 
 
 def react(u, v, feed, kill):
-    """Return both fields after a step, without their halos of one point."""
+    """Return both fields after a step, without their halos."""
     spread_u, spread_v = laplacian(u), laplacian(v)
     u, v = u[1:-1, 1:-1], v[1:-1, 1:-1]
     rate = u * v**2
@@ -26,7 +26,7 @@ def react(u, v, feed, kill):
 
 
 def start(n):
-    """Return fields of n x n points, with a square of the second substance."""
+    """Return fields of n x n points, with a square of substance v."""
     u, v = np.ones((n, n)), np.zeros((n, n))
     centre = slice(n // 2 - 4, n // 2 + 4)
     u[centre, centre], v[centre, centre] = 0.5, 0.25

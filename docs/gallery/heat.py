@@ -19,10 +19,14 @@ def main():
     angle = 2 * np.pi * np.arange(n) / n
     start = np.sin(angle)[:, None] * np.sin(angle)
     x = da.from_array(start, chunks=(15, 30))
-    result = dask_p2p.iterate(heat, x, depth=1, steps=steps, r=r).compute()
+    result = dask_p2p.iterate(
+        heat, x, depth=1, steps=steps, r=r
+    ).compute()
 
     factor = 1 - 8 * r * np.sin(np.pi / n) ** 2
-    np.testing.assert_allclose(result, factor**steps * start, atol=1e-13)
+    np.testing.assert_allclose(
+        result, factor**steps * start, atol=1e-13
+    )
     return result
 
 

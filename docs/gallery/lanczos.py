@@ -1,4 +1,4 @@
-"""Eigenvalues by Lanczos' method: sums over all ranks, a state that grows."""
+"""Eigenvalues by Lanczos' method: sums of ranks, a growing state."""
 
 import dask.array as da
 import numpy as np
@@ -26,7 +26,9 @@ def orthogonal(w, basis, total):
 
 def eigenvalues(diagonal, off_diagonal):
     """Return the eigenvalues of the small matrix."""
-    sides = np.diag(off_diagonal[:-1], 1) + np.diag(off_diagonal[:-1], -1)
+    sides = np.diag(off_diagonal[:-1], 1) + np.diag(
+        off_diagonal[:-1], -1
+    )
     return np.linalg.eigvalsh(np.diag(diagonal) + sides)
 
 
@@ -66,7 +68,9 @@ def main(n=24, count=20, compare=True):
             w, parts = orthogonal(w, basis, lambda a: a)
             matrix[:, j] = parts[-1], np.linalg.norm(w)
             basis = np.concatenate([basis, w[None] / matrix[1, j]])
-        np.testing.assert_allclose(result, eigenvalues(*matrix), rtol=1e-10)
+        np.testing.assert_allclose(
+            result, eigenvalues(*matrix), rtol=1e-10
+        )
     return result
 
 

@@ -15,7 +15,9 @@ def next_cells(a):
     """Return the cells after a step, from `a` with a halo."""
     near = [a[i : i - 2 or None, j : j - 2 or None] for i, j in EIGHT]
     count = np.sum(near, axis=0)
-    return ((count == 3) | ((count == 2) & (a[1:-1, 1:-1] == 1))).astype("i1")
+    return (
+        (count == 3) | ((count == 2) & (a[1:-1, 1:-1] == 1))
+    ).astype("i1")
 
 
 def step(cells):

@@ -1,4 +1,4 @@
-"""Multigrid: spmd, coarser grids, a small system that all ranks solve."""
+"""Multigrid: spmd, coarser grids, a small system on all ranks."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from dask_p2p import LocalBlock, Same
 
 
 def laplacian(u, h):
-    """Return -Δu of values with a halo; `h` is the distance of cells."""
+    """Return -Δu of values with a halo, for cells at distance h."""
     near = u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]
     return (4 * u[1:-1, 1:-1] - near) / h**2
 
@@ -24,7 +24,7 @@ def smoothed(halo, u, b, h):
 
 
 def cycle(halos, direct, u, b, h):
-    """Return better values of u; each grid has a function that adds halos."""
+    """Return better values of u, by functions that add halos."""
     halo, *coarser = halos
     if not coarser:
         return direct(b, h)
@@ -36,7 +36,7 @@ def cycle(halos, direct, u, b, h):
 
 
 def odd(a):
-    """Return an array with its halo, the mirror image with the other sign."""
+    """Return an array with its halo, the negative mirror image."""
     p = np.pad(a, 1, "symmetric")
     for rim in (p[0], p[-1], p[:, 0], p[:, -1]):
         rim *= -1
@@ -47,14 +47,18 @@ def solved(b, h):
     """Solve the whole system of a small grid."""
     units = np.eye(b.size).reshape(b.size, *b.shape)
     columns = [laplacian(odd(unit), h).ravel() for unit in units]
-    return np.linalg.solve(np.array(columns).T, b.ravel()).reshape(b.shape)
+    return np.linalg.solve(np.array(columns).T, b.ravel()).reshape(
+        b.shape
+    )
 
 
 def potential(ctx, b, cycles):
     grids = [ctx.grid_of()]
     while min(grids[-1].shape) > 4:
         grids.append(grids[-1].coarser())
-    halos = [partial(grid.pad, depth=1, boundary="odd") for grid in grids]
+    halos = [
+        partial(grid.pad, depth=1, boundary="odd") for grid in grids
+    ]
     fine = halos[0]
     box = tuple(slice(*along) for along in grids[-1].box)
 
@@ -83,11 +87,17 @@ def main(n=32, cycles=8, compare=True):
     (result,) = dask.compute(lazy)
     assert result["norms"][-1] < 1e-6 * result["norms"][0]
     if compare:  # with the same in NumPy
-        halos, h, u = [odd] * int(np.log2(n) - 1), 1 / n, np.zeros((n, n))
+        halos, h, u = (
+            [odd] * int(np.log2(n) - 1),
+            1 / n,
+            np.zeros((n, n)),
+        )
         for number in range(cycles):
             u = cycle(halos, solved, u, b, h)
             norm = ((b - laplacian(odd(u), h)) ** 2).sum() ** 0.5
-            np.testing.assert_allclose(result["norms"][number], norm, rtol=1e-6)
+            np.testing.assert_allclose(
+                result["norms"][number], norm, rtol=1e-6
+            )
         assert np.array_equal(result["u"], u)
     return result
 

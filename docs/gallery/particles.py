@@ -45,7 +45,9 @@ def main(count=1000, steps=12, compare=True):
     )
     (result,) = dask.compute(lazy)
     rows = result["particles"]
-    strips = np.repeat(np.arange(len(result["counts"])), result["counts"])
+    strips = np.repeat(
+        np.arange(len(result["counts"])), result["counts"]
+    )
     assert np.array_equal(
         (rows[:, 1] * len(result["counts"])).astype(int), strips
     )

@@ -50,7 +50,9 @@ def rock(ny, nx):
     """Return the speed of sound, and the damping at the rim."""
     y, x = np.ogrid[:ny, :nx]
     speed = np.where(y < ny // 2, 1500.0, 2500.0) + 0 * x
-    inwards = np.minimum(np.minimum(y, ny - 1 - y), np.minimum(x, nx - 1 - x))
+    inwards = np.minimum(
+        np.minimum(y, ny - 1 - y), np.minimum(x, nx - 1 - x)
+    )
     return speed, 0.3 * (1 - np.minimum(inwards / 20, 1)) ** 2
 
 
@@ -81,9 +83,13 @@ def main(ny=40, nx=60, steps=80, compare=True):
         traces = []
         for step in range(steps):
             new = advanced(np.pad(p, 2), before, speed, damping)
-            new[ny // 4 : ny // 4 + 2, nx // 2] += 0.5 * ricker(step * DT)
+            new[ny // 4 : ny // 4 + 2, nx // 2] += 0.5 * ricker(
+                step * DT
+            )
             p, before = new, p
-            traces.append((1 - share) * p[5, low] + share * p[5, low + 1])
+            traces.append(
+                (1 - share) * p[5, low] + share * p[5, low + 1]
+            )
         np.testing.assert_allclose(result["p"][0], p, atol=1e-12)
         np.testing.assert_allclose(result["traces"], traces, atol=1e-12)
     return result

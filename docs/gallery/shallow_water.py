@@ -15,7 +15,7 @@ WALLS |= dict.fromkeys(["h", "u", "fe", "q", "ke"], "nearest")
 
 
 def rates(pad, h, u, v, f):
-    """Return the rates of change; `pad` adds halos to arrays by name."""
+    """Return the rates of change; `pad` adds halos by name."""
     hh, uu, vv = pad({"h": h, "u": u, "v": v}).values()
     fe = 0.5 * (h + hh[MID, NEXT]) * u
     fn = 0.5 * (h + hh[NEXT, MID]) * v
@@ -36,7 +36,7 @@ def rates(pad, h, u, v, f):
 
 
 def advanced(pad, fields, old, index, shape):
-    """Return the fields after a step of Adams and Bashforth, and the rates."""
+    """Return fields after a step of Adams and Bashforth, and rates."""
     f = 2e-4 + index[0] * DX * 2e-11
     new = rates(pad, *fields, f)
     is_inside = index[0] < shape[0] - 1  # the last faces are the wall
@@ -65,13 +65,19 @@ def start(ny, nx):
     y, x = np.arange(ny)[:, None] / ny, np.arange(nx) / nx
     u = 10 * np.exp(-((y - 0.5) ** 2) / 0.04**2) + 0 * x
     h = 100 - np.cumsum(DX * u * 2e-4 / G, axis=0)
-    return h + 0.2 * np.sin(10 * np.pi * x) * np.cos(8 * np.pi * y), u, 0 * u
+    return (
+        h + 0.2 * np.sin(10 * np.pi * x) * np.cos(8 * np.pi * y),
+        u,
+        0 * u,
+    )
 
 
 def main(ny=32, nx=40, steps=30, compare=True):
     """Run it, and compare it with the same program in NumPy."""
     fields = start(ny, nx)
-    arrays = [da.from_array(a, chunks=(ny // 4, nx // 2)) for a in fields]
+    arrays = [
+        da.from_array(a, chunks=(ny // 4, nx // 2)) for a in fields
+    ]
     result = dask.compute(
         *dask_p2p.spmd(solve, *arrays, outputs=3, steps=steps)
     )

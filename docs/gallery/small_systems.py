@@ -11,7 +11,9 @@ def square_roots(ctx, a, tolerance):
     s = ctx.state(x=np.broadcast_to(np.eye(a.shape[-1]), a.shape))
     for _ in ctx.steps(100, s):
         new = (s.x + np.linalg.solve(s.x, a)) / 2
-        change = ctx.allreduce(np.abs(new - s.x).max(initial=0.0), "max")
+        change = ctx.allreduce(
+            np.abs(new - s.x).max(initial=0.0), "max"
+        )
         s.x = new
         if change < tolerance:
             return s.x

@@ -1,4 +1,4 @@
-"""Spins at a temperature: random numbers that do not depend on the ranks."""
+"""Spins at a temperature: the same random numbers on any ranks."""
 
 from functools import partial
 
@@ -11,9 +11,12 @@ import dask_p2p
 
 
 def drawn(rows, columns, *seed):
-    """Return random numbers of some rows, and of their first columns."""
+    """Return random numbers of some rows and their columns."""
     return np.array(
-        [np.random.default_rng([*seed, n]).random(columns) for n in rows]
+        [
+            np.random.default_rng([*seed, n]).random(columns)
+            for n in rows
+        ]
     )
 
 
@@ -55,7 +58,9 @@ def main(n=24, steps=20, compare=True):
         index, sums = np.ogrid[:n, :n], []
         for step in range(steps):
             for colour in (0, 1):
-                s = flip(np.pad(s, 1, "wrap"), *index, colour, step, coupling)
+                s = flip(
+                    np.pad(s, 1, "wrap"), *index, colour, step, coupling
+                )
             sums.append(s.sum())
         assert np.array_equal(result["s"], s)
         assert np.array_equal(result["magnetization"], sums)

@@ -1,4 +1,4 @@
-"""A tracer in a stream: an inflow that changes in time, constants with halos."""
+"""A tracer in a stream: a changing inflow, constants with halos."""
 
 import dask.array as da
 import numpy as np
@@ -15,7 +15,7 @@ def pulses(y, t):
 
 
 def flux(before, after):
-    """Return what crosses faces, from (tracer, velocity, diffusivity)."""
+    """Return fluxes, from (tracer, velocity, diffusivity)."""
     (c0, v0, k0), (c1, v1, k1) = before, after
     v = 0.5 * (v0 + v1)
     return np.where(v > 0, c0, c1) * v - 0.5 * (k0 + k1) * (c1 - c0)
@@ -27,7 +27,9 @@ def carried(c, u, v, k):
     along_y = [a[:, MID] for a in (c, v, k)]
     fx = flux([a[:, :-1] for a in along_x], [a[:, 1:] for a in along_x])
     fy = flux([a[:-1] for a in along_y], [a[1:] for a in along_y])
-    return c[MID, MID] - DT * (fx[:, 1:] - fx[:, :-1] + fy[1:] - fy[:-1])
+    return c[MID, MID] - DT * (
+        fx[:, 1:] - fx[:, :-1] + fy[1:] - fy[:-1]
+    )
 
 
 def step(c, u, v, k):

@@ -1,4 +1,4 @@
-"""Turbulence in two dimensions: spmd, Fourier transforms in each step."""
+"""Turbulence in two dimensions: spmd, Fourier transforms in steps."""
 
 import dask
 import dask.array as da
@@ -50,7 +50,9 @@ def solve(ctx, w, n, steps):
 def start(n):
     """Return random vorticity of large eddies."""
     noise = np.random.default_rng(0).normal(size=(n, n))
-    k = np.hypot(np.fft.fftfreq(n, 1 / n)[:, None], np.fft.rfftfreq(n, 1 / n))
+    k = np.hypot(
+        np.fft.fftfreq(n, 1 / n)[:, None], np.fft.rfftfreq(n, 1 / n)
+    )
     w = np.fft.irfft2(np.fft.rfft2(noise) * k * np.exp(-((k / 8) ** 2)))
     return 5 * w / w.std()
 
@@ -77,7 +79,9 @@ def main(n=32, steps=10, compare=True):
             enstrophy.append((np.fft.irfft2(coefficients) ** 2).mean())
         expected = np.fft.irfft2(coefficients)
         np.testing.assert_allclose(result["w"], expected, atol=1e-10)
-        np.testing.assert_allclose(result["enstrophy"], enstrophy, rtol=1e-10)
+        np.testing.assert_allclose(
+            result["enstrophy"], enstrophy, rtol=1e-10
+        )
     return result
 
 
