@@ -118,7 +118,7 @@ def test_coupled_fields_on_two_ranks():
         assert np.array_equal(output, values[name])
 
 
-SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 200))]
+SEEDS = [*range(24), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(24, 100))]
 
 
 @pytest.mark.parametrize("is_on_gpu", [False, True])
