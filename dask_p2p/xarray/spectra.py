@@ -30,7 +30,7 @@ class _Dimension:
     number: int
     values: Any  # coordinate of the result
     factor: Any  # factors of the spectrum's elements along this dimension
-    attrs: dict[str, float]
+    attrs: dict[str, Any]
 
 
 def transform(
@@ -56,7 +56,9 @@ def transform(
         if shift and not is_real:
             frequencies = np.fft.fftshift(frequencies)
         factor = np.exp(-2j * np.pi * frequencies * first) if true_phase else np.ones(1)
-        attrs = {"spacing": 1 / (n * step), "direct_lag": first + n // 2 * step}
+        attrs: dict[str, Any] = {"spacing": 1 / (n * step), "direct_lag": first + n // 2 * step}
+        if units := "s" if a[name].dtype.kind in "mM" else a[name].attrs.get("units"):
+            attrs["units"] = f"1/({units})"
         amplitude = step if true_amplitude else 1.0
         number = a.get_axis_num(name)
         axes.append(_Dimension(f"{prefix}{name}", number, frequencies, factor * amplitude, attrs))
