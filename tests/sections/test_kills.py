@@ -278,8 +278,6 @@ def test_coupled_fields_resume_from_a_checkpoint(client, tmp_path):
 
 
 def test_a_rank_killed_in_a_visit_resumes(client, tmp_path):
-    """Fields that go through a cache slab by slab; a visit ends where a checkpoint is due."""
-
     def step(u, out, folder, die_at):
         note(folder / "calls", 1)
         if len((folder / "calls").read_bytes()) // 2 >= die_at:

@@ -152,8 +152,8 @@ def test_times_and_arrays_in_memory_and_without_coordinates():
     top = s.freq_t.values[np.argmax(abs(s.values))]
     assert abs(top) == pytest.approx(1 / (6 * 3600))
     assert (s.freq_t.attrs["direct_lag"], s.freq_t.attrs["units"]) == (12 * 3600, "1/(s)")
-    degrees = xr.DataArray([0, 5, 10], dims="lat", attrs={"units": "degrees_north"})
-    s = xr.DataArray(np.ones(3), {"lat": degrees}, ["lat"]).p2p.fft()
+    lat = "lat", [0, 5, 10], {"units": "degrees_north"}
+    s = xr.DataArray(np.ones(3), {"lat": lat}, ["lat"]).p2p.fft()
     assert s.freq_lat.attrs["units"] == "1/(degrees_north)"
     assert xr.DataArray(np.ones(4), dims="z").p2p.fft().freq_z.values[0] == -0.5
 

@@ -226,7 +226,7 @@ def test_connections_leave_no_descriptor():
     for _ in range(20):
         with Gang(3) as gang:
             gang.run(exchange)
-    assert len(os.listdir("/proc/self/fd")) <= before + 1
+    wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before + 1)
 
 
 @pytest.mark.parametrize("can_encrypt", ["no rank", "one rank"])
