@@ -184,24 +184,24 @@ def _read_runs(
     local_run_bytes: int,
 ) -> None:
     """Copy runs of another process to local runs. One length divides the other."""
-    if len(remote_addresses) == len(local_addresses) == 1 and run_bytes >= 2 * PIECE_BYTES:
-        _read_by_threads(pid, int(remote_addresses[0]), int(local_addresses[0]), run_bytes)
-    else:
-        _read_in_calls(pid, remote_addresses, run_bytes, local_addresses, local_run_bytes)
-
-
-def _read_in_calls(
-    pid: int,
-    remote_addresses: np.ndarray[Any, Any],
-    run_bytes: int,
-    local_addresses: np.ndarray[Any, Any],
-    local_run_bytes: int,
-) -> None:
-    remote, local = _iovecs(remote_addresses, run_bytes), _iovecs(local_addresses, local_run_bytes)
     longest = max(run_bytes, local_run_bytes)
     step_bytes = MOST_RUNS * min(run_bytes, local_run_bytes) // longest * longest
+    is_large = len(remote_addresses) == len(local_addresses) == 1 and run_bytes >= 2 * PIECE_BYTES
+    if is_large:  # contiguous on both sides: a piece for each thread
+        step_bytes = local_run_bytes = max(PIECE_BYTES, -(-run_bytes // thread_count()))
+        starts = np.arange(0, run_bytes, step_bytes, dtype=np.uint64)
+        remote, local = (
+            _iovecs(addresses[0] + starts, step_bytes)
+            for addresses in (remote_addresses, local_addresses)
+        )
+        remote[-1, 1] = run_bytes - int(starts[-1])
+        run_bytes = step_bytes
+    else:
+        remote = _iovecs(remote_addresses, run_bytes)
+        local = _iovecs(local_addresses, local_run_bytes)
     steps = step_bytes // run_bytes, step_bytes // local_run_bytes
-    for number in range(-(-len(remote) // steps[0])):
+
+    def read_step(number: int) -> None:
         src, dst = (
             iovecs[number * step :][:step]
             for iovecs, step in zip((remote, local), steps, strict=True)
@@ -210,23 +210,13 @@ def _read_in_calls(
         copied_bytes = _libc().process_vm_readv(
             pid, dst.ctypes.data, len(dst), src.ctypes.data, len(src), 0
         )
-        if copied_bytes != len(src) * run_bytes:
+        if copied_bytes != int(src[:, 1].sum()):
             # A short copy: the rest is not mapped there.
             error = ctypes.get_errno() if copied_bytes < 0 else errno.EFAULT
             raise OSError(error, os.strerror(error))
 
-
-def _read_by_threads(pid: int, remote: int, local: int, size_bytes: int) -> None:
-    """Copy contiguous memory of another process, with a piece of it for each thread."""
-    piece_bytes = max(PIECE_BYTES, -(-size_bytes // thread_count()))
-
-    def read_piece(start: int) -> None:
-        length = min(piece_bytes, size_bytes - start)
-        src, dst = (np.array([address + start], np.uint64) for address in (remote, local))
-        _read_in_calls(pid, src, length, dst, length)
-
-    for piece in [pool().submit(read_piece, at) for at in range(0, size_bytes, piece_bytes)]:
-        piece.result()
+    for _ in (pool().map if is_large else map)(read_step, range(-(-len(remote) // steps[0]))):
+        pass
 
 
 def _iovecs(addresses: np.ndarray[Any, Any], run_bytes: int) -> np.ndarray[Any, Any]:

@@ -335,7 +335,7 @@ class Context(Communicator, Transforms):
     ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
         reads_memory = self._messages.reads_memory if is_wide else None
-        return HaloExchange.of(halo_arrays, self._connections, reads_memory)
+        return HaloExchange.for_arrays(halo_arrays, self._connections, reads_memory)
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
         """Check the copies of local blocks after the function has returned: see `FirstCopy`."""

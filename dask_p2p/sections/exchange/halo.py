@@ -248,7 +248,7 @@ class HaloExchange:
         self.boxes = split_interior(halos)
 
     @classmethod
-    def of(
+    def for_arrays(
         cls,
         halo_arrays: Sequence[HaloArray],
         connections: Connections,

@@ -93,7 +93,7 @@ class FieldOutput(Output):
 
     dtype: DType
     extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
-    is_large: bool = False  # whether a rank's only block is its local block, and no copy
+    shares_memory: bool = False  # whether a rank's only block is its local block, and no copy
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
         return ranks.extend(self.extra).chunks
@@ -103,7 +103,11 @@ class FieldOutput(Output):
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
         ranks = ranks.extend(self.extra)
-        if self.is_large and value.flags.c_contiguous and len(self.indices(ranks, ctx.rank)) == 1:
+        if (
+            self.shares_memory
+            and value.flags.c_contiguous
+            and len(self.indices(ranks, ctx.rank)) == 1
+        ):
             return [value]
         return LocalBlock(self.dtype).blocks(ctx, ranks, value, name)
 
