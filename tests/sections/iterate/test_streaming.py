@@ -210,7 +210,7 @@ def test_fields_that_cannot_be_pinned(gpu, monkeypatch, sizes, refused):
 @pytest.mark.parametrize(
     ("up_s", "run_s", "steps", "rows"),
     [
-        (1e-3, 1e-6, {32}, {16}),  # a slow bus: long visits
+        (1e-3, 1e-6, {64}, {16}),  # a slow bus: long visits
         (1e-6, 1e-3, {1}, {16}),  # a slow function: no step twice
         (1e-4, 1e-5, {8, 16}, {64, 128}),  # thicker slabs make fewer steps twice
     ],
@@ -237,7 +237,7 @@ def test_gpu_with_less_memory_than_expected(gpu, monkeypatch, rows):
     monkeypatch.setattr("dask_p2p.sections.iterate.iteration.free_bytes", lambda: 1 << 40)
     gpu.limit_bytes = 12_000
     (expected,) = computed(iterate(star, array(), 1, 7, ranks=1).map_blocks(np.asarray))
-    y = streamed(kernel(gpu, star), array(), 1, 7, ranks=1, steps_per_visit=1, slab_rows=rows)
+    y = streamed(kernel(gpu, star), array(), 1, 7, ranks=1, slab_rows=rows)
     if rows is None:
         with pytest.raises(MemoryLimitError, match="of free memory on the GPU for slabs of 24"):
             computed(y)
