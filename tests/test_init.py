@@ -149,9 +149,7 @@ def use(a: xr.DataArray, ds: xr.Dataset, func: Any) -> None:
     assert_type(P2PAccessor(a).chunk({"time": -1}), xr.DataArray)
     assert_type(P2PAccessor(a).transpose("y", ..., chunks={"y": 2}), xr.DataArray)
     assert_type(P2PAccessor(ds).map_overlap(func, {"x": 1}, "none"), xr.Dataset)
-    assert_type(P2PAccessor(a).iterate(func, {"x": 1}, 3, weight=2.0), xr.DataArray)
-    assert_type(P2PAccessor(a).iterate(func, 1, 3, fields=[a]), tuple[xr.DataArray, ...])
-    assert_type(P2PAccessor(ds).iterate(func, 1, 3, fields=["u"]), xr.Dataset)
+    newest, before = P2PAccessor(a).iterate(func, {"x": 1}, 3, fields=[a], weight=2.0)
     assert_type(P2PAccessor(a).fft("x").p2p, Any)
     assert_type(P2PAccessor(a).ifft(real_dim="freq_x"), xr.DataArray)
 """
