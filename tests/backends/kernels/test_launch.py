@@ -102,12 +102,6 @@ class TestTwoAxes:
             )  # fmt: skip
             assert used == [f"permute_vector_{word}"]
 
-    def test_rows_at_odd_distances(self, word, flush, backwards):
-        shape = (75, 101)
-        used = self.run(word, flush, backwards, shape, ..., shape[::-1], ...)
-        kind = "vector" if word == 16 else "tile"  # any row of words of 16 bytes is aligned
-        assert used == [f"permute_{kind}_{word}"]
-
 
 @needs_compiler
 @pytest.mark.parametrize(
@@ -127,31 +121,6 @@ class TestCells:
         dst = guarded_array("dst", (150, *cell[::-1]), itemsize, flush)
         word = itemsize & -itemsize
         assert check(src, dst, ..., (0, 2, 1)) == [f"permute_cells_{word}"]
-
-    def test_no_cells_where_rows_are_longer(self, itemsize, cell, flush):
-        src = random_bits((20, cell[0], cell[1] + 1), f"V{itemsize}")[..., :-1]
-        dst = np.empty((20, *cell[::-1]), f"V{itemsize}")
-        assert "cells" not in check(src, dst, ..., (0, 2, 1))[0]
-
-
-@needs_compiler
-def test_cells_of_three_axes():
-    src = random_bits((500, 4, 5, 6), "f4")
-    dst = np.empty((500, 6, 5, 4), "f4")
-    assert check(src, dst, ..., (0, 3, 2, 1)) == ["permute_cells_4"]
-
-
-@needs_compiler
-@pytest.mark.parametrize("shift", range(16))
-def test_addresses_at_any_byte(shift):
-    """Items at addresses that are no multiples of their size are moved as smaller words."""
-    data = random_bits((70 * 80 * 8 + 16,), "u1")
-    offset = shift - data.ctypes.data % 16 + 16
-    src = data[offset % 16 :][: 70 * 80 * 8].view("V8").reshape(70, 80)
-    assert (src.ctypes.data - shift) % 16 == 0
-    dst = guarded_array("dst", (80, 70), 8)
-    used = check(src, dst, ..., (1, 0))
-    assert used[0].startswith("permute_vector" if shift % 8 == 0 else "permute_copy")
 
 
 @needs_compiler
