@@ -99,12 +99,6 @@ def _no_sweep(monkeypatch):
 class TestCma(Conformance):
     is_eager = True
 
-    def test_what_is_published_need_not_be_asked_for(self, setup, block):
-        key, array = block
-        setup.serving.publish(setup.host.blocks)
-        self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert "p2p_cma_publish" not in setup.host.calls
-
     def test_what_is_no_numpy_block_is_not_published(self, setup, block, monkeypatch):
         monkeypatch.setattr(same_host, "backend_for", lambda block: SimpleNamespace(name="cupy"))
         setup.serving.publish(setup.host.blocks)
@@ -120,9 +114,9 @@ class TestCma(Conformance):
             setup.drop(key)
         assert usage(setup.serving) == {"published": 1}, "it is being read"
         np.testing.assert_array_equal(remote.request().result(), array)
-        remote.close()
         setup.serving.directory.expire(60)
-        assert usage(setup.serving) == {"published": 0}
+        assert usage(setup.serving) == {"published": 0}, "all of it has been read"
+        remote.close()
 
     @pytest.mark.usefixtures("_no_sweep")
     def test_of_blocks_on_disk_only_the_last_are_kept(self, setup):
