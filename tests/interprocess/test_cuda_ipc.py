@@ -93,14 +93,14 @@ def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
 ):
     """A killed worker's nanny starts another one, which wants as much memory."""
     read, idle = (mappings.acquire(ending, ipc_handle(n, f"{n:02}"), 1) for n in (1, 2))
-    kept = acquire(mappings, "q", 1, "cc")
-    for mapping in (idle, kept):
+    q_mapping = acquire(mappings, "q", 1, "cc")
+    for mapping in (idle, q_mapping):
         mappings.release(mapping)
     assert len(runtime.open) == 3, "they are kept for the next user"
     holder.kill()
-    wait_until(lambda: set(runtime.open) == {read.address, kept.address})
+    wait_until(lambda: set(runtime.open) == {read.address, q_mapping.address})
     mappings.release(read)
-    assert set(runtime.open) == {kept.address}
+    assert set(runtime.open) == {q_mapping.address}
 
 
 def test_a_process_that_ends_while_its_memory_is_mapped(
