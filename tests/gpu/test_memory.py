@@ -73,15 +73,6 @@ def test_spilled_blocks_are_read_out_of_host_memory(transport):
 SMALL_POOL = {"rmm_pool_size": 4 * 2**30, "rmm_maximum_pool_size": 4 * 2**30}
 
 
-def test_spilled_inputs():
-    shape = (8000, 8000)  # 256 MB: more than the limit on device memory allows on two GPUs
-    with gpu_client(device_memory_limit="80 MB") as client:
-        a = persisted(client, indexed_array(shape, (1000, 8000), "f4", kind="cupy"))
-        spilled = client.run(lambda dask_worker: len(dask_worker.data.host))
-        assert any(spilled.values())
-        check_transpose(client, a)
-
-
 def on_host(dask_worker):
     return len(dask_worker.data.host)
 

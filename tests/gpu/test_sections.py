@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from functools import partial
 from itertools import pairwise
 
@@ -185,16 +183,6 @@ def test_until(client, way, options):
 # --- steps that are captured
 
 
-@pytest.mark.gpu(1)
-def test_captured_steps_of_a_rank_alone():
-    def doubled(u):
-        return heat_of(u * 2) / 2
-
-    with dask.config.set(scheduler="sync"):
-        y = iterate(doubled, on_gpu(X, UNEVEN), 1, 50, ranks=1, capture=True)
-        check(y, reference(heat, [X], 1, 50, "periodic")[0])
-
-
 def heat_of(u):
     center = 0.2 * u[1:-1, 1:-1] + 0.1 * u[:-2, 1:-1] + 0.2 * u[2:, 1:-1]
     return center + 0.3 * u[1:-1, :-2] + 0.2 * u[1:-1, 2:]
@@ -244,30 +232,6 @@ def test_what_cannot_be_captured(client, way, how):
         nothing_is_left(client)
         y = iterate(heat, on_gpu(X, UNEVEN), 1, 50, capture=True)
     check(y, reference(heat, [X], 1, 50, "periodic")[0])
-
-
-def test_a_rank_is_killed_while_graphs_run(tmp_path):
-    """The other rank's GPU waits for its counter, until the attempt ends."""
-
-    def slow(u, out, path):
-        import cupy
-
-        spin(cupy.cuda.get_current_stream(), 200_000)
-        heat(u, out)
-        try:
-            open(path, "x").close()
-        except FileExistsError:
-            return
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    with gpu_client() as client:
-        path, options = str(tmp_path / "died"), {"checkpoint_every": 100, "capture": True}
-        y = iterate(slow, on_gpu(X, UNEVEN), 1, 4000, path=path, **options)
-        y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
-        actual = result_of(client, client.compute(y), timeout_s=200)
-        assert os.path.exists(path)
-        np.testing.assert_allclose(actual, reference(heat, [X], 1, 4000, "periodic")[0], rtol=1e-11)
-        nothing_is_left(client)
 
 
 def exchanging(ctx, x):
@@ -524,30 +488,6 @@ def dies_once(ctx, x, path, steps):
         if step == steps // 2 and ctx.rank == 0:
             die_once(path)
     return p.inner
-
-
-def turns_and_dies_once(ctx, x, path):
-    """Kill its process when the other rank may be reading its memory."""
-    s = ctx.state(x=x)
-    for step in ctx.steps(50, s, every=10):
-        turned = ctx.redistribute(s.x, (1,))
-        turned += 1
-        if step == 25 and ctx.rank == 0:
-            die_once(path)
-        ctx.redistribute(turned, from_partition=(1,), out=s.x)
-    return s.x
-
-
-def test_a_rank_that_is_killed_while_it_is_read(tmp_path, way):
-    x = np.random.default_rng(0).integers(0, 1000, (4096, 4096))
-    with gpu_client() as client:
-        path = str(tmp_path / "died")
-        y = spmd(turns_and_dies_once, on_gpu(x, (2048, 4096)), path=path)
-        y = y.map_blocks(lambda block: block.get(), meta=np.empty((0, 0), x.dtype))
-        actual = result_of(client, client.compute(y), timeout_s=200)
-        assert os.path.exists(path)
-        assert np.array_equal(actual, x + 50)
-        nothing_is_left(client)
 
 
 @pytest.mark.parametrize("steps", [50, 200])

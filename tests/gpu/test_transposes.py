@@ -9,9 +9,8 @@ import pytest
 import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.errors import BlockMismatchError
-from tests.gpu.support import check_transpose, gpu_client, ipc_counts, on_gpu, on_host
+from tests.gpu.support import check_transpose, gpu_client, on_gpu, on_host
 from tests.support import persisted, used
-from tests.transports.loopback import wait_until
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -86,16 +85,6 @@ def test_blocks_of_any_memory_layout(client):
         np.testing.assert_array_equal(y.compute().get(), x.T)
 
 
-def test_leases_end_and_nothing_is_kept(client):
-    x = np.arange(400 * 300.0).reshape(400, 300)
-    for _ in range(3):
-        a = persisted(client, on_gpu(x, (200, 300)))
-        y = persisted(client, dask_p2p.transpose(a))
-        del a, y
-    wait_until(lambda: [kept_count for kept_count, _ in ipc_counts(client).values()] == [0, 0])
-    assert all(mappings <= 2 for _, mappings in ipc_counts(client).values())
-
-
 def test_wrong_blocks_are_named(client):
     import cupy
 
@@ -113,10 +102,3 @@ def test_object_dtype_is_refused(client):
     x = x.map_blocks(lambda b: b, dtype=object, meta=np.empty((0, 0), object))
     with pytest.raises(BlockMismatchError, match="declared as object"):
         dask_p2p.transpose(x).compute()
-
-
-@pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
-def test_without_a_cluster(scheduler):
-    x = np.arange(400 * 300.0).reshape(400, 300)
-    y = dask_p2p.transpose(on_gpu(x, (100, 300)))
-    np.testing.assert_array_equal(y.compute(scheduler=scheduler).get(), x.T)

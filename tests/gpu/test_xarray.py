@@ -10,7 +10,7 @@ import pytest
 import dask_p2p
 from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
-from tests.support import persisted, used
+from tests.support import persisted
 
 xr = pytest.importorskip("xarray")
 from tests.xarray.programs import (  # noqa: E402
@@ -79,14 +79,6 @@ def test_values_are_those_of_numpy(name, client, arrays):
     program = {**PROGRAMS, **SECTIONS}[name]
     actual, expected = map(program, arrays)
     check(actual, expected)
-
-
-def test_regions_move_between_gpus(client, arrays):
-    with dask.config.set({"p2p.transports.order": ["ipc"]}):
-        turned = arrays[0].p2p.transpose("x", "t").data
-    result = persisted(client, turned)
-    assert used(client, turned) == {"ipc"}
-    assert declared(result)
 
 
 CHUNKS = {

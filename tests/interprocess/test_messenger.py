@@ -30,23 +30,6 @@ def numbers(nbytes):
     return np.resize(np.arange(251, dtype="u1"), nbytes)
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, 8191, 8192, 2**20, 2**23 + 3])
-@pytest.mark.parametrize("receiver_first", [True, False])
-def test_a_message_arrives_whole(pair, nbytes, receiver_first):
-    sender, receiver = pair
-    target = np.zeros(nbytes, "u1")
-    if receiver_first:
-        received = sender.receive(target, 7)
-        sent = receiver.send(sender.address, numbers(nbytes), 7)
-    else:
-        sent = receiver.send(sender.address, numbers(nbytes), 7)
-        received = sender.receive(target, 7)
-    received.result(BOUND_S)
-    sent.result(BOUND_S)
-    assert received.is_complete
-    np.testing.assert_array_equal(target, numbers(nbytes))
-
-
 def test_a_message_that_nobody_takes(pair):
     sender, receiver = pair
     large = numbers(2**22)

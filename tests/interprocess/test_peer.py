@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -26,10 +25,3 @@ def test_what_keeps_processes_from_reading_each_other(changes, code):
     remote = replace(HERE, pid=2)
     assert separation(HERE, remote) is None
     assert separation(HERE, replace(remote, **changes)).code == code
-
-
-def test_a_process_describes_itself():
-    description = Peer.describe_self("aa", "/tmp/a")
-    assert description.pid == os.getpid()
-    assert description == Peer.describe_self("aa", "/tmp/a")
-    assert separation(description, description).code == "same-process"

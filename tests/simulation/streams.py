@@ -240,9 +240,8 @@ class Recorder:
             self.clocks[HOST][task] = self.clocks[task][task]
 
     def borrowed(self, address, size_bytes, owner, device):
-        """Bytes of the device as an array that keeps their owner alive."""
-        start = address - self.base
-        return Array(self, self.memory[start : start + size_bytes], owner)
+        """Bytes of the device, or of pinned memory, as an array that keeps their owner alive."""
+        return Array(self, self.at(address, (1, size_bytes), (size_bytes, 1))[0], owner)
 
     def at(self, pointer, shape, strides):
         """Bytes of the device or of the host, as a copy engine reaches them."""

@@ -85,17 +85,6 @@ def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
     assert ipc_footprint(chosen).part_bytes is None, "kernels read the other GPU's memory in place"
 
 
-def test_what_is_staged_is_not_more_than_what_comes():
-    """And a buffer of cma, which reads one region of this host beside what comes from others."""
-    chosen = options()
-    assert staging_bytes(chosen, "numpy", 0, 0, 8) == 0
-    assert staging_bytes(chosen, "numpy", 1000, 1500, 8) == 1500 + 1024
-    assert staging_bytes(chosen, "numpy", 1000, 100_000, 8) == 100_000 + 1024
-    assert staging_bytes(chosen, "numpy", 16 * MIB, GIB, 8) == 48 * MIB + MIB
-    assert packed_bytes(chosen, "numpy", 3, 1000) == 1000
-    assert packed_bytes(chosen, "numpy", 0, 1000) == 0
-
-
 def test_two_that_look_at_the_same_time():
     both_look = threading.Barrier(2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import host_memory as pinned
-from dask_p2p.backends.host_memory import Pinned, is_pinned, pin_in_place, warn_once
+from dask_p2p.backends.host_memory import Pinned, is_pinned, pin_in_place
 from tests.simulation.streams import Recorder
 from tests.transports.loopback import wait_until
 
@@ -50,10 +50,3 @@ def test_memory_is_registered_where_it_is(driver):
     assert pin_in_place(values) is None, "it has a part that is registered already"
     end()
     assert driver.pinned == {}
-
-
-def test_one_warning_of_a_kind(driver):
-    warnings = []
-    for where, problem in 2 * [("a", "x"), ("a", "y"), ("b", "x")]:
-        warn_once(warnings.append, where, problem, "cause", "Remedy.")
-    assert warnings == [f"dask_p2p: {text} (cause). Remedy." for text in ("a: x", "a: y", "b: x")]

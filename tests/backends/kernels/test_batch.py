@@ -21,7 +21,6 @@ from dask_p2p.backends.kernels.copies import (
     pack_regions,
     plan_region,
     shift_regions,
-    whole_piece,
 )
 from tests.backends.emulator import compiled, needs_compiler
 
@@ -132,10 +131,6 @@ def test_regions_that_do_not_fit():
     target = np.zeros(shape)
     assert plan_region(shape, 8, source.strides, target.strides, 0) is None
     assert plan_region((3, 0), 8, (8, 8), (8, 8), 0) is None
-
-
-def test_whole_pieces_are_one_object():
-    assert whole_piece((2, 3), (3, 2)) is whole_piece((2, 3), (3, 2))
 
 
 @pytest.mark.programs

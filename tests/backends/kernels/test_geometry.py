@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,27 +47,3 @@ def test_the_least_form_moves_the_same_bytes(data, case, itemsize, alignment):
     for axis in least.axes:
         multiples += axis[1:]
     assert all(number % least.word_bytes == 0 for number in multiples)
-
-
-@pytest.mark.parametrize(
-    ("shape", "itemsize", "src", "dst", "alignment", "expected", "word"),
-    [
-        ((), 4, (), (), 0, [], 4),
-        ((1, 1), 8, (7, 9), (1, 1), 0, [], 8),
-        ((6, 7), 8, (56, 8), (56, 8), 0, [(21, 16, 16)], 16),  # one run
-        ((6, 7), 8, (56, 8), (56, 8), 8, [(42, 8, 8)], 8),  # the same at an odd address
-        ((7, 6), 8, (8, 56), (48, 8), 0, [(7, 8, 48), (6, 56, 8)], 8),  # transposed
-        ((7, 1, 6), 8, (8, 5, 56), (48, 5, 8), 0, [(7, 8, 48), (6, 56, 8)], 8),
-        # batch of transposes; rows kept together; items of three bytes
-        ((5, 7, 6), 4, (168, 4, 28), (168, 24, 4), 0, [(5, 168, 168), (7, 4, 24), (6, 28, 4)], 4),
-        ((7, 6, 2), 4, (8, 56, 4), (48, 8, 4), 0, [(7, 8, 48), (6, 56, 8)], 8),
-        ((7, 6), 3, (3, 21), (18, 3), 0, [(7, 3, 18), (6, 21, 3), (3, 1, 1)], 1),
-        ((7, 6), 12, (12, 84), (72, 12), 0, [(7, 12, 72), (6, 84, 12), (3, 4, 4)], 4),
-        # items of 8 bytes at an address that is a multiple of 4 only
-        ((7, 6), 8, (8, 56), (48, 8), 4, [(7, 8, 48), (6, 56, 8), (2, 4, 4)], 4),
-    ],
-)
-def test_least_forms(shape, itemsize, src, dst, alignment, expected, word):
-    least = reduce_copy(shape, itemsize, src, dst, alignment)
-    assert least.axes == tuple(CopyAxis(*axis) for axis in expected)
-    assert least.word_bytes == word

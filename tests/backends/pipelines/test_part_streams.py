@@ -198,21 +198,6 @@ def test_the_next_block_begins_in_the_same_slots(gpu, pins, in_place):
     assert gpu.live_bytes == 0, "and none of the results is left"
 
 
-@pytest.mark.parametrize(("where", "pinned_in"), [("device_slots", True), ("host_slots", False)])
-def test_without_waiting_for_the_block_before_a_race_is_found(gpu, monkeypatch, where, pinned_in):
-    real = getattr(PartStreams, where)
-
-    def as_if_free(streams, *args):
-        slots = real(streams, *args)
-        for slot in slots:
-            slot.is_used = False
-        return slots
-
-    monkeypatch.setattr(PartStreams, where, as_if_free)
-    with pytest.raises(RaceError):
-        followed(gpu, *(Work(gpu, array(pinned_in), in_place=True) for _ in range(2)))
-
-
 def test_nothing_is_handed_on_where_threads_bring_the_last_part_home(gpu):
     streams = PartStreams(NEVER, pytest.fail, on_issued=lambda: pytest.fail("there is no need"))
     streams.run(Work(gpu, array(True)), array())

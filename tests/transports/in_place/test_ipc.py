@@ -55,11 +55,6 @@ def hold(connection, folder):
             elif order_name == "call":
                 op, kwargs = args
                 result = loop.run(host.handlers[op](**kwargs))
-            elif order_name == "serving":
-                transport.publish(host.blocks)
-                result = None
-            elif order_name == "kept":
-                result = (loop.run(_expire(transport)), len(transport.directory))[1]
             elif order_name == "close":
                 result = loop.run(transport.close())
             connection.send((True, result))
@@ -69,10 +64,6 @@ def hold(connection, folder):
 
 async def _release(transport, key):
     transport.on_released(key)
-
-
-async def _expire(transport):
-    transport.directory.expire(60.0)
 
 
 class RemoteHost:
@@ -152,26 +143,6 @@ class TestIpc(Conformance):
     # The holder is one process for all tests: this one, which ends it, comes last (see below).
     test_a_holder_that_is_closing_refuses = None
 
-    def test_numpy_blocks_are_not_for_ipc(self, setup):
-        obstacle = setup.reader.obstacle(setup.holder, "numpy", np.dtype("f8"))
-        assert obstacle.code == "other-kind"
-
-    def test_what_is_published_need_not_be_asked_for(self, setup, block):
-        key, array = block
-        setup.there.ask("serving")
-        setup.there.calls.clear()
-        region = self.read(setup, key, array, ((0, 6), (0, 10)))
-        np.testing.assert_array_equal(region, array)
-        assert "p2p_ipc_publish" not in setup.there.calls
-
-    def test_what_is_not_published_is_asked_for_once(self, setup, block):
-        key, array = block
-        setup.drop(key)
-        setup.put(key, array)
-        for _ in range(2):
-            self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert setup.there.calls.count("p2p_ipc_publish") == 1
-
     def test_an_allocation_is_mapped_once(self, setup):
         array = np.arange(80.0).reshape(5, 4, 4)
         setup.there.ask("put rows", array)
@@ -189,18 +160,6 @@ class TestIpc(Conformance):
             np.testing.assert_array_equal(region, array)
             setup.drop("block")
             setup.there.ask("give memory back")
-
-    def test_a_released_block_is_dropped_after_the_last_reader(self, setup, block):
-        key, array = block
-        for index in list(range(5)):
-            setup.put(index, array)
-            setup.drop(index)
-        remote = self.open(setup, key, array)
-        before = setup.there.ask("kept")
-        setup.drop(key)
-        assert setup.there.ask("kept") == before, "it is being read"
-        remote.close()
-        wait_until(lambda: setup.there.ask("kept") == before - 1)
 
     def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
         key, array = block

@@ -22,7 +22,7 @@ from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError
 from dask_p2p.transports import cuda_ipc, same_host
 from dask_p2p.transports import in_place as ipc
 from dask_p2p.transports.in_place import IpcTransport
-from dask_p2p.transports.leases import OWNER, Leases
+from dask_p2p.transports.leases import OWNER
 from dask_p2p.transports.rpc import ask_and_wait
 from dask_p2p.transports.same_host import Descriptor
 from tests.interprocess.test_cuda_ipc import FakeRuntime
@@ -224,17 +224,6 @@ class TestIpcEmulated(Conformance):
         with pytest.raises(TransferError, match="the worker's event loop did not respond"):
             ask_and_wait(setup.reader.worker, "holder", "p2p_ipc_peer", -9.8, "where it runs")
         go_on.set()
-
-    def test_a_directory_that_cannot_be_read(self, setup, block, monkeypatch):
-        def take(leases, key):
-            raise PermissionError("not yours")
-
-        key, array = block
-        monkeypatch.setattr(Leases, "take", take)
-        with pytest.raises(
-            TransferError, match="the descriptors of holder cannot be read: not yours"
-        ):
-            self.read(setup, key, array, ((0, 6), (0, 10)))
 
     def test_a_holder_that_cannot_describe_itself_is_asked_again(self, setup):
         real = setup.host.handlers["p2p_ipc_peer"]

@@ -101,18 +101,6 @@ def test_where_nothing_can_be_packed_nothing_is_sent(holder, loop):
     assert holder.happened == ["closed"]
 
 
-def test_all_is_over_before_an_error_is_told(holder, loop, monkeypatch):
-    def fail(*args):
-        raise OSError("no memory")
-
-    holder.worker.blocks[0] = np.ones((4, 3))
-    monkeypatch.setattr(Memory, "pack", fail)
-    with pytest.raises(OSError, match="no memory"):
-        serve(holder, loop)
-    assert holder.happened == ["packed", "closed"]
-    assert holder.packed.reserved_bytes == 0
-
-
 def test_a_region_that_cannot_join_others_ends_the_replies(holder, loop, monkeypatch):
     """The reader knows a region by its place among the replies."""
     monkeypatch.setattr(Memory, "can_join", lambda target, block: block[0, 0] != 1)
