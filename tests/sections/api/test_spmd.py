@@ -242,8 +242,10 @@ def test_different_calls_are_an_error_of_all(client):
             ctx.barrier()
         return x
 
-    with pytest.raises(SectionError, match=r"finalize\(\) .* on rank 1"):
+    with pytest.raises(SectionError, match=r"finalize\(\) .* on rank 1") as caught:
         spmd(returning_early, array(), ranks=4).compute()
+    first, second = re.findall(r"on rank (\d)", str(caught.value))
+    assert first < second, "the calls are in the order of their ranks"
 
     def of_other_shapes(ctx, x):
         return x + ctx.allreduce(np.ones(1 + ctx.rank)).sum()
