@@ -129,6 +129,18 @@ def test_large_parts_are_read(monkeypatch):
     assert sent == [0, 0]
 
 
+def test_contiguous_memory_is_read_by_threads():
+    """Half a row, which has more than two pieces of a thread and a short last one."""
+    x = np.arange(2 * 2 * 9_000_003, dtype="u4").reshape(2, -1)
+    ranks = RankGrid(((1, 1), (x.shape[1],)), (2, 1))
+
+    def halves(ctx):
+        columns = ctx.redistribute(x[box_slices(ctx.box)], (1,))
+        assert np.array_equal(columns, x[box_slices(ctx.box_of((1,)))])
+
+    run_gang(ranks, halves)
+
+
 def test_ranks_that_cannot_read_get_messages(monkeypatch):
     """The process of that number is another one, an option forbids reads, or hosts differ."""
     holds = regions.process_memory.holds
@@ -179,25 +191,6 @@ def test_memory_stays_until_it_is_read(monkeypatch):
 
     run_gang(SLABS, overwriting)
     assert slept
-
-
-def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
-    """Also after a permutation of axes, and with the chunks of the blocks."""
-    ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
-    x = np.arange(63.0).reshape(7, 9)
-
-    def transposed(ctx):
-        a = x[box_slices(ctx.box)]
-        b = ctx.redistribute(a, (0,), axes=(1, 0))
-        assert np.array_equal(b, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
-        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(1, 0)), a)
-        c = ctx.redistribute(a, axes=(1, 0))
-        assert np.array_equal(c, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
-        longer = np.full((3, 2 * (ctx.rank < 2) + (ctx.rank == 2)), ctx.rank)
-        d = ctx.redistribute(longer, (0,), (1,), shape=(3, 5))
-        assert d.tolist() == [[0, 0, 1, 1, 2]]
-
-    run_gang(ranks, transposed)
 
 
 def test_what_is_wrong_is_named():
