@@ -15,8 +15,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import endpoint
@@ -48,46 +46,6 @@ def test_all_exchange_with_all(gang, count):
     for _ in range(2):
         for rank, found in enumerate(gang.run(exchange)):
             assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
-
-
-def test_a_rank_that_is_ahead_does_not_wait(gang):
-    """Its messages wait in the socket, in order."""
-    ahead = threading.Event()
-
-    def exchange(rank, connections):
-        if rank < 2:
-            connections.exchange("first", {1 - rank: b""}, {1 - rank: None})  # shakes hands, by TLS
-        if rank == 0:
-            for number in range(5):
-                connections.exchange("ahead", {1: bytes([number])}, {})
-            ahead.set()
-            return None
-        if rank == 1:
-            assert ahead.wait(BOUND_S)
-            return [connections.exchange("ahead", {}, {0: None})[0][0] for _ in range(5)]
-        return None
-
-    assert gang.run(exchange)[1] == [*range(5)]
-
-
-@pytest.mark.parametrize("count", [3, LARGE])
-def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang, count):
-    def exchange(rank, connections):
-        others = dict.fromkeys({0, 1, 2} - {rank})
-
-        def begin(call):
-            return connections.begin(call, dict.fromkeys(others, bytes([rank]) * count), others)
-
-        first = begin("first")
-        second = begin("second")
-        found = [second(), first(), second()]
-        third = begin("third")
-        assert connections.exchange("fourth", {}, {}) == {}
-        return [*found, third()]
-
-    for rank, found in enumerate(gang.run(exchange)):
-        for each in found:
-            assert each == {r: bytes([r]) * count for r in {0, 1, 2} - {rank}}
 
 
 def test_an_exchange_proceeds_in_the_background(gang):
@@ -252,39 +210,7 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
             assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
-# --- streams between ranks of one process. `test_connections` tests ranks that use them
-
-
-@pytest.fixture
-def bells():
-    made = Bell(), Bell()
-    yield made
-    for each in made:
-        each.close()
-
-
-def rings(bell):
-    poll = select.poll()
-    poll.register(bell, select.POLLIN)
-    return bool(poll.poll(0))
-
-
-def received(end, most):
-    into = bytearray(most)
-    return bytes(into[: end.recv_into(into)])
-
-
-def test_a_full_stream_takes_more_after_bytes_were_received(bells):
-    one, other = pair(*bells)
-    sent = one.sendmsg([bytes(10_000_000)])
-    assert 0 < sent < 10_000_000
-    assert not one.is_ready(select.POLLOUT)
-    with pytest.raises(BlockingIOError):
-        one.sendmsg([b"a"])
-    assert len(received(other, 100)) == 100
-    assert rings(bells[0])
-    assert one.is_ready(select.POLLOUT)
-    assert one.sendmsg([bytes(1000)]) == 100
+# --- streams between ranks of one process
 
 
 def test_a_closed_bell_writes_to_no_file():
@@ -307,17 +233,3 @@ def test_a_closed_bell_writes_to_no_file():
         if writer.fileno() != number and reader.fileno() != number:
             os.close(number)
     bell.close()
-
-
-@given(parts=st.lists(st.binary(max_size=9)), sizes=st.lists(st.integers(1, 9), min_size=1))
-def test_bytes_come_in_order_however_they_are_divided(parts, sizes):
-    bells = Bell(), Bell()
-    one, other = pair(*bells)
-    one.sendmsg(parts)
-    one.close()
-    found, numbers = b"", iter(sizes * 1000)
-    while got := received(other, next(numbers)):
-        found += got
-    assert found == b"".join(parts)
-    for each in bells:
-        each.close()
