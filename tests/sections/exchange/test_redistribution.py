@@ -193,6 +193,25 @@ def test_memory_stays_until_it_is_read(monkeypatch):
     assert slept
 
 
+def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
+    """Also after a permutation of axes, and with the chunks of the blocks."""
+    ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
+    x = np.arange(63.0).reshape(7, 9)
+
+    def transposed(ctx):
+        a = x[box_slices(ctx.box)]
+        b = ctx.redistribute(a, (0,), axes=(1, 0))
+        assert np.array_equal(b, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
+        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(1, 0)), a)
+        c = ctx.redistribute(a, axes=(1, 0))
+        assert np.array_equal(c, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
+        longer = np.full((3, 2 * (ctx.rank < 2) + (ctx.rank == 2)), ctx.rank)
+        d = ctx.redistribute(longer, (0,), (1,), shape=(3, 5))
+        assert d.tolist() == [[0, 0, 1, 1, 2]]
+
+    run_gang(ranks, transposed)
+
+
 def test_what_is_wrong_is_named():
     ctx = Context(RankGrid(((4,), (3,)), (1, 1)))
     x = np.ones((4, 3))

@@ -15,6 +15,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import endpoint
@@ -213,6 +215,38 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
 # --- streams between ranks of one process
 
 
+@pytest.fixture
+def bells():
+    made = Bell(), Bell()
+    yield made
+    for each in made:
+        each.close()
+
+
+def rings(bell):
+    poll = select.poll()
+    poll.register(bell, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def received(end, most):
+    into = bytearray(most)
+    return bytes(into[: end.recv_into(into)])
+
+
+def test_a_full_stream_takes_more_after_bytes_were_received(bells):
+    one, other = pair(*bells)
+    sent = one.sendmsg([bytes(10_000_000)])
+    assert 0 < sent < 10_000_000
+    assert not one.is_ready(select.POLLOUT)
+    with pytest.raises(BlockingIOError):
+        one.sendmsg([b"a"])
+    assert len(received(other, 100)) == 100
+    assert rings(bells[0])
+    assert one.is_ready(select.POLLOUT)
+    assert one.sendmsg([bytes(1000)]) == 100
+
+
 def test_a_closed_bell_writes_to_no_file():
     bell, other = Bell(), Bell()
     one, _ = pair(bell, other)
@@ -233,3 +267,17 @@ def test_a_closed_bell_writes_to_no_file():
         if writer.fileno() != number and reader.fileno() != number:
             os.close(number)
     bell.close()
+
+
+@given(parts=st.lists(st.binary(max_size=9)), sizes=st.lists(st.integers(1, 9), min_size=1))
+def test_bytes_come_in_order_however_they_are_divided(parts, sizes):
+    bells = Bell(), Bell()
+    one, other = pair(*bells)
+    one.sendmsg(parts)
+    one.close()
+    found, numbers = b"", iter(sizes * 1000)
+    while got := received(other, next(numbers)):
+        found += got
+    assert found == b"".join(parts)
+    for each in bells:
+        each.close()

@@ -14,6 +14,8 @@ from dask_p2p import Checkpoint, Save, spmd
 from dask_p2p.errors import FileError, InputError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.sections.iterate.output.checkpoints import CheckpointFiles
+from dask_p2p.sections.iterate.output.frames import Frames
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.output.test_state_files import StoppedError, U, grid
 
@@ -143,3 +145,47 @@ def test_a_function_may_leave_its_loop(tmp_path):
     check(tmp_path / "frames", 2, 4)
     new = {*threading.enumerate()} - before
     assert not [thread for thread in new if thread.name.startswith("p2p-frames")]
+
+
+def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
+    """Also before one in memory: a run that resumes there must find them."""
+    recorded, orders, record = [], [], Frames.record
+    monkeypatch.setattr(
+        Frames,
+        "record",
+        lambda self, step: (record(self, step), recorded.extend([step] if step else [])),
+    )
+
+    monkeypatch.setattr(
+        CheckpointFiles,
+        "_complete",
+        lambda self, step, record: orders.append((step, [*recorded])),
+    )
+
+    class Kept:
+        """Checkpoints in memory."""
+
+        def __init__(self, *args):
+            pass
+
+        def read_state(self):
+            return 0, None
+
+        def save(self, step, arrays):
+            orders.append((step, [*recorded]))
+
+    def run(ctx):
+        s = ctx.state(u=U)
+        files = Checkpoint(str(tmp_path / "states"), every=6)
+        for _ in ctx.steps(
+            12, s, every=4, save=Save(str(tmp_path / "frames"), 2), checkpoint=files
+        ):
+            s.u = s.u + 1
+
+    run_gang(grid(1), run, checkpoints=Kept)
+    assert orders == [
+        (4, [2, 4]),
+        (6, [2, 4, 6]),
+        (8, [2, 4, 6, 8]),
+        (12, [2, 4, 6, 8, 10, 12]),
+    ]

@@ -133,6 +133,19 @@ def test_nothing_overtakes_bytes_that_have_yet_to_be_sent(connected):
     assert slots.messages.has(1)
 
 
+@pytest.mark.parametrize("first", [1, 100, HEADER.size - 1])
+def test_a_header_in_two_pieces(connected, first):
+    connection, peer, _ = connected
+    peer.send(header(7)[:first])
+    assert connection.receive_small(0.0) is None
+    peer.send(header(7)[first:] + header(8))
+    assert connection.receive_small(0.0) is None, "the rest is received as other messages are"
+    connection.mailbox.receive(receive := Receive(7, 5))
+    connection.receive_messages()
+    assert receive.is_complete
+    assert receive.arrival.data[:8] == b"12345678"
+
+
 def test_calls_of_all_ranks_that_were_earlier_come_first(connected):
     connection, peer, _ = connected
     connection.early.append((HEADER.pack(1, 0, b"barrier()"), memoryview(b"")))
