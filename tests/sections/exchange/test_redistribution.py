@@ -210,6 +210,14 @@ def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
         assert d.tolist() == [[0, 0, 1, 1, 2]]
 
     run_gang(ranks, transposed)
+    y = x[:, :6].reshape(7, 2, 3)
+
+    def cycled(ctx):
+        a = y[box_slices(ctx.box)]
+        b = ctx.redistribute(a, (0,), axes=(1, 2, 0))
+        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(2, 0, 1)), a)
+
+    run_gang(RankGrid(((1, 4, 2), (2,), (3,)), (3, 1, 1)), cycled)
 
 
 def test_what_is_wrong_is_named():
