@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from functools import partial
 
@@ -13,9 +14,9 @@ from hypothesis import strategies as st
 
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.geometry import block_bounds, box_slices, split_evenly
-from dask_p2p.plans.ranks import ORDERS, RankGrid
+from dask_p2p.plans.ranks import ORDERS, Exchange, RankGrid
 from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Partitions, Pieces
-from dask_p2p.sections.exchange.regions import RegionExchange
+from dask_p2p.sections.exchange.regions import ExchangeCall, RegionExchange
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
@@ -24,7 +25,7 @@ from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import emulated_gpu, with_ucx
 from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of, run_gang
-from tests.simulation.streams import drop_queue_slots
+from tests.simulation.streams import Event, drop_queue_slots
 from tests.support import pairwise, tune
 
 X = np.random.default_rng(0).normal(size=(48, 40))
@@ -339,3 +340,84 @@ def test_calls_that_differ_are_found(gpu, monkeypatch, window_bytes):
 
     with pytest.raises(SectionError, match=r"redistribute\(\).*pairwise.* on rank 0"):
         run(gpu, PAIR, differing)
+
+
+# --- events
+
+
+def one_after_the_other(gpu, slow):
+    """The second rank reads from the first, then exchanges with the third, repeatedly."""
+    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
+
+    def function(ctx, local_block):
+        regions = ctx.device.region_mover(connections_of(ctx), False)
+        for number in range(6):
+            gives, gets = moves[number % 2]
+            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
+            sends, receives = (
+                {rank: [((0, 4), (0, 20))] for rank in side.get(ctx.rank, ())}
+                for side in (gives, gets)
+            )
+            local_block = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
+            call = ExchangeCall(f"call {number}", a.dtype, local_block, mean_elements=80)
+            regions.bring(call, a, out)
+            if ctx.rank in gets:
+                assert np.array_equal(out.get(), np.full((4, 20), number))
+        regions.settle()
+
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
+
+
+class Counted(list):
+    """The numbers of waits for events that were recorded more or less often than the own event."""
+
+    patience_s = 0.02  # time for the first rank to record an event again before a wait for it
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    original, wait = Event.record, PeerMemory.wait
+    own_of, device_of, rank_of, events_of, errors = {}, {}, {}, {}, Counted()
+
+    def record(event, stream):
+        event.count = getattr(event, "count", 0) + 1
+        original(event, stream)
+
+    make = OwnEvents.__init__
+
+    def noted(instance, device, count):
+        make(instance, device, count)
+        own_of[device] = instance.events
+
+    def slowly(peer, stream, number):
+        event = stream.recorder.events[events_of[peer][number]]
+        own = own_of[device_of[peer]][number]
+        until_s = time.monotonic() + errors.patience_s * (rank_of[peer] == 0)
+        while event.count == own.count and time.monotonic() < until_s:
+            time.sleep(0.002)
+        if event.count != own.count:
+            errors.append(number)
+            errors.patience_s = 0
+        wait(peer, stream, number)
+
+    opened = PeerMemory.__init__
+
+    def with_events(peer, device, descriptor):
+        opened(peer, device, descriptor)
+        device_of[peer], rank_of[peer] = device, connections_of(device).rank_and_size[0]
+        handles = map(bytes.fromhex, json.loads(descriptor)["events"])
+        events_of[peer] = [*map(device.module.cuda.runtime.ipcOpenEventHandle, handles)]
+
+    for target, name, value in (
+        (Event, "record", record),
+        (OwnEvents, "__init__", noted),
+        (PeerMemory, "wait", slowly),
+        (PeerMemory, "__init__", with_events),
+    ):
+        monkeypatch.setattr(target, name, value)
+    return errors
+
+
+def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
+    one_after_the_other(gpu, counted)
+    assert not counted
