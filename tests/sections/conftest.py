@@ -4,6 +4,7 @@ import pytest
 
 from dask_p2p.sections.gpu import halo_windows
 from dask_p2p.sections.gpu.regions import GpuRegions
+from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu
 
 
@@ -11,6 +12,16 @@ from tests.sections.emulated import emulated_gpu
 def gpu(monkeypatch):
     """An emulated GPU that all ranks use."""
     return emulated_gpu(monkeypatch)
+
+
+@pytest.fixture
+def two_hosts(monkeypatch):
+    """Put the first two ranks on one host, and the others on another one."""
+
+    def is_on_other_host(connections, rank):
+        return rank // 2 != connections.rank_and_size[0] // 2
+
+    monkeypatch.setattr(Connections, "is_on_other_host", is_on_other_host)
 
 
 @pytest.fixture

@@ -197,56 +197,6 @@ def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
     nothing_is_left(client)
 
 
-def copied_first(ctx, x, folder):
-    """Saves an array that it does not work on, and kills a worker once."""
-    y = x.copy()
-    for step in ctx.steps(20, ctx.state(x=x), every=5):
-        note(folder / f"{ctx.rank}.log", step)
-        y += ctx.allreduce(1.0)
-        if step == 17 and ctx.rank == 0:
-            die_once(folder / "killed")
-    return y
-
-
-def saving_nothing(ctx, x, folder):
-    """Counts steps without a state, and kills a worker once."""
-    for step in ctx.steps(20, every=5):
-        note(folder / f"{ctx.rank}.log", step)
-        x += ctx.allreduce(1.0)
-        if step == 17 and ctx.rank == 0:
-            die_once(folder / "killed")
-    return x
-
-
-def carrying_the_time(ctx, x, folder):
-    """Has the time in a variable, and not in its state; kills a worker once."""
-    s, time, dt = ctx.state(x=x), 0.0, 0.5
-    for step in ctx.steps(20, s, every=5):
-        note(folder / f"{ctx.rank}.log", step)
-        total = ctx.allreduce(1.0)
-        s.x = s.x + total * time
-        time += dt
-        if step == 17 and ctx.rank == 0:
-            die_once(folder / "killed")
-    return s.x
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("function", "value"),
-    [(copied_first, 60.0), (saving_nothing, 60.0), (carrying_the_time, 3 * 95.0)],
-)
-def test_ranks_whose_state_is_not_saved_begin_at_the_start(client, tmp_path, function, value):
-    """Not after steps whose values are lost."""
-    three_workers(client)
-    y = spmd(function, da.zeros(12, chunks=3), ranks=3, folder=tmp_path)
-    assert np.array_equal(result_of(client, client.compute(y)), np.full(12, value))
-    for of_rank in attempts(tmp_path):
-        assert of_rank[-1] == [*range(20)]
-        assert len(of_rank) > 1
-    nothing_is_left(client)
-
-
 def test_coupled_fields_resume_from_a_checkpoint(client, tmp_path):
     """Neither a field that never changes nor time levels send ranks to the start."""
 

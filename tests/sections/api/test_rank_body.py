@@ -38,15 +38,6 @@ def closure():
     return each(lambda ctx, x: (ctx.barrier(), count())[1])
 
 
-def default_argument():
-    def function(ctx, x, calls=[]):  # noqa: B006
-        calls.append(1)
-        ctx.barrier()
-        return len(calls)
-
-    return each(function)
-
-
 def scratch():
     memory = np.zeros(4)
 
@@ -91,7 +82,7 @@ def two_functions():
     return iterate(function, {"u": array()}, 1, 3, **options)["n"] / [1, 2, 3]
 
 
-PROGRAMS = [closure, default_argument, scratch, record, boundary, two_functions]
+PROGRAMS = [closure, scratch, record, boundary, two_functions]
 
 
 @pytest.fixture(scope="module")

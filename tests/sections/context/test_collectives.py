@@ -5,9 +5,7 @@ import pytest
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu.device import Gpu
 from tests.sections.gangs import run_gang
-from tests.simulation.streams import Array
 from tests.support import tune
 
 SIZES = pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -111,19 +109,6 @@ def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeyp
 
     tune(monkeypatch, parted_reduction_bytes=1 << 20)
     assert all(run(ranks, reduced))
-
-
-@pytest.mark.parametrize("least_bytes", [1 << 20, 0])
-def test_arrays_of_gpus(gpu, monkeypatch, least_bytes):
-    tune(monkeypatch, parted_reduction_bytes=least_bytes)
-
-    def reduced(ctx):
-        with ctx.device.running([]):
-            total = ctx.allreduce(gpu.written(np.arange(3.0) + ctx.rank))
-            assert isinstance(total, Array)
-            return total.get().tolist()
-
-    assert run(2, reduced, device=Gpu) == [[1.0, 3.0, 5.0]] * 2
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from dask_p2p.errors import InputError, MissingPackageError, SectionError, UnsupportedArrayError
 from dask_p2p.plans.ranks import RankGrid
+from tests.backends.test_plain import Quantity
 from tests.sections.gangs import run_gang
 
 
@@ -29,13 +30,6 @@ def test_what_cannot_be_exchanged_is_refused(alone):
 def test_a_local_block_is_not_narrowed(alone, local_block, dtype):
     with pytest.raises(InputError, match=r"local: expected an array that becomes .* Convert it"):
         alone.with_halo(np.full(3, local_block), dtype=dtype)
-
-
-class Quantity(np.ndarray):
-    """An array with a unit, as in astropy."""
-
-    def __array_finalize__(self, like):
-        self.unit = getattr(like, "unit", "m")
 
 
 @pytest.mark.parametrize(

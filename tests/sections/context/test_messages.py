@@ -7,14 +7,11 @@ import pytest
 
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections import Context
-from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.transports import process_memory
 from tests.sections import gangs
 from tests.sections.gangs import connections_of, is_at_call, is_exchanging, run_gang
 from tests.sections.wire.support import TCP
-from tests.simulation.streams import Array
 from tests.transports.loopback import wait_until
 
 LARGE = 700_000  # elements: more than sockets buffer
@@ -36,11 +33,6 @@ def path(request, monkeypatch):
         monkeypatch.setattr(endpoint, "_kernel_and_network", lambda: f"kernel-{next(kernels)}")
         monkeypatch.setattr(gangs, "Reach", lambda: TCP)
     return request.param
-
-
-@pytest.fixture
-def alone():
-    return Context(grid(1))
 
 
 def ring(ctx):
@@ -184,20 +176,6 @@ def test_a_rank_that_waits_for_one_that_has_returned_gets_an_error(source, waits
         run_gang(grid(3), returning)
 
 
-def test_ranks_that_wait_for_a_message_in_transit_get_it():
-    def slow(ctx):
-        right, before = ring(ctx)
-        for number in range(200):
-            if (number + ctx.rank) % 3 == 0:
-                ctx.send(number, right)
-                assert ctx.recv(before) == number
-            else:
-                assert ctx.sendrecv(number, right, before) == number
-        return True
-
-    assert all(run_gang(grid(3), slow))
-
-
 def steps_of(seed, ranks):
     """Return the calls of a random program: all ranks make the same ones."""
     rng = random.Random(seed)
@@ -264,16 +242,3 @@ def test_a_rank_sends_to_itself(alone):
 def test_each_rank_gets_a_part(alone, parts):
     with pytest.raises(InputError, match="parts: expected a list with a value for each of 1 ranks"):
         alone.alltoall(parts)
-
-
-def test_arrays_of_gpus_arrive_on_gpus(gpu):
-    """The emulated GPU's arrays, and NumPy's."""
-
-    def around(ctx):
-        with ctx.device.running([]):
-            array = gpu.written(np.arange(5) + ctx.rank)
-            received_values, number = ctx.sendrecv((array, ctx.rank), *ring(ctx))
-            assert isinstance(received_values, Array)
-            return [*map(int, received_values.get()), number]
-
-    assert run_gang(grid(2), around, device=Gpu) == [[1, 2, 3, 4, 5, 1], [0, 1, 2, 3, 4, 0]]

@@ -14,26 +14,12 @@ from tests.sections.gangs import run_gang
 STEPS = 12
 
 
-def bound_again(ctx, x):
-    s = ctx.state(x=x)
-    for _ in ctx.steps(STEPS, s, every=1):
-        s.x = s.x + 1
-    return s.x
-
-
 def in_place_by_another_name(ctx, x):
     s = ctx.state(x=x)
     u = s.x
     for _ in ctx.steps(STEPS, s, every=1):
         u += 1
     return u
-
-
-def levels(ctx, x):
-    s = ctx.state(levels=[x, x])
-    for _ in ctx.steps(STEPS, s, every=1):
-        s.levels = [s.levels[0] + 1, s.levels[0]]
-    return s.levels[0]
 
 
 def constants(ctx, x):
@@ -101,12 +87,6 @@ def without_end(ctx, x):
     return s.x
 
 
-def not_saved(ctx, x):
-    for _ in ctx.steps(STEPS):
-        x = x + 1
-    return x
-
-
 def of_a_function(ctx, x):
     def step(s):
         s.x = s.x + 1
@@ -118,8 +98,8 @@ def of_a_function(ctx, x):
 
 
 RIGHT = [
-    *(bound_again, in_place_by_another_name, levels, constants, numbers, other_shapes),
-    *(dicts, random_numbers, halo_arrays, without_end, not_saved, of_a_function),
+    *(in_place_by_another_name, constants, numbers, other_shapes),
+    *(dicts, random_numbers, halo_arrays, without_end, of_a_function),
 ]
 
 
@@ -147,7 +127,15 @@ def number_not_used(ctx, x):
     return s.x
 
 
-AT_THE_START = [constants, copy_worked_on, argument_worked_on, number_not_used]
+def number_of_the_loop(ctx, x):
+    s, total = ctx.state(x=x), 0.0
+    for _ in ctx.steps(STEPS, s, every=1):
+        total += 1
+        s.x = x + total
+    return s.x
+
+
+AT_THE_START = [constants, copy_worked_on, argument_worked_on, number_not_used, number_of_the_loop]
 
 
 def attempts(size):

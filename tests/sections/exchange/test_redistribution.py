@@ -129,6 +129,18 @@ def test_large_parts_are_read(monkeypatch):
     assert sent == [0, 0]
 
 
+def test_contiguous_memory_is_read_by_threads():
+    """Half a row, which has more than two pieces of a thread and a short last one."""
+    x = np.arange(2 * 2 * 9_000_003, dtype="u4").reshape(2, -1)
+    ranks = RankGrid(((1, 1), (x.shape[1],)), (2, 1))
+
+    def halves(ctx):
+        columns = ctx.redistribute(x[box_slices(ctx.box)], (1,))
+        assert np.array_equal(columns, x[box_slices(ctx.box_of((1,)))])
+
+    run_gang(ranks, halves)
+
+
 def test_ranks_that_cannot_read_get_messages(monkeypatch):
     """The process of that number is another one, an option forbids reads, or hosts differ."""
     holds = regions.process_memory.holds
@@ -198,6 +210,14 @@ def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
         assert d.tolist() == [[0, 0, 1, 1, 2]]
 
     run_gang(ranks, transposed)
+    y = x[:, :6].reshape(7, 2, 3)
+
+    def cycled(ctx):
+        a = y[box_slices(ctx.box)]
+        b = ctx.redistribute(a, (0,), axes=(1, 2, 0))
+        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(2, 0, 1)), a)
+
+    run_gang(RankGrid(((1, 4, 2), (2,), (3,)), (3, 1, 1)), cycled)
 
 
 def test_what_is_wrong_is_named():

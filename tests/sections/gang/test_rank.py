@@ -6,17 +6,14 @@ import asyncio
 import itertools
 import os
 import threading
-from traceback import extract_tb
 
 import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Reschedule
-from distributed.protocol.pickle import loads
 
 from dask_p2p import iterate, spmd
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.plugins.gangs.coordinator import Order
 from dask_p2p.plugins.worker import part_on
@@ -127,33 +124,6 @@ async def test_no_thread_outlives_its_worker():
         assert not future.done()
 
 
-def test_all_raise_the_exception_of_one(monkeypatch):
-    def failing(ctx, x):
-        if ctx.rank == 1:
-            raise ZeroDivisionError("of rank 1")
-        ctx.barrier()
-
-    raised = []
-
-    def raise_end(order, options):
-        raised.append(loads(order.error))
-        original(order, options)
-
-    original = rank._raise_end
-    monkeypatch.setattr(rank, "_raise_end", raise_end)
-
-    async def main():
-        async with in_process(2) as (_, client):
-            future = client.compute(spmd(failing, da.ones((4, 2), chunks=(1, 2)), ranks=4))
-            with pytest.raises(ZeroDivisionError, match="of rank 1"):
-                await future
-            await asyncio.to_thread(wait_until, lambda: len(raised) == 3)
-
-    asyncio.run(main())
-    assert [str(each) for each in raised] == ["of rank 1"] * 3
-    assert [frame.name for frame in extract_tb(raised[0].__traceback__)] == ["failing"]
-
-
 async def test_ranks_pause_before_another_attempt(monkeypatch):
     """Dask may not have noticed yet that a worker is lost."""
 
@@ -188,22 +158,6 @@ def test_encrypted_clusters_have_encrypted_connections():
 
 def protocol(dask_worker):
     return ranks_of(dask_worker).reach.protocol
-
-
-async def test_ranks_install_the_plugins_where_they_are_missing(monkeypatch):
-    """An asynchronous client registers in the background, perhaps after the ranks have begun."""
-    monkeypatch.setattr("dask_p2p.sections.api.spmd.register_if_possible", lambda: None)
-
-    async with in_process(2) as (cluster, client):
-        servers = [cluster.scheduler, *cluster.workers.values()]
-        assert not any(PLUGIN_NAME in server.plugins for server in servers)
-        y = spmd(lambda ctx, x: x + ctx.allreduce(1), da.ones((4, 2), chunks=(1, 2)), ranks=4)
-        assert (await client.compute(y) == 5).all()
-        for server in servers:
-            assert [name for name in server.plugins if "p2p" in name] == [PLUGIN_NAME]
-        contexts = [server.plugins[PLUGIN_NAME].context for server in servers[1:]]
-        made = [record for context in contexts for record in context.records.since(0)[1]]
-        assert len(made) == 4, "each rank is recorded"
 
 
 async def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):

@@ -12,14 +12,12 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.plans.ranks import ORDERS
-from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import connections_of
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import Event, RaceError, Stream
 from tests.support import pairwise
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -54,13 +52,8 @@ def test_values(gpu, opened, beyond, ranks, has_windows):
     assert all(opened) if has_windows and ranks > 1 else not any(opened)
 
 
-def test_ranks_of_other_hosts_get_messages(gpu, opened, monkeypatch):
+def test_ranks_of_other_hosts_get_messages(gpu, opened, two_hosts):
     """The ranks form a square of four, and each row is on one host."""
-    monkeypatch.setattr(
-        Connections,
-        "is_on_other_host",
-        lambda instance, rank: rank // 2 != instance.rank_and_size[0] // 2,
-    )
     check(gpu, heat(gpu))
     assert sorted(opened) == [[0], [1], [2], [3]]
 
@@ -88,9 +81,6 @@ def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch
     assert sorted(opened) == [[], [1, 2], [1, 3], [2, 3]]
 
 
-# --- without one of the rules
-
-
 def test_one_way_neighbours_get_messages(gpu, opened):
     """Two slots are not enough if the owner does not wait for the reader."""
 
@@ -103,78 +93,6 @@ def test_one_way_neighbours_get_messages(gpu, opened):
     (result,) = run_section(gpu, y, [x])
     assert result.tolist() == [0] * 9 + [0, 1, 2]
     assert opened == [[]] * 4
-
-
-def one_slot(gpu, monkeypatch):
-    for module in (windows, halo_windows):
-        monkeypatch.setattr(module, "SLOTS", 1)
-
-
-def no_wait_for_peers(gpu, monkeypatch):
-    monkeypatch.setattr(windows.PeerWindow, "wait", lambda window, stream, slot: None)
-
-
-def recorded_before_it_is_packed(gpu, monkeypatch):
-    make = windows.OwnWindow.__init__
-
-    def early(instance, device, sizes_bytes):
-        make(instance, device, sizes_bytes)
-        for event in instance.events:  # the other stream follows the packing of earlier exchanges
-            event.record = lambda stream, event=event: Event.record(event, device.copies)
-
-    monkeypatch.setattr(windows.OwnWindow, "__init__", early)
-
-
-def unpacked_before_it_is_there(gpu, monkeypatch):
-    copies, opens, record, original = set(), halo_windows.opened, Event.record, Stream.wait_event
-
-    def noted(device, *args):
-        copies.add(device.copies)
-        return opens(device, *args)
-
-    def recorded(event, stream):
-        record(event, stream)
-        event.of_copies = stream in copies and not hasattr(event, "ptr")
-
-    def wait(stream, event):
-        if not getattr(event, "of_copies", False):
-            original(stream, event)
-
-    monkeypatch.setattr(halo_windows, "opened", noted)
-    monkeypatch.setattr(Event, "record", recorded)
-    monkeypatch.setattr(Stream, "wait_event", wait)
-
-
-def pulled_before_the_slot_is_unpacked(gpu, monkeypatch):
-    original = Stream.wait_event
-
-    def wait(stream, event):
-        if not hasattr(event, "ptr"):  # else it is an own event that peers wait for
-            original(stream, event)
-
-    monkeypatch.setattr(Stream, "wait_event", wait)
-    monkeypatch.setattr(
-        gpu.cupy.cuda.runtime,
-        "streamWaitEvent",
-        lambda stream, event: original(gpu.streams[stream], gpu.events[event]),
-    )
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize(
-    "broken",
-    [
-        one_slot,
-        no_wait_for_peers,
-        recorded_before_it_is_packed,
-        unpacked_before_it_is_there,
-        pulled_before_the_slot_is_unpacked,
-    ],
-)
-def test_each_rule_is_needed(gpu, monkeypatch, broken, overlap):
-    broken(gpu, monkeypatch)
-    with pytest.raises((RaceError, AssertionError)):
-        check(gpu, heat(gpu, steps=9, overlap=overlap), steps=9)
 
 
 def test_windows_are_freed_when_no_rank_reads_them(gpu):

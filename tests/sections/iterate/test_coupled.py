@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dask_p2p import Field, Whole, iterate, spmd
+from dask_p2p import Field, Whole, iterate
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
@@ -194,7 +194,7 @@ def test_constants_are_divided_by_broadcasting(client, ranks, overlap):
     constants = {
         "solid": solid,
         "column": column,
-        "table": Whole(table),
+        "table": Whole(da.from_array(table, chunks=4)),
         "lazy": da.from_array(lazy, chunks=5),
     }
     fields = {"f": da.from_array(f, chunks=(9, *CHUNKS))}
@@ -203,40 +203,6 @@ def test_constants_are_divided_by_broadcasting(client, ranks, overlap):
     for _ in range(4):
         f = stream(f, solid, column, table, lazy)["f"]
     assert np.array_equal(result, f)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
-def test_each_rank_gets_the_whole_of_a_lazy_constant(client, ranks, overlap):
-    """Of any number of axes and chunks, between divided constants; and a lazy number."""
-    table, mask = RNG.random((5, 7)), RNG.random((24, 20))
-
-    def step(u, mask, table, scale, rows):
-        assert table.shape == (5, 7)
-        assert rows.shape == (24,)
-        assert not table.flags.writeable
-        return {"u": (inner(u) + laplacian(u) * 0.1) * mask * table.sum() * scale + rows[3]}
-
-    lazy = da.from_array(table, chunks=(2, 3))
-    constants = {
-        "mask": array(mask),
-        "table": Whole(lazy),
-        "scale": lazy.max(),
-        "rows": Whole(da.from_array(mask[:, 0], chunks=5)),
-    }
-    options = {"constants": constants, "ranks": ranks, "overlap": overlap}
-    result = iterate(step, {"u": array(U)}, 1, 4, **options)["u"].compute()
-    expected = U
-    for _ in range(4):
-        new = step(padded(expected), mask, _read_only(table), table.max(), mask[:, 0])
-        expected = new["u"]
-    assert np.array_equal(result, expected)
-
-
-def _read_only(array):
-    array = array.view()
-    array.flags.writeable = False
-    return array
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -275,38 +241,6 @@ def test_the_position_of_a_block(client, ranks, overlap):
             near = a[:-2, 1:-1] + a[2:, 1:-1] + a[1:-1, :-2] + a[1:-1, 2:]
             s = np.where(sum(index) % 2 == parity, near / 4 + np.cos(step), s)
     assert np.array_equal(result, s)
-
-
-def ogrid_of(box):
-    return np.ogrid[tuple(slice(start, stop) for start, stop in box)]
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_indices_are_those_of_ogrid_everywhere(client, ranks):
-    """In functions, boundary functions, and in `spmd`: all axes, also the leading ones."""
-
-    def same(indices, box):
-        expected = ogrid_of(box)
-        return len(indices) == len(expected) and all(map(np.array_equal, indices, expected))
-
-    def rims(rim, inside, at):
-        assert [along.shape for along in at.index] == [(rim.shape[0], 1), (1, rim.shape[1])]
-        rim[...] = at.index[0] + at.index[1]
-
-    def step(u, at):
-        assert same(at.index, at.box)
-        return {"u": inner(u) + at.index[1]}
-
-    lazy_result = iterate(step, {"u": array(U)}, 1, 2, boundary=rims, ranks=ranks)["u"].compute()
-    assert np.array_equal(lazy_result, U + np.arange(20) + np.arange(20))
-
-    def function(ctx, u):
-        grid = ctx.grid_of((5, 7, 3))
-        assert same(ctx.index, ctx.box)
-        assert same(grid.index, grid.box)
-        return u + ctx.index[1]
-
-    assert np.array_equal(spmd(function, array(U), ranks=ranks).compute(), U + np.arange(20))
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from itertools import product
 
 import dask.array as da
 import numpy as np
@@ -11,12 +10,9 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import BlockMismatchError, InputError
-from dask_p2p.plans.ranks import ORDERS
 from tests.sections.iterate.test_coupled import padded
-from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
-BOUNDARIES = ["periodic", "reflect", "nearest", 3]
 RNG = np.random.default_rng(0)
 FLOATS, BITS = RNG.normal(size=(24, 30)), RNG.integers(0, 2, (24, 30), dtype="u1")
 
@@ -31,47 +27,6 @@ def reference(function, x, depth, steps, boundary="periodic"):
         function(padded(x, depth, boundary), out=new)
         x = new
     return x
-
-
-def nine_points(u, out):
-    """The Laplacian that most codes for reaction and diffusion have."""
-    out[...] = 0.2 * (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:])
-    out += 0.05 * (u[:-2, :-2] + u[:-2, 2:] + u[2:, :-2] + u[2:, 2:])
-    out -= u[1:-1, 1:-1]
-
-
-def box_average(u, out):
-    total = np.zeros(out.shape)
-    for shift in product(range(3), repeat=u.ndim):
-        total += u[tuple(slice(s, n - 2 + s) for s, n in zip(shift, u.shape, strict=True))]
-    out[...] = total / 3**u.ndim
-
-
-def life(u, out):
-    n = sum(
-        u[i : u.shape[0] - 2 + i, j : u.shape[1] - 2 + j] for i, j in product(range(3), range(3))
-    )
-    cells = u[1:-1, 1:-1]
-    out[...] = (n == 3) | ((n == 4) & (cells == 1))
-
-
-@pytest.mark.parametrize("ranks", mostly_slow([1, 2, 4, 8], [1, 4]))
-@pytest.mark.parametrize("boundary", [*BOUNDARIES, ["periodic", 2], [2, 1], [1, "reflect"]])
-def test_functions_that_read_corners(client, ranks, boundary):
-    for function, x in ((nine_points, FLOATS), (box_average, FLOATS), (life, BITS)):
-        by_axis = dict(enumerate(boundary)) if isinstance(boundary, list) else boundary
-        y = iterate(function, array(x), 1, 5, boundary=by_axis, ranks=ranks)
-        assert np.array_equal(y.compute(), reference(function, x, 1, 5, boundary))
-
-
-@pytest.mark.parametrize("exchange", ORDERS)
-@pytest.mark.parametrize("overlap", [False, True])
-def test_functions_that_read_corners_with_overlap(client, overlap, exchange):
-    for ranks in (2, 4):
-        y = iterate(
-            nine_points, array(FLOATS), 1, 5, overlap=overlap, exchange=exchange, ranks=ranks
-        )
-        assert np.array_equal(y.compute(), reference(nine_points, FLOATS, 1, 5))
 
 
 @pytest.mark.parametrize("dtype", ["f8", "f4", "c16", "i4", "u1", "?", "i8"])

@@ -51,27 +51,6 @@ def counter():
     return count
 
 
-def generator():
-    rng = np.random.default_rng(0)
-
-    def add(u, out):
-        out[:] = u[1:-1] + rng.normal()
-
-    return add
-
-
-def previous():
-    """A function that keeps its last result, of a whole block."""
-    last = {}
-
-    def extrapolate(u):
-        new, old = 0.25 * (u[:-2] + u[2:]), last.get(get_ident())
-        last[get_ident()] = u[1:-1].copy()
-        return new if old is None or old.shape != new.shape else 2 * new - old
-
-    return extrapolate
-
-
 def cached():
     """A function that keeps memory for each shape."""
     results = {}
@@ -141,7 +120,7 @@ def test_the_interior_comes_first(boxes):
     assert boxes[-2:] == [(12, 5)] * 2
 
 
-@pytest.mark.parametrize("make", [counter, previous, cached])
+@pytest.mark.parametrize("make", [counter, cached])
 def test_by_default_functions_with_a_state_compute_whole_blocks(far, boxes, make):
     assert np.array_equal(in_ranks(make(), 4), in_ranks(make(), 4, ranks=1))
     assert {*boxes} == {(12, 5), (24, 5)}
@@ -165,7 +144,7 @@ def test_by_default_functions_that_round_parts_otherwise_compute_whole_blocks(fa
 
 @pytest.mark.parametrize(
     "make",
-    [counter, generator, previous, lambda: uses_length, lambda: uses_mean],
+    [counter, lambda: uses_length, lambda: uses_mean],
 )
 def test_functions_that_compute_parts_otherwise_are_refused(make):
     with pytest.raises(InputError, match="overlap=True: expected a function that computes parts"):

@@ -80,15 +80,6 @@ def of_ranks(y, inputs):
 
 
 @pytest.mark.parametrize("boundary", ENDS)
-@pytest.mark.parametrize("sizes", [(1, None), (2, 3), (3, 5), (3, None), (None, None)])
-def test_values_of_one_rank(boundary, sizes):
-    options = {"boundary": {0: boundary, 1: boundary}, "ranks": 1}
-    expected = iterate(star, array(), 1, 7, **options)
-    y = streamed(star, array(), 1, 7, steps_per_visit=sizes[0], slab_rows=sizes[1], **options)
-    assert np.array_equal(*computed(y, expected))
-
-
-@pytest.mark.parametrize("boundary", ENDS)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_values_of_several_ranks(boundary, ranks):
     options = {"boundary": {0: boundary, 1: boundary}}

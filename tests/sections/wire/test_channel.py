@@ -13,14 +13,12 @@ from dask_p2p.sections.wire import connection as module
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.transports.ucx_messenger import Messenger
-from dask_p2p.tuning import Tuning
 from tests.sections.gangs import connection_to
 from tests.sections.wire.support import Gang
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
 SILENCE_S = 2.0
-LEAST_BYTES = Tuning.ucx_message_bytes
 LARGE = bytes(range(256)) * (2**22 // 256)
 
 
@@ -85,16 +83,6 @@ def test_large_messages_go_by_ucx(pair, messengers, monkeypatch, part_bytes, has
         assert max(each.sent) == min(part_bytes, len(LARGE))
     for connections, before_bytes in zip(pair.connections, before, strict=True):
         assert received_bytes(connections) == before_bytes + 3 * len(LARGE)
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, LEAST_BYTES - 1, LEAST_BYTES])
-def test_small_messages_go_by_the_socket(pair, messengers, size_bytes):
-    payload = LARGE[:size_bytes]
-    assert [bytes(each) for each in pair.run(swap(payload))] == [payload, payload]
-    assert messengers[0].sent == [size_bytes][: size_bytes >= LEAST_BYTES]
-    assert [
-        connections.carries(1 - n, size_bytes) for n, connections in enumerate(pair.connections)
-    ] == [size_bytes >= LEAST_BYTES] * 2
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.sections.wire.support import LARGE, TCP, Gang, tls
+from tests.sections.wire.support import TCP, Gang, tls
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
@@ -33,25 +33,6 @@ def test_the_end_makes_only_the_connections_of_a_tree(size):
     for rank, ranks in enumerate(found):
         above, below = tree_neighbours(rank, size)
         assert ranks == [*above, *below]
-
-
-def test_the_end_waits_for_all_ranks(gang):
-    """Also for ranks without a connection to this one."""
-    futures = gang.begin(lambda rank, connections: rank == 1 or connections.finish())
-    assert not wait(futures[::2], 0.2).done
-    gang.threads.submit(gang.connections[1].finish).result(BOUND_S)
-    for future in futures[::2]:
-        future.result(BOUND_S)
-
-
-def test_the_end_waits_for_an_exchange_that_has_begun(gang):
-    def exchange(rank, connections):
-        others = dict.fromkeys({0, 1, 2} - {rank})
-        end = connections.begin("x", dict.fromkeys(others, b"x" * LARGE), others)
-        connections.finish()
-        return [len(data) for data in end().values()]
-
-    assert gang.run(exchange) == [[LARGE, LARGE]] * 3
 
 
 SIZE = 12  # in a tree, some of these have no connection to each other
@@ -186,24 +167,6 @@ def swap(rank, connections):
     if rank < 2:
         return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
     return None
-
-
-@pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_rank_that_needs_a_connection_makes_it(gang, first):
-    """The other one computes, and finds it in its first call."""
-    sent = threading.Event()
-
-    def exchange(rank, connections):
-        if rank == 1 - first:
-            assert sent.wait(BOUND_S)
-            return bytes(connections.exchange("x", {}, {first: None})[first])
-        if rank == first:
-            connections.exchange("x", {1 - first: b"abc"}, {})
-            sent.set()
-        return None
-
-    assert gang.run(exchange)[1 - first] == b"abc"
 
 
 @pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)

@@ -50,46 +50,6 @@ def test_all_exchange_with_all(gang, count):
             assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
 
 
-def test_a_rank_that_is_ahead_does_not_wait(gang):
-    """Its messages wait in the socket, in order."""
-    ahead = threading.Event()
-
-    def exchange(rank, connections):
-        if rank < 2:
-            connections.exchange("first", {1 - rank: b""}, {1 - rank: None})  # shakes hands, by TLS
-        if rank == 0:
-            for number in range(5):
-                connections.exchange("ahead", {1: bytes([number])}, {})
-            ahead.set()
-            return None
-        if rank == 1:
-            assert ahead.wait(BOUND_S)
-            return [connections.exchange("ahead", {}, {0: None})[0][0] for _ in range(5)]
-        return None
-
-    assert gang.run(exchange)[1] == [*range(5)]
-
-
-@pytest.mark.parametrize("count", [3, LARGE])
-def test_an_exchange_ends_when_it_is_waited_for_or_when_the_next_one_begins(gang, count):
-    def exchange(rank, connections):
-        others = dict.fromkeys({0, 1, 2} - {rank})
-
-        def begin(call):
-            return connections.begin(call, dict.fromkeys(others, bytes([rank]) * count), others)
-
-        first = begin("first")
-        second = begin("second")
-        found = [second(), first(), second()]
-        third = begin("third")
-        assert connections.exchange("fourth", {}, {}) == {}
-        return [*found, third()]
-
-    for rank, found in enumerate(gang.run(exchange)):
-        for each in found:
-            assert each == {r: bytes([r]) * count for r in {0, 1, 2} - {rank}}
-
-
 def test_an_exchange_proceeds_in_the_background(gang):
     """Also of more data than sockets buffer."""
     arrived = threading.Barrier(3)
@@ -252,7 +212,7 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
             assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
-# --- streams between ranks of one process. `test_connections` tests ranks that use them
+# --- streams between ranks of one process
 
 
 @pytest.fixture

@@ -12,16 +12,12 @@ import pytest
 
 from dask_p2p import iterate
 from dask_p2p.errors import InputError
-from dask_p2p.sections.exchange.halo import HaloExchange
-from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.gpu import windows
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.windows import DeviceBarrier
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import BarrierKernel, RaceError, Stream
 from tests.support import tune
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -99,13 +95,9 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed, monkeypatch):
 
 
 @pytest.mark.parametrize("has_windows", [True, False])
-def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, monkeypatch, has_windows):
+def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, request, has_windows):
     if has_windows:  # but two of the four are on another host
-        monkeypatch.setattr(
-            Connections,
-            "is_on_other_host",
-            lambda connections, rank: rank // 2 != connections.rank_and_size[0] // 2,
-        )
+        request.getfixturevalue("two_hosts")
     check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
     assert not replayed
 
@@ -163,89 +155,6 @@ def test_a_function_whose_graph_does_something_else_is_named(gpu, how):
     y = iterate(adds, a, 0, 19, ranks=1, capture=True)
     with pytest.raises(InputError, match=r"differ from its own in \d+ of 960 bytes"):
         run_section(gpu, y, [X])
-
-
-# --- without one of the rules
-
-
-def one_slot(monkeypatch):
-    for module in (windows, halo_windows):
-        monkeypatch.setattr(module, "SLOTS", 1)
-
-
-def no_wait_for_peers(monkeypatch):
-    def passes(kernel, signal, peer_signals, peers):
-        signal.values[0] += np.uint64(1)
-
-    monkeypatch.setattr(BarrierKernel, "wait_for_peers", passes)
-
-
-def barrier_before_data_is_packed(monkeypatch):
-    barriers, make, make_ready = {}, DeviceBarrier.__init__, HaloWindows.can_enqueue
-    put_all, put_barrier = HaloWindows.enqueue, DeviceBarrier.enqueue
-
-    def noted(barrier, *args):
-        make(barrier, *args)
-        barriers[threading.get_ident()] = barrier
-
-    def can_enqueue(halo):
-        barriers.pop(threading.get_ident(), None)
-        can = make_ready(halo)
-        if (barrier := barriers.get(threading.get_ident())) is not None:
-            barriers[halo] = barrier
-        return can
-
-    def early(halo, data):
-        if halo in barriers:
-            put_barrier(barriers[halo])
-        put_all(halo, data)
-
-    monkeypatch.setattr(DeviceBarrier, "__init__", noted)
-    monkeypatch.setattr(HaloWindows, "can_enqueue", can_enqueue)
-    monkeypatch.setattr(HaloWindows, "enqueue", early)
-    monkeypatch.setattr(DeviceBarrier, "enqueue", lambda barrier: None)
-
-
-@pytest.mark.parametrize("broken", [one_slot, no_wait_for_peers, barrier_before_data_is_packed])
-def test_each_rule_is_needed(gpu, monkeypatch, broken):
-    broken(monkeypatch)
-    gpu.barrier_timeout_s = 0.5  # of the ranks that are left when one has failed
-    with pytest.raises((RaceError, AssertionError)):
-        check(gpu, star, X, 1, 11)
-
-
-def boundaries_do_not_wait(monkeypatch):
-    put_exchange = HaloExchange.enqueue
-
-    def early(exchange, halo_arrays, meanwhile=None):
-        _, *boundary_parts = exchange.boxes
-        (interior,) = meanwhile.args
-        put_exchange(
-            exchange, halo_arrays, lambda: [*map(meanwhile.func, (interior, *boundary_parts))]
-        )
-
-    monkeypatch.setattr(HaloExchange, "enqueue", early)
-
-
-def exchanges_do_not_wait(monkeypatch):
-    wait_event = Stream.wait_event
-
-    def waits(stream, event):
-        if stream.recorder.capture is None or stream.name == stream.recorder.capture.stream.name:
-            wait_event(stream, event)
-        else:
-            stream.recorder.capture.counts.setdefault(stream.name, 0)
-
-    monkeypatch.setattr(Stream, "wait_event", waits)
-
-
-@pytest.mark.parametrize("broken", [boundaries_do_not_wait, exchanges_do_not_wait])
-def test_each_rule_of_interiors_is_needed(gpu, monkeypatch, broken):
-    tune(monkeypatch, graph_overlap_bytes=1)
-    broken(monkeypatch)
-    gpu.barrier_timeout_s = 0.5
-    with pytest.raises((RaceError, AssertionError)):
-        check(gpu, star, X, 1, 11, overlap=True)
 
 
 def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):

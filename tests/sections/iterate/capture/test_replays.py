@@ -10,17 +10,13 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate
-from dask_p2p.errors import SectionError
-from dask_p2p.sections.exchange.halo import HaloExchange
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import capture as overlap
 from dask_p2p.sections.iterate import capture as replays
 from dask_p2p.sections.iterate.capture import Overlap, Replays
-from dask_p2p.sections.iterate.local_fields import LocalField
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.iterate.capture.test_captured import CHUNKS, X
 from tests.sections.iterate.test_iterate import reference, star
-from tests.simulation.streams import RaceError
 from tests.support import tune
 
 STEPS = 19
@@ -180,28 +176,3 @@ def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed, capture)
     result = compute(gpu, kernel(gpu, star), boundary=rim, capture=capture)
     assert np.array_equal(result, expected(boundary=0.5))
     assert bool(replayed) == (capture is True)
-
-
-# --- without one of the rules
-
-
-def no_counts(monkeypatch):
-    monkeypatch.setattr(
-        HaloExchange, "count", property(lambda exchange: 0, lambda exchange, count: None)
-    )
-
-
-def no_order(monkeypatch):
-    monkeypatch.setattr(LocalField, "restoring", lambda field: bool)
-
-
-def no_agreement(monkeypatch):
-    monkeypatch.setattr(Replays, "_all", lambda replays, value: value)
-
-
-@pytest.mark.parametrize(("broken", "number"), [(no_counts, 1), (no_order, 2), (no_agreement, 1)])
-def test_each_rule_is_needed(gpu, replayed, monkeypatch, broken, number):
-    broken(monkeypatch)
-    gpu.barrier_timeout_s = 0.5  # of the ranks that are left when one has failed
-    with pytest.raises((RaceError, AssertionError, SectionError)):
-        test_steps_that_read_the_host_go_on_one_by_one(gpu, replayed, "one rank", number)

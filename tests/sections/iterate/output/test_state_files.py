@@ -103,30 +103,6 @@ def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
     assert "first run there in u, t:" in text
 
 
-@pytest.mark.parametrize("stop", [3, 5])  # before its second checkpoint, or the third
-def test_of_two_runs_in_one_folder_the_first_ends(tmp_path, stop):
-    blocks = []
-
-    def first(ctx):
-        s = ctx.state(u=U[box_slices(ctx.box)])
-        for step in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
-            if step == stop and ctx.rank == 0:
-                blocks.extend(run_gang(grid(3), second))
-            s.u = s.u + 1
-
-    def second(ctx):
-        s = ctx.state(u=U[box_slices(ctx.box)])
-        for _ in ctx.steps(20, s, checkpoint=Checkpoint(str(tmp_path), every=2)):
-            s.u = s.u + 1
-        return s.u
-
-    with pytest.raises(FileError, match=r"one run at a time .* checkpoints .* got another one"):
-        run_gang(grid(2), first)
-    saved = zarr.open(tmp_path / f"step-{20:012}", mode="r")["u"][:]
-    for rank, block in enumerate(blocks):
-        assert np.array_equal(saved[box_slices(grid(3).box(rank))], block)
-
-
 def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
     def draw(stop=None, ranks=2):
         def run(ctx):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 
 import dask
 import numpy as np
@@ -59,36 +58,6 @@ def test_frames(client, tmp_path, ranks, chunks, stored):
     only = zarr.open(tmp_path / "v", mode="r")
     assert {name for name, _ in only.arrays()} == {"v", "frame", "step"}
     assert np.array_equal(only["v"][1], expected[10]["v"])
-
-
-def test_a_run_goes_on_with_other_ranks_and_chunks(client, tmp_path):
-    checkpoint = Checkpoint(tmp_path / "states", every=4)
-    expected, before = states(25), 0
-    for ranks, chunks, steps in (
-        (4, ((8, 8, 8), (10, 10)), 9),
-        (2, ((12, 12), (20,)), 18),
-        (3, ((6, 6, 6, 6), (5, 5, 5, 5)), 25),
-    ):
-        first_step_file = tmp_path / f"seen-{steps}"
-        first_step_file.mkdir()
-        noted = partial(noting, folder=first_step_file)
-        options = {"checkpoint": checkpoint, "ranks": ranks, "record": MASS}
-        (result,) = dask.compute(iterate(noted, fields(chunks), 1, steps, **options))
-        for name in "uv":
-            assert np.array_equal(result[name], expected[steps][name])
-        mass = [state["u"].sum() for state in expected[1 : steps + 1]]
-        np.testing.assert_allclose(result["mass"], mass, rtol=1e-13)
-        top = [expected[step]["v"].max() for step in range(3, steps + 1, 3)]
-        assert np.array_equal(result["top"], top)
-        assert min(int(path.name) for path in first_step_file.iterdir()) == before
-        before = steps // 4 * 4
-        names = sorted(path.name for path in (tmp_path / "states").glob("*[0-9]"))
-        assert names == [f"step-{step:012}" for step in (before - 4, before)]
-
-
-def noting(u, v, at, folder):
-    (folder / str(at.step)).touch()
-    return react(u, v)
 
 
 def test_ranks_that_share_chunks_of_a_store_write_in_turn(client, tmp_path):

@@ -99,22 +99,6 @@ def test_a_slot_that_is_filled_after_the_look_at_it(connected, later):
     assert connection.call or connection.mailbox.arrived[0].tag == 2
 
 
-@pytest.mark.parametrize("in_slots", [(1,), (2,), (3,), (1, 3), ()])
-@pytest.mark.parametrize("gives_memory", [True, False])
-def test_calls_keep_their_order(connected, in_slots, gives_memory):
-    """Each exchange gets the data of its own call, from the slot or the socket."""
-    connection, peer, slots = connected
-    for number in range(1, 4):
-        frame = call(number, data=bytes([number] * 40))
-        if number not in in_slots or not slots.write(slots.sent_calls, number, frame):
-            peer.send(frame)
-    for number in range(1, 4):
-        connection.number = number
-        connection.begin_to_receive(bytearray(40) if gives_memory else None)
-        assert connection.advance(b"barrier()", 0, 1)
-        assert bytes(connection.payload) == bytes([number] * 40)
-
-
 def test_a_later_call_in_the_socket_waits_for_the_one_in_the_slot(connected):
     """Its sender has filled the slot after this rank has looked at it."""
     connection, peer, slots = connected
