@@ -59,16 +59,6 @@ async def check_transposed(c, y, shape):
 
 
 @on_cluster
-async def test_a_transpose(c, s, *workers):
-    x = await make_blocks(c, (40, 30), (5, 30))
-    y = c.persist(dask_p2p.transpose(x))
-    await check_transposed(c, y, (40, 30))
-    # What a reader did not hold it was not given: nobody has more replicas than before.
-    assert all(len(ts.who_has) == 1 for key, ts in s.tasks.items() if key[0] == x.name)
-    assert sum(len(w.plugins[PLUGIN_NAME].context.records) for w in workers) == 8
-
-
-@on_cluster
 async def test_cancelled_and_wanted_again(c, s, *workers):
     x = await make_blocks(c, (400, 300), (50, 300))
     for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import gc
 import inspect
 from concurrent.futures import ThreadPoolExecutor
@@ -72,10 +71,6 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
     client.scheduler_comm = second
     assert dispatch.try_replace("rechunk", lambda: "made") == "made"
     assert requests == [first]
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(dropin).failed == 0
 
 
 def test_what_is_replaced_has_the_same_parameters():
