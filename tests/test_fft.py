@@ -192,15 +192,6 @@ def layers(y, prefix="p2p-fft"):
     return sum(name.startswith(prefix) for name in layers_of(y))
 
 
-@pytest.mark.parametrize("name", ["fftn", "rfftn", "ifftn"])
-def test_slabs_are_two_layers_of_which_one_moves(name):
-    x = da.from_array(numbers((8, 9, 10), "d"), chunks=(2, -1, -1))
-    y = getattr(fft, name)(x)
-    assert layers(y) == 1
-    assert len(layers_of(y)) - len(layers_of(x)) == 2
-    assert y.numblocks == ((1, 1, 4) if name == "ifftn" else (1, 4, 1))
-
-
 def test_what_is_whole_moves_nothing_and_pencils_move_twice():
     x = da.from_array(numbers((8, 8, 8)), chunks=(4, 4, -1))
     assert layers(fft.fft(x)) == 0
@@ -209,24 +200,6 @@ def test_what_is_whole_moves_nothing_and_pencils_move_twice():
     slabs = ((8,), (8,), (2,) * 4)
     assert layers(fft.fftn(x, chunks=slabs)) == 1
     assert layers(fft.ifftn(fft.fftn(x, chunks=slabs), chunks=x.chunks)) == 2
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [(3, -1, -1), (-1, 3, -1), (-1, -1, 3), (4, 3, -1), (-1, 4, 5), (4, -1, 3), (5, -1, -1)],
-    ids=str,
-)
-@pytest.mark.parametrize("real", [False, True])
-def test_round_trips_give_values_and_chunks_back(chunks, real):
-    a = numbers((10, 10, 10), "d" if real else "D")
-    x = da.from_array(a, chunks=chunks)
-    y = fft.ifftn(fft.fftn(x))
-    assert y.chunks == x.chunks
-    assert_close(y, a)
-    if real:
-        z = fft.irfftn(fft.rfftn(x), s=a.shape, chunks=x.chunks)
-        assert z.chunks == x.chunks
-        assert_close(z, a)
 
 
 @pytest.mark.parametrize("shape", [(12, 10, 9), (9, 12, 7), (7, 8, 23)])

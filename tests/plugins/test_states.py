@@ -96,17 +96,6 @@ def test_a_worker_leaves_in_the_middle(graceful):
 
 
 @on_cluster
-async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
-    x = await make_blocks(c, (400, 300), (25, 300))
-    for _ in range(3):
-        y = c.persist(dask_p2p.transpose(x))
-        await c.rebalance()
-        await c.replicate(x, n=2)
-        await check_transposed(c, y, (400, 300))
-        del y
-
-
-@on_cluster
 async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
     x = await make_blocks(c, (400, 300), (25, 300))
     y = c.persist(dask_p2p.transpose(x))
