@@ -12,7 +12,6 @@ import scipy.fft
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dask_p2p
 from dask_p2p import fft
 from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.errors import InputError, UnsupportedArrayError
@@ -388,11 +387,6 @@ def test_unknown_sizes_stay_where_nothing_moves():
     np.testing.assert_allclose(result.compute(), np.fft.fft(selected, 5, norm="ortho"), atol=1e-14)
     inverse = np.fft.ifft(result.compute())
     np.testing.assert_allclose(fft.ifft(result).compute(), inverse, atol=1e-14)
-
-
-def test_the_module_loads_with_its_first_use():
-    assert dask_p2p.fft is fft
-    assert all(callable(getattr(fft, name)) for name in fft.__all__)
 
 
 @pytest.mark.parametrize("chunks", [(1, -1, -1), (5, 3, 4)], ids=str)

@@ -113,10 +113,6 @@ def check_pages(client, prefix=""):
         assert status.count(f'href="{path.strip("/")}"') == 1
 
 
-def test_a_client_registers_on_a_running_cluster(client):
-    check_pages(client)
-
-
 def test_registering_again_changes_nothing(client):
     dask_p2p.register(client)
     check_pages(client)
