@@ -9,7 +9,6 @@ import yaml
 
 import dask_p2p
 from dask_p2p.config import checked_options, options, transport_classes
-from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.errors import ConfigError
 from tests.support import output_of
 
@@ -48,14 +47,6 @@ def test_schema_describes_every_default():
         for name in path:
             node = node["properties"][name]
         assert node["description"].strip(), path
-
-
-def test_defaults():
-    chosen = options()
-    assert chosen.order("cupy") == ("ipc", "ucx", "pinned", "comm")
-    assert chosen.order("numpy") == ("cma", "comm")
-    assert chosen.part_bytes is None
-    assert chosen.request_timeout_s == 30
 
 
 def test_comm_is_always_the_last_resort():
@@ -100,8 +91,6 @@ def test_the_least_values_are_taken():
     ("setting", "unknown", "nearest"),
     [
         ({"p2p.transport.order": ["comm"]}, "p2p.transport.order", "p2p.transports.order"),
-        ({"p2p.order": ["comm"]}, "p2p.order", "p2p.transports.order"),
-        ({"p2p.attempt": 3}, "p2p.attempt", "p2p.attempts"),
         ({"p2p.staging-limit": "1 GiB"}, "p2p.staging-limit", "p2p.memory.staging-limit"),
         (
             {"p2p.transports.partbytes": "1 MiB"},
@@ -110,7 +99,6 @@ def test_the_least_values_are_taken():
         ),
         ({"p2p": {"attempts": {"most": 3}}}, "p2p.attempts.most", "p2p.attempts"),
         ({"p2p.memory": "1 GiB"}, "p2p.memory", "p2p.memory.staging-limit"),
-        ({"p2p.transports": "comm"}, "p2p.transports", "p2p.transports."),
         ({"p2p": "sync"}, "p2p", "p2p."),
     ],
 )
@@ -159,14 +147,6 @@ def test_names_with_underscores_and_empty_sections_are_none_misspelt():
 def test_workers_take_a_configuration_for_another_version():
     with dask.config.set({"p2p.transports.carrier-pigeon.range": 3}):
         assert options().attempts == 8
-
-
-def test_options_travel_with_tasks():
-    with dask.config.set({"p2p.attempts": 7}):
-        y = dask_p2p.transpose(da.ones((4, 4), chunks=2))
-    specs = [arg for task in y.dask.values() for arg in task.args if isinstance(arg, OutputSpec)]
-    assert len(specs) == 2
-    assert all(spec.options.attempts == 7 for spec in specs)
 
 
 def test_defaults_are_there_after_importing_the_package_and_environment_variables_are_read():

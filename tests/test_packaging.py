@@ -164,17 +164,6 @@ def test_one_address_of_the_repository():
             assert f"https://github.com/{owner}/dask-p2p" == repository, name
 
 
-def test_links_of_what_an_index_shows_are_absolute():
-    text = (ROOT / PROJECT["readme"]).read_text()
-    links = re.findall(r"\]\(([^)\s]+)", text) + re.findall(r"(?:src|href)=\"([^\"]+)", text)
-    assert links
-    assert [link for link in links if not link.startswith(("https://", "#"))] == []
-    pattern = re.compile(r"https://\S+/dask-p2p/dask-p2p/(?:(?:blob|raw|tree)/)?main/([^)\s#\"]+)")
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
-        for path in pattern.findall((ROOT / name).read_text()):
-            assert (ROOT / path).exists(), (name, path)
-
-
 def test_each_python_is_tested_and_named():
     matrix = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["test"][
         "strategy"

@@ -219,4 +219,5 @@ def test_the_readme_is_short_and_its_links_work_elsewhere():
     """A package index shows it, without the files beside it."""
     text = README.read_text("utf-8")
     assert len(text.splitlines()) < 100
-    assert all(target.startswith("https://") for target in re.findall(r"\]\(\s*([^)\s]+)", text))
+    targets = re.findall(r"(?:\]\(\s*|(?:src|href)=\")([^)\s\"]+)", text)
+    assert all(target.startswith("https://") and exists(target, ROOT) for target in targets)

@@ -112,32 +112,6 @@ def test_records_of_another_version_are_refused(monkeypatch):
         unpacked(sent)
 
 
-def test_the_figures_of_a_run():
-    stages = (Stage("b", "cma", 100), Stage("c", "comm", 50))
-    fallback = Fallback("c", "cma", "not permitted")
-    run, *other_runs = runs_of(
-        [
-            record(1, 3.0, stages, fallbacks=(fallback,), wasted_bytes=7, dtype="f4"),
-            record(0, 1.0, stages[:1], dtype="f4"),
-            record(1, 2.0, error="b is deaf", wasted_bytes=20),
-        ]
-    )
-    assert not other_runs
-    assert (run.operation, run.shape, run.dtype, run.blocks) == (
-        "p2p-transpose",
-        (4, 2),
-        "f4",
-        (2, 1),
-    )
-    assert run.pairs == {("a", "b", "cma"): 200, ("a", "c", "comm"): 50}
-    assert (run.least_bytes, run.moved_bytes) == (250, 277)
-    assert (run.start_s, run.stop_s, run.wall_s, run.longest_task_s) == (1.0, 4.0, 3.0, 1.0)
-    assert run.gbs == pytest.approx(277 / 3 / 1e9)
-    assert run.transports == {"cma": 1, "comm": 1}
-    assert (len(run.made), run.attempts, run.failures) == (2, 3, ("b is deaf",))
-    assert run.fallbacks == {("a", "c", "cma"): "not permitted"}
-
-
 def test_a_run_has_the_records_of_one_array_and_one_number():
     runs = runs_of(
         [

@@ -118,17 +118,6 @@ def test_the_message_that_a_worker_gets_for_a_task(client):
         assert all(type(nbytes) is int for nbytes in message["nbytes"].values())
 
 
-def test_parts_of_a_worker_that_are_used(client):
-    dask_p2p.register(client)
-    for worker in client.cluster.workers.values():
-        assert {"compute-task", "remove-worker"} <= set(worker.stream_handlers)
-        assert isinstance(worker.metrics, dict)
-        assert isinstance(worker.handlers, dict)
-        assert isinstance(worker.plugins, dict)
-        assert isinstance(worker.local_directory, str)
-        assert hasattr(worker.data, "__contains__")
-
-
 def test_parts_of_the_dashboard_that_are_used(client):
     """See `dask_p2p.monitoring.dashboard`; `applications` are those of Dask's own pages."""
     pytest.importorskip("bokeh")

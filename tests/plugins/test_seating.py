@@ -68,18 +68,6 @@ def test_ranks_go_where_their_inputs_are():
     assert Counter(placed(scheduler, *tasks)) == {"a": 2, "b": 2}
 
 
-@pytest.mark.parametrize("input_key", [("", "a"), ("", "b", "a"), ("ab", "a"), ("abc", "ab", "a")])
-def test_a_rank_leaves_the_worker_that_has_the_inputs_of_another(input_key):
-    scheduler = Scheduler(*[{}] * len(input_key))
-    tasks = ranks(len(input_key))
-    for task, names in zip(tasks, input_key, strict=True):
-        holders = [scheduler.workers[name] for name in names]
-        task.dependencies = {Block(*holders)} if holders else set()
-    workers = placed(scheduler, *tasks)
-    assert len({*workers}) == len(input_key)
-    assert all(name in names for name, names in zip(workers, input_key, strict=True) if names)
-
-
 def test_ranks_without_room_wait_somewhere():
     assert Counter(placed(Scheduler(GPU), *ranks(2, GPU))) == {"a": 2}
     assert placed(Scheduler({}), *ranks(2, GPU)) == [None, None]
@@ -118,10 +106,3 @@ def test_ranks_that_did_not_start_avoid_long_tasks():
     unstarted.add(task)
     task.processing_on = None
     assert placed(scheduler, task) == ["b"]
-
-
-def test_many_ranks_are_placed_quickly():
-    """Restrictions are worked out once for all, and not for each pair of ranks."""
-    tasks = ranks(200, GPU)
-    scheduler = Scheduler(*[{"GPU": 50}] * 4)
-    assert Counter(placed(scheduler, *tasks)) == dict.fromkeys("abcd", 50)

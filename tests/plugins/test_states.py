@@ -59,16 +59,6 @@ async def check_transposed(c, y, shape):
 
 
 @on_cluster
-async def test_a_transpose(c, s, *workers):
-    x = await make_blocks(c, (40, 30), (5, 30))
-    y = c.persist(dask_p2p.transpose(x))
-    await check_transposed(c, y, (40, 30))
-    # What a reader did not hold it was not given: nobody has more replicas than before.
-    assert all(len(ts.who_has) == 1 for key, ts in s.tasks.items() if key[0] == x.name)
-    assert sum(len(w.plugins[PLUGIN_NAME].context.records) for w in workers) == 8
-
-
-@on_cluster
 async def test_cancelled_and_wanted_again(c, s, *workers):
     x = await make_blocks(c, (400, 300), (50, 300))
     for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
@@ -103,17 +93,6 @@ def test_a_worker_leaves_in_the_middle(graceful):
         await check_transposed(c, y, (800, 600))
 
     run()
-
-
-@on_cluster
-async def test_blocks_that_move_between_assignment_and_pull(c, s, *workers):
-    x = await make_blocks(c, (400, 300), (25, 300))
-    for _ in range(3):
-        y = c.persist(dask_p2p.transpose(x))
-        await c.rebalance()
-        await c.replicate(x, n=2)
-        await check_transposed(c, y, (400, 300))
-        del y
 
 
 @on_cluster

@@ -53,14 +53,10 @@ def _either_way(request):
 @pytest.mark.parametrize(
     ("shape", "chunks", "axes", "to"),
     [
-        ((40, 30), (10, 30), None, None),
         ((41, 29), (10, 29), None, None),
         ((40, 30), (7, 8), None, None),  # many blocks a worker
-        ((40, 30), (20, 30), None, None),  # more workers than blocks
         ((40, 30), (10, 30), None, (40, 6)),
-        ((12, 10, 8), (3, 10, 8), (2, 0, 1), None),
         ((12, 10, 8), (3, 5, 8), (0, 2, 1), (5, 5, 5)),
-        ((3, 7), (1, 7), None, None),
         ((40,), (9,), None, None),
         ((0, 5), (1, 5), None, None),
     ],

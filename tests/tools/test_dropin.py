@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import gc
 import inspect
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
 from types import SimpleNamespace
 
 import dask
@@ -23,7 +20,7 @@ from dask_p2p import fft
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin
 from dask_p2p.tools import zarr_stores as dispatch
-from tests.support import BOUND_S, added, parameter_names, persisted, spread, used
+from tests.support import added, parameter_names, persisted, spread, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -72,10 +69,6 @@ def test_a_cluster_without_the_package_is_forgotten_with_its_scheduler(monkeypat
     client.scheduler_comm = second
     assert dispatch.try_replace("rechunk", lambda: "made") == "made"
     assert requests == [first]
-
-
-def test_examples_in_docstrings():
-    assert doctest.testmod(dropin).failed == 0
 
 
 def test_what_is_replaced_has_the_same_parameters():
@@ -435,29 +428,6 @@ def test_what_was_done_in_dasks_place_is_counted(x):
 
 def is_installed():
     return distributed.shuffle.rechunk_p2p is not rechunk_p2p
-
-
-def test_an_installation_of_another_thread_goes_on(x):
-    """Also where it came later, and uses that overlap are not nested."""
-    has_begun, may_end = Event(), Event()
-
-    def install_in_thread():
-        with dask_p2p.install():
-            has_begun.set()
-            assert may_end.wait(BOUND_S)
-            return [is_ours(x.rechunk((-1, 6), method="p2p")), da.fft.fft(x.T).shape]
-
-    with ThreadPoolExecutor(1) as threads:
-        with dask_p2p.install():
-            running = threads.submit(install_in_thread)
-            assert has_begun.wait(BOUND_S)
-        assert is_installed()
-        dask_p2p.install()
-        dask_p2p.uninstall()  # of a library, which knows nothing of the thread
-        assert is_installed()
-        may_end.set()
-        assert running.result() == [True, (48, 64)]
-    assert not is_installed()
 
 
 async def test_an_installation_of_another_task_goes_on():

@@ -55,15 +55,9 @@ def same(out, array):
     assert out.tobytes() == array.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("kinds", "axes"),
-    [
-        *((kinds, (2, 0, 1)) for kinds in itertools.product(KINDS, KINDS)),
-        *(((".npy", ".zarr"), axes) for axes in itertools.permutations(range(3))),
-    ],
-)
-def test_image_in_all_orders(client, tmp_path, kinds, axes):
-    image = data.astronaut()
+@pytest.mark.parametrize("kinds", [*itertools.product(KINDS, KINDS)])
+def test_images(client, tmp_path, kinds):
+    image, axes = data.astronaut(), (2, 0, 1)
     source, target = tmp_path / f"in{kinds[0]}", tmp_path / f"out{kinds[1]}"
     convert(client, write_file(source, image), target, axes=axes)
     same(read_file(target), image.transpose(axes))
@@ -73,13 +67,8 @@ def test_image_in_all_orders(client, tmp_path, kinds, axes):
 ARRAYS = {
     "F": np.asfortranarray(np.arange(7 * 5 * 3).reshape(7, 5, 3)),
     "0-d": np.array(7.5),
-    "1-d": np.arange(11),
     "empty": np.empty((3, 0, 2), np.float32),
-    "one row": np.arange(9.0).reshape(1, 9),
-    "half": np.arange(6, dtype=np.float16).reshape(2, 3),
-    "bool": np.array([[True, False, True]]),
-    "negative zeros": np.full((4, 4), -0.0 - 0.0j),
-    "not numbers": np.array([np.nan, -np.nan, 0.0, -0.0]),
+    "negative zeros and not numbers": np.array([[-0.0, -np.nan], [np.nan, 0.0 - 0.0j]]),
     "big-endian": np.arange(35, dtype=">f8").reshape(5, 7),
     "datetime": np.arange(35).astype("M8[ns]").reshape(5, 7),
     "structured": np.array([(1, 2.5), (3, 4.5)], dtype=[("a", ">i4"), ("b", "<f8")]),

@@ -82,19 +82,6 @@ def test_regions_of_existing_arrays(new, options, step):
         check(path, want)
 
 
-@pytest.mark.slow
-def test_on_a_cluster(client, new):
-    for x, values in arrays():
-        da.to_zarr(x, path := new(), chunks=(16, 16))
-        check(path, values)
-        da.to_zarr(x, path, mode="w", **SHARDS)
-        check(path, values)
-        x.to_zarr(created(path := new(), x.shape, **SHARDS))
-        check(path, values)
-        x.store(created(path := new(), x.shape, chunks=(16, 16)), lock=False)
-        check(path, values)
-
-
 def test_results_of_iterate_and_fused_graphs(client, new):
     x = da.from_array(VALUES, chunks=(5, 48))
     results = [dask_p2p.iterate(lambda u: u[1:-1] + 1, x, {0: 1}, 2, boundary=0.0)]

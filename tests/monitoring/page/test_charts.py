@@ -95,17 +95,6 @@ def test_idle_workers_are_there_too():
     assert chart.title == "Links: nothing has moved yet"
 
 
-def test_of_many_workers_the_busiest_links_are_shown():
-    records = [
-        record(0, stages=(stage("w0", "cma", i, 1.0),), worker=f"w{i}") for i in range(1, 100)
-    ]
-    chart, cell_rows = cells(*records)
-    assert chart.title == "Links: the busiest 64 of 100 workers"
-    assert len(cell_rows) == 63
-    assert ("w99", "w0") in cell_rows
-    assert ("w1", "w0") not in cell_rows
-
-
 def span(bar):
     return pytest.approx((bar["left"], bar["right"]))
 
@@ -132,23 +121,6 @@ def test_a_task_and_its_stages():
     assert chart.columns["part"][0] == "task", "behind the others"
     assert chart.workers == ["h:1"]
     assert chart.title.startswith("Stages since ")
-
-
-def test_a_row_a_worker_and_a_track_for_what_runs_at_once():
-    _, bars_by_part = drawn(record(0), record(1, 0.5), record(2, 1.0), record(3, worker="b"))
-    tops = sorted(
-        (round(bar["top"], 6), bar["worker"], bar["block"]) for bar in bars_by_part["task"]
-    )
-    # From below: the row of b, then the two tracks of a.
-    assert tops == [
-        (0.95, "b", "3, 0"),
-        (1.5, "a", "1, 0"),
-        (1.95, "a", "0, 0"),
-        (1.95, "a", "2, 0"),
-    ]
-    assert all(
-        bar["top"] - bar["bottom"] < 0.45 for bar in bars_by_part["task"] if bar["worker"] == "a"
-    )
 
 
 def test_the_newest_runs_are_shown_back_to_a_long_pause():
@@ -210,7 +182,3 @@ def test_names_are_short_where_that_is_unique():
     assert short("tcp://h:1", "ucxx://h:1") == ["tcp://h:1", "ucxx://h:1"]
     assert short("inproc://10.0.0.1/7/1", "b") == ["b", "10.0.0.1/7/1"]
     assert short() == []
-
-
-def test_workers_come_in_the_order_of_their_numbers():
-    assert short("h:1000", "h:999", "g²:5") == ["g²:5", "h:999", "h:1000"]

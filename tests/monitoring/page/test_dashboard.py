@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import logging
 import time
@@ -20,7 +19,6 @@ import dask_p2p
 from dask_p2p import monitoring as module
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import add_pages
-from dask_p2p.monitoring.feed import INTERVAL_S
 from tests.support import in_process, own_client
 from tests.transports.loopback import wait_until
 
@@ -82,20 +80,6 @@ def opened(client, path="/p2p"):
         session.close()
 
 
-@pytest.mark.slow
-def test_workers_are_asked_while_a_page_is_open(client, request_times):
-    get(client, "/p2p")  # without a session
-    time.sleep(1)
-    assert request_times == []
-    with opened(client), opened(client, PLOTS[0]):
-        wait_until(lambda: len(request_times) >= 4)
-    pauses_s = [after - before for before, after in itertools.pairwise(request_times)]
-    assert min(pauses_s) >= INTERVAL_S, "two pages ask no more than one"
-    wait_until(
-        lambda: time.monotonic() - request_times[-1] > 3 * INTERVAL_S
-    )  # the pages have been closed
-
-
 def test_no_worker_is_asked_after_the_plugin_was_removed(client, request_times):
     with opened(client):
         wait_until(lambda: request_times)
@@ -127,10 +111,6 @@ def check_pages(client, prefix=""):
     assert status.count('<a href="p2p">') == 1
     for path in PLOTS:
         assert status.count(f'href="{path.strip("/")}"') == 1
-
-
-def test_a_client_registers_on_a_running_cluster(client):
-    check_pages(client)
 
 
 def test_registering_again_changes_nothing(client):

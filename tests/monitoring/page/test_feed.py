@@ -74,22 +74,6 @@ def test_workers_are_asked_only_while_a_page_is_open():
     run(main)
 
 
-def test_pages_share_the_answers_of_workers():
-    async def main():
-        workers = Workers("a")
-        while workers.request_counts["a"] < 5:
-            await workers.poll(1)
-        first = workers.feed.refresh()
-        assert first is workers.feed.refresh(), "nothing was new"
-        assert first.runs["blocks"] == ["3 of 2 x 1"]
-        request_count = workers.request_counts["a"]
-        await workers.poll(3)
-        assert workers.request_counts["a"] == request_count, "another page has asked just now"
-        workers.feed.close()
-
-    run(main)
-
-
 def test_large_clusters_are_asked_less_often(monkeypatch):
     async def main():
         monkeypatch.setattr("dask_p2p.monitoring.feed.INTERVAL_S_PER_WORKER", 1.0)
@@ -206,13 +190,6 @@ def test_progress_of_a_section_is_that_of_its_steps(records, unfinished, progres
     assert (row["state"], row["progress"]) == ("running", pytest.approx(progress))
 
 
-def test_between_two_tasks_a_run_is_running():
-    (row,) = table([record(0, 0.0, FROM_B)], total=2, left=1)
-    assert (row["state"], row["progress"]) == ("running", 0.5)
-    (row,) = table([record(0, 0.0, FROM_B)], total=2, left=0)  # a part of it was wanted
-    assert (row["state"], row["progress"]) == ("done", 1.0)
-
-
 def test_the_run_before_stays_done():
     before = [record(0, 0.0, FROM_B), record(1, 0.0, FROM_B)]
     (row,) = table(before, total=2, left=2)
@@ -232,16 +209,6 @@ def test_final_failures_are_shown():
     assert row["state"] == "done"
     (row,) = table([record(0, error="ended", outcome="cancelled")])
     assert row["state"] == "cancelled"
-
-
-def test_a_picture_is_of_all():
-    stages = (Stage("tcp://h:2", "cma", 100, 0.1, 0.2),)
-    live = record(1, 1.0, stages, worker="tcp://h:1", wanted_bytes=200)
-    shown = picture([record(0, 0.0, stages, worker="tcp://h:1"), live], ["tcp://h:3"])
-    assert shown.links.workers == ["h:1", "h:2", "h:3"]
-    assert shown.stages.workers == ["h:1"]
-    assert shown.runs["moved"] == ["200 B"]
-    assert shown.running == {NAME}
 
 
 def test_a_run_that_may_be_incomplete_is_left_out():

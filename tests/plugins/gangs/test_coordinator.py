@@ -249,16 +249,6 @@ def states(coordinator, gang):
     return [coordinator.order(gang, rank, f"{gang}{rank}").state for rank in range(size)]
 
 
-def test_a_gang_starts_when_its_last_rank_has_come():
-    coordinator = Coordinator(MOST)
-    joined(coordinator, "x", "a", size=2)
-    assert states(coordinator, "x") == ["waiting", "stopped"]
-    coordinator.join("x", 2, 1, "x1", "b", "of x1")
-    order = coordinator.order("x", 1, "x1")
-    assert (order.state, order.attempt) == ("running", 1)
-    assert order.peers == (("a", "x0", "of x0"), ("b", "x1", "of x1"))
-
-
 def test_a_gang_that_waits_is_not_overtaken():
     coordinator = Coordinator(MOST)
     joined(coordinator, "first", "a")
@@ -353,14 +343,3 @@ def test_an_attempt_begins_at_the_newest_step_whose_states_are_all_there():
     moved = [{}, {1: [10], 0: [5, 10]}, {2: [5, 10], 1: [5]}]
     assert resumed(coordinator, moved, 3) == (10, (1, 1, 2))
     assert resumed(coordinator, [{0: [10]}, {}, {1: [10]}], 4) == (None, ())
-
-
-def test_attempts_that_get_further_are_not_counted():
-    coordinator = Coordinator(2)
-    for attempt in range(1, 6):
-        assert resumed(coordinator, [{0: [attempt], 1: [attempt]}, {}, {2: [attempt]}], attempt)
-        assert coordinator.order("x", 0, f"{attempt}0").failures == 1
-    resumed(coordinator, [{0: [5], 1: [5]}, {}, {2: [5]}], 6)
-    assert coordinator.order("x", 0, "60").reason == (
-        "2 attempts ended early, the last one because a connection broke"
-    )

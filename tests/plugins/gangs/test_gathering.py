@@ -58,14 +58,6 @@ def test_a_gang_that_never_can_run_is_ended():
     assert looks.after(60.0) == [error], "once"
 
 
-def test_while_workers_join_more_may_come():
-    looks = Looks(short())
-    for _ in range(10):
-        looks.gathering.record_joined()
-        assert looks.after(0.5) == []
-    assert len(looks.after(1.5)) == 1
-
-
 def test_a_worker_that_was_lost_may_come_back():
     looks = Looks(short())
     looks.gathering.record_lost()

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.plugins.gangs import scheduler as module
 from dask_p2p.plugins.gangs.scheduler import (
     FORGET,
     Gangs,
@@ -125,29 +124,6 @@ def whole_with(gangs, steps, token):
     return asyncio.gather(
         *(gangs.join(**rank_arguments | {"saved": saved}) for rank_arguments in joining)
     )
-
-
-def test_a_poll_is_answered_in_time_without_news():
-
-    async def main(scheduler, gangs):
-        began_s = asyncio.get_running_loop().time()
-        reply = await gangs.join(**JOINING)
-        return reply["state"], asyncio.get_running_loop().time() - began_s
-
-    assert running(main) == ("waiting", module._POLL_S)
-
-
-def test_outputs_are_released_when_one_is_lost():
-    async def main(scheduler, gangs):
-        await join_all(gangs)
-        await asyncio.gather(gangs.leave(**GOOD), gangs.leave(gang="x", rank=1, token="t1"))
-        scheduler.tasks["x", 1].state = scheduler.tasks["x", "commit"].state = "memory"
-        again = asyncio.ensure_future(gangs.join(**JOINING | {"token": "again"}))
-        await asyncio.sleep(0.01)
-        again.cancel()
-        return scheduler.released
-
-    assert set(running(main)) == {("x", 1), ("x", "commit")}
 
 
 def test_an_output_that_comes_after_another_was_lost_is_released():

@@ -17,11 +17,8 @@ def ranks(count, *args, **kwargs):
 @pytest.mark.parametrize(
     ("resources", "tasks"),
     [
-        ([{}, {}], ranks(9)),
         ([{}, {}], ranks(9, workers={"a"})),
-        ([{}, {}], ranks(9, workers={"gone"}, loose=True)),
         ([{}, {}], ranks(9, hosts={"host-b"})),
-        ([GPU, GPU], ranks(2, GPU)),
         ([{"GPU": 3}, {}], ranks(3, GPU)),
         ([{"GPU": 1}], ranks(10, {"GPU": 0.1})),
         ([GPU, GPU, GPU], [*ranks(2, GPU, workers={"a", "b"}), *ranks(1, GPU)]),

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
 from distributed.core import Status
 
 from dask_p2p.plugins.dask_internals import Units
@@ -62,17 +61,6 @@ def test_a_rank_that_is_stopped_waits_for_no_units():
     worker.state.available_resources["GPU"] -= 2
     units.close()
     assert worker.free == -1, "Dask adds one when the task ends"
-
-
-@pytest.mark.parametrize("needs", [None, {}])
-def test_without_needs_nothing_changes(needs):
-    worker = Worker(needs)
-    units = Units(worker, "x")
-    units.lend()
-    units.take(pytest.fail)
-    units.close()
-    assert worker.free == 1
-    Units(worker, "a task that has gone").lend()
 
 
 def test_tasks_start_that_wait_for_the_units_of_an_idle_rank():

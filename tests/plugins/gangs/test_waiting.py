@@ -12,7 +12,7 @@ import pytest
 
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
-from dask_p2p.plugins.gangs.coordinator import Coordinator, Wait
+from dask_p2p.plugins.gangs.coordinator import Coordinator
 from dask_p2p.plugins.gangs.scheduler import Waiting
 from tests.clock import run_clocked
 from tests.support import BOUND_S, in_process
@@ -196,19 +196,3 @@ def test_clients_see_it_as_a_warning():
     ):
         warnings.simplefilter("always", P2PWarning)
         asyncio.run(main())
-
-
-def test_what_a_gang_waits_for():
-    coordinator = Coordinator(8)
-    assert coordinator.wait("x") is None
-    coordinator.join("x", 2, 1, "x1", "a")
-    assert coordinator.wait("x") == Wait(size=2, attempt=0, missing=[0], gangs=[])
-    coordinator.join("x", 2, 0, "x0", "b")
-    assert coordinator.wait("x") is None, "it runs"
-    for gang, worker in (("y", "b"), ("z", "b"), ("w", "c")):
-        coordinator.join(gang, 1, 0, gang, worker)
-    assert coordinator.wait("y") == Wait(1, 0, [], ["x"])
-    assert coordinator.wait("z") == Wait(1, 0, [], ["x", "y"])
-    assert coordinator.wait("w") is None
-    coordinator.leave("x", 0, "x0", "raised", b"error")
-    assert coordinator.wait("x") is None, "its ranks have been stopped"
