@@ -4,13 +4,10 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 
+import dask_p2p.xarray  # noqa: F401
 from dask_p2p.errors import InputError
-from tests.support import persisted
-
-xr = pytest.importorskip("xarray")
-
-import dask_p2p.xarray  # noqa: E402, F401
 
 
 def field(shape=(12, 10), starts=(-3.0, 7.0), steps=(0.5, 0.25), dtype="D", chunks=4):
@@ -52,15 +49,6 @@ def test_true_phase_and_amplitude_are_those_of_the_integral(shape, shift):
     assert (s.name, s.attrs, str(s.station.values)) == ("u", {"units": "m"}, "north")
     assert {"height", "y"} <= {*s.coords}
     assert "height" not in a.p2p.fft().coords
-
-
-def test_as_numpy_does_it():
-    a = field()
-    s = a.p2p.fft(shift=False, true_phase=False, true_amplitude=False)
-    np.testing.assert_allclose(s.values, np.fft.fftn(a.values), atol=1e-12)
-    s = a.p2p.fft(true_phase=False, true_amplitude=False, prefix="k")
-    assert s.dims == ("kx", "ky")
-    np.testing.assert_allclose(s.values, np.fft.fftshift(np.fft.fftn(a.values)), atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["d", "f"])
@@ -131,20 +119,6 @@ def test_arrays_of_a_dataset_that_have_the_dimensions_are_transformed():
     assert "label" not in every.coords
 
 
-def test_an_array_without_a_name_stays_so():
-    a = xr.DataArray(da.ones(8, chunks=4), dims="x")
-    a = a.rename(None)
-    assert a.p2p.fft().name is None
-    assert a.p2p.fft().p2p.ifft().name is None
-    assert a.rename("a").p2p.fft().name == "a"
-
-
-def test_two_frequencies_in_the_order_of_numpy():
-    a = field((2, 10))
-    restored = a.p2p.fft("x", shift=False).p2p.ifft()
-    np.testing.assert_allclose(restored.values, a.values, atol=1e-12)
-
-
 def test_times_and_arrays_in_memory_and_without_coordinates():
     hours = np.arange("2026-01-01", "2026-01-02", dtype="M8[h]").astype("M8[ns]")
     a = xr.DataArray(np.cos(2 * np.pi * np.arange(24) / 6), {"t": hours}, ["t"])
@@ -207,21 +181,6 @@ def test_coordinates_of_few_digits(dtype, turned):
     restored = rounded.p2p.fft().p2p.ifft()
     np.testing.assert_allclose(restored.values, a.values, atol=1e-9)
     np.testing.assert_allclose(restored.x.values, exact, atol=2e-5)
-
-
-@pytest.mark.parametrize("shift", [False, True])
-def test_frequencies_of_few_digits(shift):
-    """Phases far from the origin are as those of exact frequencies."""
-    n = 3600
-    a = xr.DataArray(np.random.default_rng(0).random(n), {"x": -180 + 0.1 * np.arange(n)}, ["x"])
-    exact = a.p2p.fft(shift=shift)
-    rounded = exact.freq_x.astype("f4").assign_attrs(exact.freq_x.attrs)
-    restored = exact.assign_coords(freq_x=rounded.values.astype("f4"))
-    restored.freq_x.attrs.update(exact.freq_x.attrs)
-    assert restored.freq_x.dtype == "f4"
-    restored = restored.p2p.ifft()
-    np.testing.assert_allclose(restored.values.real, a.values, atol=2e-4)
-    np.testing.assert_allclose(restored.x.values, a.x.values, atol=1e-4)
 
 
 def test_fine_coordinates_of_few_digits():
@@ -300,9 +259,3 @@ def test_calendars_that_differ_are_refused():
 def test_wrong_input_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call(field())
-
-
-def test_on_workers(client):
-    a = field(dtype="d")
-    a = a.copy(data=persisted(client, a.data))
-    np.testing.assert_allclose(a.p2p.fft().p2p.ifft().values, a.values, atol=1e-12)
