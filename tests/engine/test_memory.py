@@ -110,6 +110,21 @@ def test_a_task_is_refused_before_it_does_anything(peers, log, monkeypatch):
     assert log == peers.served == []
 
 
+def test_what_is_done_to_the_block_afterwards_counts(peers):
+    class Epilogue:
+        def extra_bytes(self, shape, dtype):
+            assert (shape, dtype) == ((3, 9), np.dtype("f8"))
+            return 500
+
+    task_assembly = assembly(peers)
+    task_assembly.output = replace(task_assembly.output, epilogue=Epilogue())
+    peers.memory = 2 * 216 + 499  # what comes, 144 bytes, is gone by then
+    with pytest.raises(MemoryLimitError, match="transfer, or afterwards 500 B to transform it"):
+        task_assembly.run()
+    peers.memory += 1
+    check(task_assembly.run())
+
+
 class NthFails:
     """Stands in for a function that allocates; keeps weak references to what it gave."""
 

@@ -122,6 +122,22 @@ def test_functions_that_dask_cannot_tokenize(x):
     np.testing.assert_array_equal((z + z.T.T).compute(scheduler="sync"), 4 * VALUES)
 
 
+@pytest.mark.parametrize("make", ["ones", "full", "arange", "linspace", "random", "normal"])
+def test_ranks_of_fused_graphs_make_arrays_of_few_numbers(make, dask_array):
+    x = {
+        "ones": lambda: dask_array.ones(8, chunks=2),
+        "full": lambda: dask_array.full(8, 3.0, chunks=2),
+        "arange": lambda: dask_array.arange(8, chunks=2),
+        "linspace": lambda: dask_array.linspace(0, 1, 8, chunks=2),
+        "random": lambda: dask_array.random.RandomState(0).random(8, chunks=2),
+        "normal": lambda: dask_array.random.default_rng(0).normal(size=8, chunks=2),
+    }[make]()
+    y = dask_p2p.fused(dask_p2p.rechunk(x + 1, 3) * 2, ranks=1)
+    names = {"-".join(str(key[0]).split("-")[:2]) for key in y.__dask_graph__()}
+    assert names <= {"p2p-fused", y.name}
+    np.testing.assert_array_equal(y.compute(scheduler="sync"), 2 * (x.compute() + 1))
+
+
 def test_a_release_that_is_not_supported_is_refused(monkeypatch, x):
     monkeypatch.setattr(versions, "DASK_ARRAY_RELEASES", "<0.1")
     versions.check_dask_array.cache_clear()

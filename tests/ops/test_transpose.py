@@ -99,6 +99,23 @@ def test_object_dtype():
     assert y.compute(scheduler="synchronous").tolist() == x.T.tolist()
 
 
+@pytest.mark.parametrize("name", ["sum", "mean", "argmax", "any"])
+def test_results_of_reductions(name):
+    """Their only block is a scalar of NumPy, no array."""
+    x = indexed((6, 4))
+    y = dask_p2p.transpose(getattr(da.from_array(x, chunks=2), name)())
+    same(y, np.asarray(getattr(x, name)()))
+    moment = da.from_array(x.astype("M8[s]"), chunks=2).max()
+    same(dask_p2p.transpose(moment), np.asarray(x.astype("M8[s]").max()))
+
+
+@pytest.mark.parametrize("make", [np.asfortranarray, lambda a: a[::-1, ::2], np.ascontiguousarray])
+def test_blocks_of_any_memory_layout(make):
+    x = make(indexed((8, 12)))
+    x.flags.writeable = False
+    same(dask_p2p.transpose(da.from_array(x, chunks=(3, 5))), x.T)
+
+
 @pytest.mark.parametrize("axes", [(1, 0, 2), (-1, 0, 1), (np.int64(2), 1, 0)], ids=str)
 def test_axes_one_by_one(axes):
     x = da.from_array(indexed((3, 4, 2)), chunks=2)

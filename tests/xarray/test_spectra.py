@@ -51,6 +51,15 @@ def test_true_phase_and_amplitude_are_those_of_the_integral(shape, shift):
     assert "height" not in a.p2p.fft().coords
 
 
+def test_as_numpy_does_it():
+    a = field()
+    s = a.p2p.fft(shift=False, true_phase=False, true_amplitude=False)
+    np.testing.assert_allclose(s.values, np.fft.fftn(a.values), atol=1e-12)
+    s = a.p2p.fft(true_phase=False, true_amplitude=False, prefix="k")
+    assert s.dims == ("kx", "ky")
+    np.testing.assert_allclose(s.values, np.fft.fftshift(np.fft.fftn(a.values)), atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", ["d", "f"])
 def test_real_numbers(dtype):
     a = field(dtype=dtype)
@@ -181,6 +190,21 @@ def test_coordinates_of_few_digits(dtype, turned):
     restored = rounded.p2p.fft().p2p.ifft()
     np.testing.assert_allclose(restored.values, a.values, atol=1e-9)
     np.testing.assert_allclose(restored.x.values, exact, atol=2e-5)
+
+
+@pytest.mark.parametrize("shift", [False, True])
+def test_frequencies_of_few_digits(shift):
+    """Phases far from the origin are as those of exact frequencies."""
+    n = 3600
+    a = xr.DataArray(np.random.default_rng(0).random(n), {"x": -180 + 0.1 * np.arange(n)}, ["x"])
+    exact = a.p2p.fft(shift=shift)
+    rounded = exact.freq_x.astype("f4").assign_attrs(exact.freq_x.attrs)
+    restored = exact.assign_coords(freq_x=rounded.values.astype("f4"))
+    restored.freq_x.attrs.update(exact.freq_x.attrs)
+    assert restored.freq_x.dtype == "f4"
+    restored = restored.p2p.ifft()
+    np.testing.assert_allclose(restored.values.real, a.values, atol=2e-4)
+    np.testing.assert_allclose(restored.x.values, a.x.values, atol=1e-4)
 
 
 def test_fine_coordinates_of_few_digits():

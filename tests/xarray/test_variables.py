@@ -76,6 +76,12 @@ class Around(np.lib.mixins.NDArrayOperatorsMixin):
         return self.inner.__dask_graph__()
 
 
+class AroundWithChunks(Around):
+    @property
+    def chunks(self):
+        return self.inner.chunks
+
+
 def with_units(values):
     pint = pytest.importorskip("pint")
     return pint.UnitRegistry(force_ndarray_like=True).Quantity(values, "m")
@@ -86,8 +92,9 @@ AROUND = pytest.mark.parametrize(
     [
         (with_units, r"expected .* got pint\..*\.pint\.dequantify\(\)"),
         (Around, r"expected .* got tests\..*Around\. .* Dask array inside it"),
+        (AroundWithChunks, r"expected .* got tests\..*Around.*\. .* Dask array inside it"),
     ],
-    ids=["units", "unknown"],
+    ids=["units", "unknown", "unknown with chunks"],
 )
 
 

@@ -20,6 +20,18 @@ def read(n):
     return np.ones((n, n))
 
 
+def of_blocks(x):
+    """Sizes of the blocks of an array."""
+    _, sizes = tasks_and_sizes(x)
+    return {sizes[key] for key in sizes if key[0] == x.name}
+
+
+def test_assembled_blocks():
+    x = da.from_array(np.ones((64, 64), "f4"), chunks=(8, 64))
+    assert of_blocks(dask_p2p.transpose(x)) == {64 * 8 * 4}
+    assert of_blocks(dask_p2p.transpose(x) + 1) == {64 * 8 * 4}
+
+
 def declared_sizes(x):
     """Sizes of all values, by name of the array, as the arrays declare them."""
     tasks, sizes_by_key = tasks_and_sizes(x)

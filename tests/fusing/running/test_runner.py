@@ -10,7 +10,11 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
-from dask_p2p.fusing.running.assembling import kept_plans
+from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions, Superstep
+from dask_p2p.fusing.running.assembling import Assembling, kept_plans
+from dask_p2p.plans import block_plans
+from dask_p2p.plans.grid import redistribution
+from dask_p2p.sections.exchange.device import HOST_ARRAYS, HostLending
 from tests.fusing.support import (
     check_blocks,
     graphs,
@@ -146,8 +150,67 @@ def test_functions_of_map_overlap_may_overwrite_their_blocks():
     check_blocks(arrays, run_programs(arrays, 1))
 
 
+ROWS = (2,) * 6, (12,)
+TRANSPOSE = redistribution(ROWS, (1, 0), ROWS)
+
+
+def blocks_of(plan):
+    return [
+        AssembledBlock(("y", *index), plan, index, np.dtype(float), None)
+        for index, _ in block_plans(plan)
+    ]
+
+
+def test_a_block_equal_to_its_source_is_not_copied():
+    value = np.arange(24.0).reshape(2, 12)
+    block = blocks_of(redistribution(ROWS, (0, 1), ROWS))[0]
+    step = AssembleStep(block, ((0, ("x", 0, 0)),))
+    assert Assembling().finish(step, {("x", 0, 0): value}) is value
+    with_epilogue = AssembleStep(block._replace(epilogue=lambda out, index: out), step.local)
+    copied = Assembling().finish(with_epilogue, {("x", 0, 0): value})
+    assert not np.shares_memory(copied, value), "a function may overwrite it"
+    np.testing.assert_array_equal(copied, value)
+
+
 def test_programs_with_more_plans_than_are_kept(monkeypatch):
     """Plans of many slabs would take more memory than the blocks."""
     monkeypatch.setattr("dask_p2p.fusing.running.assembling._PLANS", kept_plans(20))
     arrays = large(256)
     check_blocks(arrays, run_programs(arrays, 3))
+
+
+def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
+    assembling, (block, *_) = Assembling(), blocks_of(TRANSPOSE)
+    step = AssembleStep(block, ((0, ("x", 0, 0)),))
+    values = {("x", 0, 0): np.zeros((3, 12))}
+    receives = {1: [Regions(("x", n, 0), n, block) for n in range(1, 6)]}
+    assembling.begin_local(Superstep(receives=receives, steps=[step]), values)
+    with pytest.raises(BlockMismatchError):
+        assembling.finish(step, values)
+
+
+def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
+    """Each once, and only into blocks that other ranks send regions of."""
+    copied = []
+    original = HostLending.copy_pieces
+
+    def noted(self, into, array, pieces, axes):
+        copied.append(len(pieces))
+        original(self, into, array, pieces, axes)
+
+    monkeypatch.setattr(HostLending, "copy_pieces", noted)
+    assembling, (block, other_block, *_) = Assembling(), blocks_of(TRANSPOSE)
+    sources = [np.full((2, 12), float(n)) for n in range(6)]
+    steps = [
+        AssembleStep(assembled_block, ((0, ("x", 0, 0)), (1, ("x", 1, 0)), (2, ("late", 2, 0))))
+        for assembled_block in (block, other_block)
+    ]
+    receives = {1: [Regions(("x", n, 0), n, block) for n in range(3, 6)]}
+    values = {("x", n, 0): sources[n] for n in range(2)}
+    assembling.begin_local(Superstep(receives=receives, steps=steps), values)
+    assert copied == [1, 1]
+    out = assembling.begun(block, HOST_ARRAYS)
+    out[:, 6:] = 9
+    assembled = assembling.finish(steps[0], {**values, ("late", 2, 0): sources[2]})
+    assert copied == [1] * 3
+    np.testing.assert_array_equal(assembled, [[0, 0, 1, 1, 2, 2, *[9] * 6]] * 2)
