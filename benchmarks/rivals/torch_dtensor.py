@@ -47,8 +47,8 @@ def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
     slab = input_slab(case, rank, device)
     x = DTensor.from_local(slab, mesh, [Shard(0)])
-    # Timed results are new tensors with negative values. The checked one may get their memory: what
-    # it does not write there counts as wrong.
+    # Timed results are new tensors with negative values. The checked one may get their memory, and
+    # elements that it does not write count as wrong.
     slab.neg_()
     runs = {name: partial(form, x) for name, form in FORMS.items()}
     timing = time_runs(runs, device, case.repeats)

@@ -153,16 +153,13 @@ def one_of_many(
     dist.destroy_process_group()
 
 
-def measure(
-    case: Case, rank: int, device: Any, way: str = WAY, buffers: tuple[Any, Any] | None = None
-) -> dict[str, Any]:
-    """Time the transpose of one matrix, and check it; `buffers` are as in `transpose`."""
+def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
+    """Time the transpose of one matrix, and check it."""
     import torch
 
     x = input_slab(case, rank, device)
     y = torch.empty_like(x)
-    if buffers is None:
-        buffers = torch.empty_like(x).reshape(-1), torch.empty_like(x).reshape(-1)
+    buffers = torch.empty_like(x).reshape(-1), torch.empty_like(x).reshape(-1)
     streams: tuple[Any, Any] = (None, None)
     if not case.cpu:
         streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -175,7 +172,7 @@ def measure(
     seconds(runs[timing.form], device)
     wrong_count = count_wrong(case, rank, y, device)
     alone_s = alone.forms_s["all-to-all"]
-    return row(way, case, timing, wrong_count, all_to_all_s=alone_s, versions=versions(case))
+    return row(WAY, case, timing, wrong_count, all_to_all_s=alone_s, versions=versions(case))
 
 
 def input_slab(case: Case, rank: int, device: Any) -> Any:
