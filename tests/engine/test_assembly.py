@@ -18,7 +18,6 @@ from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
     BlockMismatchError,
     TransferError,
-    UnsupportedArrayError,
 )
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
@@ -287,13 +286,6 @@ def test_when_every_way_fails_the_error_names_each(quick, slow, peers):
     assert quick.open_now == slow.open_now == []
 
 
-def test_nothing_stays_open_after_an_error_that_is_not_retried(quick, peers):
-    quick.fails["a", ("x", 0, 0)] = BlockMismatchError("of another shape")
-    with pytest.raises(BlockMismatchError, match="another shape"):
-        assembly(peers).run()
-    assert quick.open_now == []
-
-
 @pytest.mark.parametrize("failing_part", ["the kernels", "a lease"])
 def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, failing_part):
     def fail(*args):
@@ -360,22 +352,6 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
     ]
     assert peers.router.failure("c", "quick").text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
-
-
-@pytest.mark.parametrize(
-    ("block", "error"),
-    [
-        (np.ones((3, 8)), BlockMismatchError),
-        (np.ones((3, 9), "f4"), BlockMismatchError),
-        (np.ma.masked_array(np.ones((3, 9))), UnsupportedArrayError),
-        ([[1.0] * 9] * 3, UnsupportedArrayError),
-    ],
-)
-def test_a_local_block_that_is_not_as_declared(peers, block, error):
-    task_assembly = assembly(peers)
-    task_assembly.local.blocks[1] = block
-    with pytest.raises(error):
-        task_assembly.run()
 
 
 def test_local_blocks_of_two_libraries(peers, monkeypatch):

@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-import pickle
 import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from distributed.core import error_message
 
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
 from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, is_out_of_memory
-from dask_p2p.errors import MemoryLimitError, P2PError, TransferError
+from dask_p2p.errors import MemoryLimitError
 from dask_p2p.transports import buffers as footprint
 from dask_p2p.transports.buffers import Buffers, Footprint
-from dask_p2p.transports.rpc import ask
 from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
 
 MIB = 2**20
-
-
-def test_the_error_is_of_both_trees_and_travels():
-    error = MemoryLimitError("too large", 10, 3)
-    assert isinstance(error, P2PError)
-    assert isinstance(error, MemoryError)
-    assert not isinstance(error, TransferError), "or it would be tried again"
-    by_dask = pickle.loads(error_message(error)["exception"].data)
-    for again in (pickle.loads(pickle.dumps(error)), by_dask):
-        assert type(again) is MemoryLimitError
-        assert (str(again), again.needed_bytes, again.missing_bytes) == ("too large", 10, 3)
 
 
 def test_what_can_never_fit_is_refused_with_figures():
@@ -155,13 +140,6 @@ class NthFails:
         return result
 
 
-def test_an_output_that_cannot_be_allocated(peers, quick, monkeypatch):
-    monkeypatch.setattr(NUMPY, "empty", NthFails(NUMPY.empty, 1), raising=False)
-    with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
-        assembly(peers).run()
-    assert quick.open_now == []
-
-
 def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, monkeypatch):
     outputs = NthFails(NUMPY.empty, 2)
     parts = NthFails(np.copy, 4)
@@ -205,15 +183,6 @@ def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch
         assert [reference() for reference in outputs.given] == [None]
     finally:
         gc.enable()
-
-
-def test_an_answer_that_there_is_no_memory_for():
-    class Host:
-        async def call(self, address, op, **kwargs):
-            raise MemoryError("no 1.00 GiB")
-
-    with pytest.raises(MemoryError, match="no 1"):
-        asyncio.run(ask(Host(), "holder", "op", 1.0, "block"))
 
 
 def test_idle_buffers_are_given_up_before_there_is_an_error(monkeypatch):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,6 @@ from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
-from tests.clock import Clock
 
 PLAN = redistribution(((2, 2), (4,)), (1, 0), ((2, 2), (4,)))
 OUTPUT = OutputSpec(("x",), np.dtype("i8"), "numpy", options())
@@ -57,17 +55,6 @@ def test_it_survives_pickling_and_renaming(task):
     assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
     other = task.substitute({}, key=("other", 1, 0))
     assert other.args == (other.key, *task.args[1:]), "records have the new key"
-
-
-def test_the_last_error_names_the_cause_of_each_attempt(monkeypatch):
-    monkeypatch.setattr(module, "time", Clock())
-    chosen = replace(options(), attempts=4)
-    runtime = AttemptLog("tcp://here")
-    for cause in ("dumb", "deaf", "deaf"):
-        with pytest.raises(Reschedule):
-            module.reschedule_failed("key", TransferError(cause), runtime, chosen)
-    with pytest.raises(TransferError, match="attempt 1: dumb; attempts 2 to 3: deaf; attempt 4: x"):
-        module.reschedule_failed("key", TransferError("x"), runtime, chosen)
 
 
 def test_the_text_about_attempts_is_bounded():

@@ -10,7 +10,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import InputError, P2PWarning, UnsupportedArrayError
 from tests.fusing.programs import PROGRAMS, array, same_bits
-from tests.fusing.support import generated, integers, smooth
+from tests.fusing.support import generated, integers, smoothed
 from tests.sections.support import nothing_is_left
 from tests.support import mostly_slow
 
@@ -18,8 +18,7 @@ CLUSTER = {"n_workers": 2}
 
 
 def step(u):
-    for _ in range(3):
-        u = dask_p2p.map_overlap(smooth, u, depth={0: 1}, boundary="periodic", dtype=u.dtype)
+    u = smoothed(u, 3)
     return u / abs(u).max()
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 import signal
 import threading
-from functools import partial
 
 import dask
 import dask.array as da
@@ -20,7 +18,7 @@ from dask_p2p.config import checked_options
 from dask_p2p.engine.task import RankTask
 from dask_p2p.errors import InputError, SectionError, UnsupportedArrayError
 from dask_p2p.fusing.planning.tasks import keys_of, kind_of, kinds_of, read_graph, tasks_of_layer
-from tests.fusing.support import generated, graphs, smooth, waiting
+from tests.fusing.support import generated, graphs, smoothed, waiting
 from tests.sections.emulated import on_gpu
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, die_once, result_of
@@ -58,31 +56,6 @@ def test_other_arrays_of_the_same_inputs(client):
     for arrays in ([part, x], [x, part]):
         expected = [values[:2] + 1 if array is part else values for array in arrays]
         np.testing.assert_array_equal(da.concatenate(arrays).compute(), np.concatenate(expected))
-
-
-def test_functions_of_numpy_that_fill_an_array(client):
-    """Dask sends the array with each task; the tasks of a rank share one pickle."""
-    values, x = array()
-    out = np.empty((8, 64))
-    filled = [
-        x.map_blocks(np.add, 1, out=out, dtype=float),
-        x.map_blocks(np.add, 2, out, dtype=float),
-        x.map_blocks(partial(np.add, 3, out=out), dtype=float),
-    ]
-    for number, y in enumerate(dask.compute(*dask_p2p.fused(*filled)), 1):
-        np.testing.assert_array_equal(y, values + number)
-
-
-def test_operators_that_overwrite_blocks_in_use(client):
-    values, x = array()
-    x = x.persist()
-    y = x.T.rechunk((8, 64))
-    added = [y.map_blocks(operator.iadd, 1), y * 2, x.map_blocks(operator.iadd, 1), x * 2]
-    expected = [values.T + 1, values.T * 2, values + 1, values * 2]
-    results = dask.compute(*dask_p2p.fused(*added))
-    for result, expected_value in zip(results, expected, strict=True):
-        np.testing.assert_array_equal(result, expected_value)
-    np.testing.assert_array_equal(x.compute(), values)
 
 
 def test_an_exception_arrives_as_itself(client):
@@ -140,15 +113,6 @@ def first_rows(rows, block):
     return block + sum(next(row)[0] for row in rows)
 
 
-def test_two_gangs_and_other_tasks(client):
-    values, x = array()
-    later_futures = client.map(lambda i: i + 1, range(20))
-    fused_arrays = [dask_p2p.fused(dask_p2p.transpose(x + number), ranks=4) for number in (1, 2)]
-    for number, computed in zip((1, 2), dask.compute(*fused_arrays), strict=True):
-        np.testing.assert_array_equal(computed, values.T + number)
-    assert client.gather(later_futures) == [*range(1, 21)]
-
-
 def test_a_cancelled_gang_leaves_nothing(client, tmp_path):
     values, x = array()
     x = client.persist(x)
@@ -194,13 +158,6 @@ def test_in_the_function_of_a_section_there_is_one_rank(client):
     values, x = array()
     y = dask_p2p.spmd(inside, x, steps=3)
     np.testing.assert_array_equal(y.compute(), values + 3)
-
-
-@pytest.mark.parametrize("scheduler", ["sync", "threads", "processes"])
-def test_without_a_cluster_there_is_one_rank(scheduler):
-    values, x = array()
-    y = dask_p2p.fused(x.T + 1, ranks=1)
-    np.testing.assert_array_equal(y.compute(scheduler=scheduler), values.T + 1)
 
 
 @pytest.mark.parametrize(
@@ -270,12 +227,6 @@ def test_annotations_of_tasks_that_stay_with_dask():
     layers = y.__dask_graph__().layers.values()
     assert {tuple((layer.annotations or {}).items()) for layer in layers} == {(), (("retries", 2),)}
     assert y.compute(scheduler="sync").sum() == 64
-
-
-def smoothed(x, steps):
-    for _ in range(steps):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
-    return x
 
 
 def killed_once(block, path):

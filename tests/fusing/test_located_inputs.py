@@ -13,7 +13,7 @@ from distributed import futures_of, wait
 
 import dask_p2p
 from dask_p2p.fusing.planning.tasks import keys_of
-from tests.fusing.support import smooth
+from tests.fusing.support import smoothed
 from tests.sections.support import nothing_is_left
 from tests.support import result_of
 
@@ -51,10 +51,6 @@ def fetched(keys, dask_worker):
 
 def program(x, y):
     return dask_p2p.transpose(smoothed(x) + 1) - y.sum(axis=0) * x
-
-
-def smoothed(x):
-    return dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
 
 
 LAYOUTS = {

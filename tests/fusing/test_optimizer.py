@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.fusing.optimizer import optimizer_for
-from tests.fusing.support import generated, stencils_of_dask_p2p
+from tests.fusing.support import generated, smoothed
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 
@@ -38,13 +38,13 @@ def warnings():
 
 @pytest.mark.parametrize("before", ["off", "on"])
 def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, warnings):
-    y = stencils_of_dask_p2p(random_array())
-    expected = stencils_of_dask_p2p(random_array()).compute(scheduler="sync")
+    y = smoothed(random_array(), 6)
+    expected = smoothed(random_array(), 6).compute(scheduler="sync")
     with dask.config.set({"p2p.fuse": before}):
         persisted = client.persist(y)
         wait(persisted)
     with dask.config.set({"p2p.fuse": "on"}):
-        again = client.persist([y, stencils_of_dask_p2p(y)])
+        again = client.persist([y, smoothed(y, 6)])
         wait(again, timeout=BOUND_S)
         total = y.sum(axis=0)
         np.testing.assert_array_equal(total.compute(), total.compute(scheduler="sync"))
@@ -53,7 +53,7 @@ def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, wa
 
 
 def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
-    y = stencils_of_dask_p2p(random_array())
+    y = smoothed(random_array(), 6)
     expected = y.compute(scheduler="sync")
     for _ in range(5):
         np.testing.assert_array_equal(y.compute(), expected)
@@ -67,7 +67,7 @@ def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
 
 
 def test_a_scheduler_without_the_plugin(client):
-    y = stencils_of_dask_p2p(random_array())
+    y = smoothed(random_array(), 6)
     optimizer_for("auto", None)  # registers
     client.unregister_scheduler_plugin(PLUGIN_NAME)
     with dask.config.set({"p2p.fuse": "auto"}):
@@ -82,7 +82,7 @@ def test_workers_with_resources():
         Client(cluster) as client,
         dask.config.set({"p2p.fuse": "auto"}),
     ):
-        y = stencils_of_dask_p2p(random_array())
+        y = smoothed(random_array(), 6)
         assert "workers without resources" in dask_p2p.explain(y)
         computed = client.compute(y, resources={"GPU": 1}).result(BOUND_S)
     np.testing.assert_array_equal(computed, y.compute(scheduler="sync"))
@@ -93,7 +93,7 @@ def test_workers_with_resources():
 
 def test_explained_programs(client):
     x = da.from_array(np.ones((32, 32)), chunks=(4, 32))
-    y = stencils_of_dask_p2p(x)
+    y = smoothed(x, 6)
     assert dask_p2p.explain(y).startswith("by one gang: ")
     assert dask_p2p.explain(y, y.sum()).endswith("2 ranks, 6 exchanges")
     assert "too small to gain: 0 exchanges" in dask_p2p.explain(x + 1)
@@ -101,11 +101,11 @@ def test_explained_programs(client):
     with dask.annotate(priority=3):
         assert "no annotations of priority" in dask_p2p.explain(y)
     p2p = x.rechunk((32, 4), method="p2p")
-    assert dask_p2p.explain(stencils_of_dask_p2p(p2p)).startswith("by one gang: ")
+    assert dask_p2p.explain(smoothed(p2p, 6)).startswith("by one gang: ")
 
 
 def test_explained_collections(client):
-    y = stencils_of_dask_p2p(da.from_array(np.ones((32, 32)), chunks=(4, 32)))
+    y = smoothed(da.from_array(np.ones((32, 32)), chunks=(4, 32)), 6)
     lazy = dask.delayed(sum)([1, 2])
     assert "collections of them, got none" in dask_p2p.explain(lazy)
     assert "collections of them, got none" in dask_p2p.explain(dask.bag.from_sequence([1]))

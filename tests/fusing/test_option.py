@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 
 import dask
 import dask.array as da
@@ -194,34 +193,6 @@ def test_functions_that_overwrite_blocks_in_use(client, gangs):
     assert same_bits(total, y.sum(axis=0).compute())
 
 
-def overwritten_by_address(block):
-    """Write as a compiled function does, which ignores flags of arrays."""
-    memory = (ctypes.c_double * block.size).from_address(block.ctypes.data)
-    memory[0] += 1
-    return block
-
-
-def test_functions_that_overwrite_blocks_by_their_address(client, gangs):
-    y = array() + 1
-    with dask.config.set({"p2p.fuse": "on"}):
-        changed, values = dask.compute(y.map_blocks(overwritten_by_address, dtype=float), y)
-    assert len(gangs) == 1
-    assert same_bits(values, array().compute() + 1)
-    assert (changed - values).sum() == y.numblocks[0]
-
-
-def test_functions_that_overwrite_blocks_of_a_rechunk_of_dask(client, gangs):
-    """Inputs keep their values."""
-    x = client.persist(array().rechunk((6, 16), method="tasks"))
-    expected = x.compute()
-    y = x.rechunk((6, (16, 8, 8, 16)), method="p2p").map_blocks(overwritten, dtype=float)
-    with dask.config.set({"p2p.fuse": "on"}):
-        computed = y.compute()
-    assert len(gangs) == 1
-    assert same_bits(computed, expected + 1)
-    assert same_bits(x.compute(), expected)
-
-
 def test_functions_that_cannot_be_pickled(client, monkeypatch):
     def failing(*_):
         raise TypeError("no pickle")
@@ -245,24 +216,6 @@ def test_without_a_client():
         pytest.raises(UnsupportedArrayError, match="synchronous client"),
     ):
         y.compute()
-
-
-@pytest.mark.slow
-def test_annotations(client, gangs):
-    y = stencils(array())
-    expected = y.compute()
-    with dask.config.set({"p2p.fuse": "auto"}):
-        with dask.annotate(priority=3):
-            assert same_bits(y.compute(), expected)
-        with dask.annotate(retries=3):
-            z = stencils(y + 1)
-        assert same_bits(z.compute(), stencils(y + 1).compute(scheduler="sync"))
-    assert not gangs
-    with (
-        dask.config.set({"p2p.fuse": "on"}),
-        pytest.raises(UnsupportedArrayError, match="annotated with retries=3"),
-    ):
-        z.compute()
 
 
 def cannot_be_fused():

@@ -15,7 +15,7 @@ from dask_p2p.fusing.suitability import (
     check_suitable,
     ranks_for,
 )
-from tests.fusing.support import read_arrays, smooth, tasks_and_sizes
+from tests.fusing.support import read_arrays, smoothed, tasks_and_sizes
 from tests.support import tune
 
 CLUSTER_OF_4 = Cluster(workers=4, threads=8, memory_bytes=2**30, has_resources=False)
@@ -23,12 +23,6 @@ CLUSTER_OF_4 = Cluster(workers=4, threads=8, memory_bytes=2**30, has_resources=F
 
 def array(n=64, rows=8):
     return da.from_array(np.ones((n, n)), chunks=(rows, n))
-
-
-def stencils(x, steps=6):
-    for _ in range(steps):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, dtype=x.dtype)
-    return x
 
 
 def check(x, size=4, cluster=CLUSTER_OF_4, kind="numpy"):
@@ -44,8 +38,8 @@ def test_few_tasks():
     with pytest.raises(
         UnsupportedArrayError, match=r": 1 exchange .* and about 1 task besides the 4 outputs"
     ):
-        check(stencils(array(rows=16), 1))
-    check(stencils(array(rows=16), 3))
+        check(smoothed(array(rows=16), 1))
+    check(smoothed(array(rows=16), 3))
 
 
 def read():
@@ -55,13 +49,13 @@ def read():
 def test_memory_of_gpus():
     """The memory limit of a worker is that of its host memory."""
     cluster = Cluster(4, 4, 2**13, has_resources=False, device_bytes=2**30)
-    check(stencils(array()), 4, cluster, "cupy")
-    check(stencils(array()), 4, replace(cluster, device_bytes=0), "cupy")
+    check(smoothed(array(), 6), 4, cluster, "cupy")
+    check(smoothed(array(), 6), 4, replace(cluster, device_bytes=0), "cupy")
     small = replace(cluster, memory_bytes=0, device_bytes=2**13)
     with pytest.raises(
         UnsupportedArrayError, match=r"at most 4.00 kiB in the memory of a worker's GPU, 8.00"
     ):
-        check(stencils(array()), 4, small, "cupy")
+        check(smoothed(array(), 6), 4, small, "cupy")
 
 
 def test_balance():
@@ -73,7 +67,7 @@ def test_balance():
 
 
 def test_very_many_tasks(monkeypatch):
-    tasks = read_arrays(stencils(array()))[1].tasks
+    tasks = read_arrays(smoothed(array(), 6))[1].tasks
     check_count(tasks)
     tune(monkeypatch, fused_tasks=40)
     with pytest.raises(UnsupportedArrayError, match="at most 40 tasks, got"):
@@ -84,7 +78,7 @@ def test_ranks():
     def ranks(x, cluster=CLUSTER_OF_4):
         return ranks_for(*tasks_and_sizes(x), cluster)
 
-    assert ranks(stencils(array())) == 4
-    assert ranks(stencils(array(rows=32))) == 2
-    assert ranks(stencils(array(2048, 64))) == 8
-    assert ranks(stencils(array()), Cluster(0, 0, 0, has_resources=False)) == 1
+    assert ranks(smoothed(array(), 6)) == 4
+    assert ranks(smoothed(array(rows=32), 6)) == 2
+    assert ranks(smoothed(array(2048, 64), 6)) == 8
+    assert ranks(smoothed(array(), 6), Cluster(0, 0, 0, has_resources=False)) == 1

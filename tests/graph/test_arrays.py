@@ -4,8 +4,7 @@ import sys
 
 import dask.array as da
 import numpy as np
-import pytest
-from dask.array.utils import assert_eq, meta_from_array
+from dask.array.utils import meta_from_array
 
 import dask_p2p
 
@@ -17,16 +16,6 @@ def test_an_output_block_depends_on_what_it_reads_only():
     assert set(y.dask.dependencies[y.name]) == {x.name}
     layer = y.dask.layers[y.name]
     assert layer[y.name, 0, 0].dependencies == {(x.name, 0, 0), (x.name, 1, 0)}
-
-
-@pytest.mark.parametrize("shape", [(6, 0), (0, 6), (0, 0), (0,), (3, 0, 2)])
-@pytest.mark.parametrize("chunks", [2, -1])
-def test_graphs_of_empty_arrays_are_valid(shape, chunks):
-    x = np.zeros(shape)
-    y = dask_p2p.transpose(da.from_array(x, chunks=chunks))
-    y.dask.validate()
-    assert_eq(y, x.T)
-    assert_eq(dask_p2p.transpose(da.from_array(x, chunks=chunks), chunks=chunks), x.T)
 
 
 def test_tasks_that_read_the_same_share_their_references():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from importlib.util import find_spec
 from threading import Lock
 
@@ -70,22 +69,6 @@ def test_an_array_that_others_need_is_made_once(x):
     assert exchanges(total) == 1
     expected = VALUES.T[:5].sum() + VALUES.mean() + VALUES.sum()
     assert total.compute(scheduler="sync") == pytest.approx(expected)
-
-
-OPERATIONS = {
-    "rechunk": lambda x: dask_p2p.rechunk(x, (64, 6)),
-    "transpose": lambda x: dask_p2p.transpose(x),
-    "overlap": lambda x: dask_p2p.map_overlap(np.negative, x, depth=1),
-    "fft": lambda x: dask_p2p.fft.fft(x, axis=0),
-}
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_pickles(name, x):
-    expr = OPERATIONS[name](x).expr.optimize(fuse=False)
-    copy = pickle.loads(pickle.dumps(expr))
-    assert type(copy) is type(expr)
-    assert copy._name == expr._name
 
 
 def doubled(block):

@@ -7,7 +7,6 @@ import pytest
 
 import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
-from dask_p2p.graph.libraries import check_one_library, functions_of, library_of
 from tests.graph.random_programs import check_program
 from tests.support import output_of
 
@@ -28,20 +27,6 @@ CALLS = {
     "constants by name": lambda x, y: dask_p2p.iterate(np.add, {"u": x}, 0, 1, constants={"v": y}),
     "fused": lambda x, y: dask_p2p.fused(x + 1, y + 1),
 }
-
-
-def test_each_array_has_a_library(dask_array):
-    x, y = (library.from_array(VALUES, chunks=3) for library in (da, dask_array))
-    assert library_of(x) == "dask.array"
-    assert functions_of(x) is da
-    assert library_of(y) == "dask_array"
-    assert functions_of(y) is dask_array
-    for value in (VALUES, None, [x]):
-        assert library_of(value) is None
-        assert functions_of(value) is da
-    check_one_library([x, VALUES, x])
-    with pytest.raises(UnsupportedArrayError, match=r"dask_array and of dask\.array\. Make all"):
-        check_one_library([y, x])
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -28,19 +28,6 @@ def star(block):
     )
 
 
-@pytest.mark.parametrize(
-    "boundary", [*BOUNDARIES, {0: "periodic", 1: "none"}, (3, "reflect")], ids=str
-)
-@pytest.mark.parametrize("depth", [1, 3, (1, 2), {0: 2}, {1: 4}, 0], ids=str)
-def test_values_are_those_of_dask(boundary, depth):
-    x = da.from_array(X, chunks=(6, 5))
-    result = dask_p2p.map_overlap(star, x, depth, boundary)
-    expected = da.map_overlap(star, x, depth=depth, boundary=boundary)
-    assert result.chunks == expected.chunks == x.chunks
-    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
-    layers_of(result)
-
-
 @given(cases())
 def test_any_widths_and_blocks(case):
     """Also of several blocks, and other before than after: more than Dask allows."""
@@ -65,19 +52,6 @@ def test_any_widths_and_blocks(case):
     np.testing.assert_array_equal(result.compute(scheduler="sync"), largest(around)[inner])
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
-def test_a_function_that_trims_by_itself(boundary):
-    def inner(block):
-        """The difference of the two neighbours along the first axis, where there are two."""
-        return block[2:] - block[:-2] if boundary != "none" else block[: min(6, len(block))]
-
-    x = da.from_array(X, chunks=(6, 5))
-    result = dask_p2p.map_overlap(inner, x, {0: 1}, boundary, trim=False)
-    expected = da.map_overlap(inner, x, depth={0: 1}, boundary=boundary, trim=False)
-    assert result.chunks == expected.chunks
-    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
-
-
 @pytest.mark.parametrize("keep", ["the rims", "half of them", "nothing"])
 def test_without_trim_whatever_a_function_returns_is_taken(keep):
     def record_block(block):
@@ -90,16 +64,6 @@ def test_without_trim_whatever_a_function_returns_is_taken(keep):
     np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
 
 
-@pytest.mark.parametrize("boundary", BOUNDARIES, ids=str)
-def test_without_corners_stars_have_the_same_values(boundary):
-    x = da.from_array(X, chunks=(4, 3))
-    lean = dask_p2p.map_overlap(star, x, 1, boundary, corners=False)
-    with_corners = dask_p2p.map_overlap(star, x, 1, boundary)
-    np.testing.assert_array_equal(*dask.compute(lean, with_corners, scheduler="sync"))
-    edges = [len(task.dependencies) for task in layers_of(lean)[lean.name].values()]
-    assert max(edges) == 5, "a block and its four neighbours"
-
-
 def test_corners_that_are_left_out_show_in_results():
     x = da.from_array(X, chunks=(4, 3))
     y = dask_p2p.map_overlap(lambda b: np.roll(b, (1, 1), (0, 1)), x, 1, "nearest", corners=False)
@@ -110,13 +74,6 @@ def test_corners_that_are_left_out_show_in_results():
     assert set(columns) == set(range(0, X.shape[1], 3))
     counts = dask_p2p.map_overlap(lambda b: b, x.astype("i4"), 1, 0, trim=False, corners=False)
     assert counts.compute(scheduler="sync")[0, 0] == 0
-
-
-def test_one_layer_of_one_task_a_block():
-    x = da.from_array(X, chunks=(4, 5))
-    y = dask_p2p.map_overlap(star, x, 1)
-    assert set(layers_of(y)) - set(layers_of(x)) == {y.name}
-    assert len(layers_of(y)[y.name]) == 6
 
 
 def test_dtype_and_arguments():
@@ -254,8 +211,8 @@ def zeroed_twin(first, second):
 @pytest.mark.parametrize(
     ("boundary", "depth", "chunks", "function"),
     pairwise(
-        BOUNDARIES,
-        [0, 1, {0: 2}, {1: 1}, {0: (0, 1)}, {0: (1, 0)}],
+        [*BOUNDARIES, {0: "periodic", 1: "none"}, (3, "reflect")],
+        [0, 1, (1, 2), {0: 2}, {1: 1}, {0: (0, 1)}, {0: (1, 0)}],
         [(12, 10), (6, 5)],
         [difference, bump],
     ),
@@ -397,10 +354,11 @@ def test_block_id_and_block_info_tell_where_a_block_is():
     np.testing.assert_array_equal(z.compute(scheduler="sync"), np.arange(48).reshape(6, 8) + 55)
 
 
-def test_one_layer_where_a_function_has_a_block_id():
+def test_one_layer_of_one_task_a_block():
     x = da.from_array(X, chunks=(4, 5))
     y = dask_p2p.map_overlap(lambda block, block_id=None: block, x, 1)
     assert set(layers_of(y)) - set(layers_of(x)) == {y.name}
+    assert len(layers_of(y)[y.name]) == 6
 
 
 def test_arguments_that_dask_has_still_to_compute(client):

@@ -39,18 +39,10 @@ def test_an_axis_without_elements_is_balanced_as_it_is():
     assert dask_p2p.rechunk(x, {1: 5}, balance=True).chunks == ((0,), (5, 5))
 
 
-def test_a_limit_of_the_blocks_size():
-    x = da.from_array(X, chunks=-1)
-    result = dask_p2p.rechunk(x, {0: "auto"}, block_size_limit=240)
-    assert (
-        result.chunks
-        == da.rechunk(x, {0: "auto"}, block_size_limit=240).chunks
-        == ((1,) * 4, (6,), (5,))
-    )
-
-
 @pytest.mark.filterwarnings("ignore:chunk size balancing not possible")
-@pytest.mark.parametrize("chunks", [(1, 2, 3, 4), (-1, None, 5, 2), [(4,), 3, 1, 9]], ids=str)
+@pytest.mark.parametrize(
+    "chunks", [(1, 2, 3, 4), (-1, None, 5, 2), [(4,), 3, 1, 9], {0: "auto"}], ids=str
+)
 def test_parameters_in_the_order_of_dasks(chunks):
     """Chunks of axes that there are not are ignored too."""
     x = da.from_array(X, chunks=(3, 4, 2))

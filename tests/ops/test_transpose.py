@@ -116,41 +116,6 @@ def test_blocks_of_any_memory_layout(make):
     same(dask_p2p.transpose(da.from_array(x, chunks=(3, 5))), x.T)
 
 
-def test_default_chunks_are_even_slabs():
-    x = da.ones((10, 13), chunks=((4, 3, 3), (13,)))
-    y = dask_p2p.transpose(x)
-    assert y.chunks == ((5, 4, 4), (10,))
-    assert dask_p2p.transpose(da.ones((2, 9), chunks=(2, 3))).chunks == ((3, 3, 3), (2,))
-    assert dask_p2p.transpose(da.ones((2, 3, 4), chunks=(1, 1, 4)), (2, 0, 1)).chunks == (
-        (2, 1, 1),
-        (2,),
-        (3,),
-    )
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        5,
-        -1,
-        "auto",
-        (4, 3),
-        (-1, 2),
-        (None, 4),
-        {0: 2},
-        {1: -1},
-        {-1: 3},
-        ((6, 6), (3, 5)),
-        "1 kiB",
-    ],
-)
-def test_chunks_are_what_rechunk_takes(chunks):
-    x = da.from_array(indexed((8, 12)), chunks=(3, 5))
-    y = dask_p2p.transpose(x, chunks=chunks)
-    assert y.chunks == x.T.rechunk(chunks).chunks
-    same(y, indexed((8, 12)).T)
-
-
 @pytest.mark.parametrize("axes", [(1, 0, 2), (-1, 0, 1), (np.int64(2), 1, 0)], ids=str)
 def test_axes_one_by_one(axes):
     x = da.from_array(indexed((3, 4, 2)), chunks=2)
@@ -187,22 +152,6 @@ def test_a_slice_computes_only_the_blocks_it_needs():
     (optimised,) = dask.optimize(y)
     assert sum("p2p-transpose" in str(key) for key in optimised.dask) == 1
     same(y, x.T[:2])
-
-
-def test_in_the_middle_of_a_graph():
-    x = indexed((9, 7), float)
-    y = dask_p2p.transpose(da.from_array(x, chunks=(2, 7)) + 1)
-    z = dask_p2p.transpose(y * 2, chunks=(3, 3))
-    same(z, (x + 1) * 2)
-    same((y @ z).sum(axis=0), ((x + 1).T @ ((x + 1) * 2)).sum(axis=0))
-
-
-@pytest.mark.parametrize("scheduler", ["threads", "synchronous", "processes"])
-def test_schedulers(scheduler):
-    x = indexed((6, 10))
-    y = dask_p2p.transpose(da.from_array(x, chunks=(2, 5)))
-    several = {} if scheduler != "processes" else {"num_workers": 1}  # each imports all
-    assert (y.compute(scheduler=scheduler, **several) == x.T).all()
 
 
 @pytest.mark.parametrize("meta", [None, np.ones((0, 0))], ids=["declared", "not declared"])

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pickle
-from itertools import pairwise, product
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import split_evenly
-from dask_p2p.plans import GridPlan, block_plans, redistribution
-from dask_p2p.plans.fft import FftStage, ReorderedPlan, RolledAxis, Transform, plan_stages
+from dask_p2p.plans import block_plans, redistribution
+from dask_p2p.plans.fft import FftStage, ReorderedPlan, Transform, plan_stages
 from tests.plans.support import assembled, blocks_of, elements_read
 
 
@@ -128,29 +128,6 @@ def test_what_halves_goes_first_and_what_grows_last():
     first = plan_stages(chunks, Transform({0: 4, 2: 40}))[1]
     assert first.axes == (0,)
     assert plan_stages(chunks, Transform({0: 40, 2: 4}))[1].axes == (2,)
-
-
-@st.composite
-def rolled_axes(draw):
-    old = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
-    inner = draw(st.lists(st.integers(0, sum(old)), max_size=3))
-    new = tuple(b - a for a, b in pairwise(sorted([0, *inner, sum(old)])))
-    return RolledAxis(tuple(old), new, draw(st.integers(-9, 9)))
-
-
-@given(st.lists(rolled_axes(), min_size=1, max_size=2))
-def test_blocks_are_those_of_numpy(axes):
-    plan = GridPlan(tuple(range(len(axes))), tuple(axes))
-    shape = [sum(axis.src_sizes) for axis in axes]
-    x = np.arange(int(np.prod(shape))).reshape(shape)
-    rolled = np.roll(x, [axis.shift for axis in axes], range(x.ndim))
-    sources = blocks_of(x, tuple(axis.src_sizes for axis in axes))
-    expected = blocks_of(rolled, plan.chunks)
-    for index, block in block_plans(plan):
-        np.testing.assert_array_equal(assembled(block, sources, x.dtype), expected[index])
-        assert {*plan.sources(index)} >= {*block.sources}
-        assert plan.sources(index) == block.sources
-        assert plan.source_elements(index) == elements_read(block)
 
 
 def test_blocks_keep_their_indices_and_have_another_order_in_memory():

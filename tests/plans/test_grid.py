@@ -1,18 +1,15 @@
 from __future__ import annotations
 
 import pickle
-from itertools import product
-from math import prod
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.geometry import block_shape, split_evenly
+from dask_p2p.geometry import block_shape
 from dask_p2p.plans import block_plans, redistribution, slab_chunks
 from dask_p2p.plans.halo import plan_halo
-from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
+from tests.plans.support import chunks_of, elements_read
 
 
 @st.composite
@@ -25,16 +22,6 @@ def plans(draw):
     else:
         dst = slab_chunks(src, axes)
     return redistribution(src, axes, dst)
-
-
-@given(plans())
-def test_plan_gives_the_transpose_and_moves_each_element_once(plan):
-    shape = tuple(map(sum, plan.src_chunks))
-    x = np.arange(int(np.prod(shape))).reshape(shape)  # each element is its own index
-    expected = blocks_of(x.transpose(plan.axes), plan.chunks)
-    sources = blocks_of(x, plan.src_chunks)
-    for index, block_plan in block_plans(plan):
-        np.testing.assert_array_equal(assembled(block_plan, sources, x.dtype), expected[index])
 
 
 @given(plans())
@@ -87,21 +74,6 @@ def test_blocks_that_stay_as_they_are_are_known(chunks, axes, after, copies):
 )
 def test_slab_chunks(chunks, axes, expected):
     assert slab_chunks(chunks, axes) == expected
-
-
-@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=3))
-def test_default_blocks_are_never_empty_and_as_many_as_can_be(sides):
-    src = tuple(split_evenly(length, min(parts, length)) for length, parts in sides)
-    axes = tuple(reversed(range(len(src))))
-    dst = slab_chunks(src, axes)
-    lengths = [length for length, _ in reversed(sides)]
-    max_blocks = max(map(len, src))
-    blocks = prod(map(len, dst))
-    assert min(min(sizes) for sizes in dst) >= 1
-    if lengths[0] >= max_blocks:
-        assert [len(sizes) for sizes in dst] == [max_blocks] + [1] * (len(src) - 1)
-    grids = product(*(range(1, min(length, max_blocks) + 1) for length in lengths))
-    assert blocks == max(n for n in map(prod, grids) if n <= max_blocks)
 
 
 def test_plans_of_equal_constants_with_other_bits_differ():

@@ -2,10 +2,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import dask.array as da
 import numpy as np
-import pytest
-from dask.array.overlap import overlap
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,15 +86,3 @@ def test_without_corners_only_they_are_left_out(halo):
         assert star.sources(index) == part.sources
         assert star.source_elements(index) == elements_read(part)
         assert set(part.sources) <= set(all_of_it.sources)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_are_those_of_dask(kind):
-    x = np.arange(35.0).reshape(5, 7)
-    chunks = ((3, 2), (4, 3))
-    plan = plan_halo(chunks, ((2, 2), (1, 1)), (kind, kind))
-    expected = overlap(da.from_array(x, chunks=chunks), {0: 2, 1: 1}, {0: kind, 1: kind})
-    assert plan.chunks == expected.chunks
-    for index, block_plan in block_plans(plan):
-        result = assembled(block_plan, blocks_of(x, chunks), x.dtype)
-        np.testing.assert_array_equal(result, expected.blocks[index].compute(scheduler="sync"))

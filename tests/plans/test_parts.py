@@ -3,12 +3,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dask_p2p.geometry import box_slices
-from dask_p2p.plans.base import Input, plan_parts, schedule_steps
+from dask_p2p.plans.base import Input, plan_parts
 from dask_p2p.plans.halo import halo_widths_of, plan_halo
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
@@ -113,82 +112,4 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     assert 0 <= result_bytes - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
 
 
-TIMELINES = {"fill": "host", "empty": "host", "up": "up", "run": "run", "down": "down"}
-
 # The memory that each step reads and writes, on the device and on the host; one of a kind a slot.
-READS = {"up": ["pinned in"], "run": ["slot"], "down": ["slot", "result"], "empty": ["pinned out"]}
-WRITES = {
-    "fill": ["pinned in"],
-    "up": ["slot"],
-    "run": ["slot", "result"],  # a function may overwrite what it gets
-    "down": ["pinned out"],
-}
-
-COPIED_BY = {"pinned in": "fill", "pinned out": "empty"}  # memory that direct copies do not need
-
-
-def first_race(count, slots, is_reduced, direct=(), left_out=None):
-    """Issue all steps, and return the first two that touch the same memory in no order."""
-    clocks = {name: {} for name in ("host", "up", "run", "down")}
-    finished, touched = {}, {}
-    for step in schedule_steps(count, slots, is_reduced):
-        if step.action in direct:
-            continue
-        clock = clocks[TIMELINES[step.action]]
-        for timeline, tick in clocks["host"].items():  # it is issued after what the host has done
-            clock[timeline] = max(clock.get(timeline, 0), tick)
-        for earlier in step.after:
-            assert earlier in finished, "it would wait for what is not issued yet"
-            if (earlier[0], step.action) != left_out:
-                for timeline, tick in finished[earlier].items():
-                    clock[timeline] = max(clock.get(timeline, 0), tick)
-        timeline = TIMELINES[step.action]
-        clock[timeline] = clock.get(timeline, 0) + 1
-        finished[step.action, step.part] = dict(clock)
-        for kinds, is_write in ((READS, False), (WRITES, True)):
-            for kind in kinds.get(step.action, ()):
-                if kind == "result" and is_reduced and step.action != "run":
-                    continue
-                if COPIED_BY.get(kind) in direct:
-                    continue
-                memory = (kind, step.part % slots)
-                for step_before, other_timeline, tick, written in touched.get(memory, []):
-                    if (written or is_write) and clock.get(other_timeline, 0) < tick:
-                        return step_before, step
-                touched.setdefault(memory, []).append((step, timeline, clock[timeline], is_write))
-    return None
-
-
-@given(
-    count=st.integers(1, 12),
-    slots=st.integers(2, 4),
-    is_reduced=st.booleans(),
-    direct=st.sets(st.sampled_from(["fill", "empty"])),
-)
-def test_no_step_comes_before_those_whose_memory_it_uses(count, slots, is_reduced, direct):
-    assert first_race(count, slots, is_reduced, direct) is None
-    order = list(schedule_steps(count, slots, is_reduced))
-    for action in TIMELINES:
-        parts = [step.part for step in order if step.action == action]
-        is_last_only = is_reduced and action in ("down", "empty")
-        assert parts == ([count - 1] if is_last_only else list(range(count)))
-    begun = ended = 0
-    for step in order:
-        begun += step.action == "up"
-        ended += step.action == ("run" if is_reduced else "down")
-        assert begun - ended <= min(2, slots), "a slot at a time is filled while one is in use"
-
-
-@pytest.mark.parametrize(
-    ("left_out", "is_reduced", "direct"),
-    [
-        (("up", "fill"), False, {"empty"}),
-        (("down", "up"), False, {"empty"}),
-        (("run", "up"), True, {"fill"}),
-        (("up", "run"), False, {}),
-        (("run", "down"), False, {}),
-        (("down", "empty"), False, {}),
-    ],
-)
-def test_each_wait_is_needed(left_out, is_reduced, direct):
-    assert first_race(7, 3, is_reduced, direct, left_out) is not None

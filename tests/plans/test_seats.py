@@ -56,11 +56,3 @@ def test_as_many_are_seated_as_by_trying_all_ways(wants, rooms):
         if all(used[worker] <= rooms[worker] for worker in used):
             max_seats = max(max_seats, used.total())
     assert max_matching(Counter(wants), rooms) == max_seats
-
-
-def test_many_ranks():
-    rooms = {f"worker {i}": 2 for i in range(1000)}
-    assert max_matching({frozenset(rooms): 3000}, rooms) == 2000
-    assert max_matching({frozenset(rooms): 1500}, {**rooms, "worker 0": inf}) == 1500
-    alone = {frozenset([worker]): 3 for worker in rooms}
-    assert max_matching(alone, rooms) == 2000

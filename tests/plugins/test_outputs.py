@@ -94,6 +94,9 @@ async def test_no_more_is_pinned_than_half_of_the_limit(gpu):
     worker.used_bytes = 0
     outputs.append(take_output(memory))
     assert is_pinned(outputs[-1])
+    outputs.clear()
+    larger = [take_output(memory, (MIB // 2,)) for _ in range(2)]
+    assert all(map(is_pinned, larger)), "kept buffers of another size are given up"
 
 
 async def test_what_cannot_be_pinned_is_ordinary_memory_with_one_warning(gpu, monkeypatch):

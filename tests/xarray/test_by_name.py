@@ -5,14 +5,12 @@ import inspect
 import dask.array as da
 import numpy as np
 import pytest
+import xarray as xr
 
 import dask_p2p
+import dask_p2p.xarray
 from dask_p2p.errors import InputError
-
-xr = pytest.importorskip("xarray")
-
-import dask_p2p.xarray  # noqa: E402
-from tests.support import added, parameter_names  # noqa: E402
+from tests.support import added, parameter_names
 
 T, Y, X = 2, 6, 8
 VALUES = np.random.default_rng(0).normal(size=(T, Y, X))
@@ -57,12 +55,6 @@ def test_an_array(array):
     xr.testing.assert_identical(computed(result), computed(array.copy(data=expected)))
     same = dask_p2p.iterate(spread, array.data, {2: 1}, 3, boundary={2: "periodic"}, weight=0.2)
     assert result.data.name == same.name
-
-
-def test_what_is_in_memory_is_one_block(array):
-    result = array.compute().p2p.iterate(spread, {"x": (1, 1)}, 2)
-    assert result.chunks == ((T,), (Y,), (X,))
-    xr.testing.assert_identical(computed(result), computed(array.p2p.iterate(spread, {"x": 1}, 2)))
 
 
 @pytest.mark.parametrize("depth", [{"x": 1}, [{"x": 1}, {}]], ids=["of all", "of each"])

@@ -7,14 +7,12 @@ import re
 import dask.array as da
 import numpy as np
 import pytest
+import xarray as xr
 
+import dask_p2p.xarray  # noqa: F401
 from dask_p2p.errors import InputError
 
-xr = pytest.importorskip("xarray")
 pytest.importorskip("zarr")
-
-import dask_p2p.xarray  # noqa: E402, F401
-
 VALUES = np.arange(70.0).reshape(10, 7)
 UNEVEN = ((3, 3, 2, 2), (2, 5))
 
@@ -38,13 +36,6 @@ def test_one_exchange_makes_chunks_of_one_size(tmp_path):
     lazy = array().p2p.to_zarr(tmp_path / "b.zarr", compute=False, consolidated=False)
     keys = " ".join(map(str, lazy.__dask_graph__()))
     assert len({*re.findall(r"p2p-\w+-\w+", keys)}) == 1
-
-
-def test_regular_blocks_do_not_move(tmp_path):
-    lazy = array(((4, 4, 2), (7,))).p2p.to_zarr(
-        tmp_path / "a.zarr", compute=False, consolidated=False
-    )
-    assert not [key for key in lazy.__dask_graph__() if "p2p" in str(key)]
 
 
 def test_chunks_by_dimension(tmp_path):
@@ -122,11 +113,3 @@ def test_stores_that_grow_within_a_chunk(tmp_path):
         part.p2p.to_zarr(path, region=region, **options)
         np.testing.assert_array_equal(xr.open_zarr(path, **options).a[3:9], -VALUES[3:9])
     np.testing.assert_array_equal(xr.open_zarr(path, **options).a[:3], VALUES[:3])
-
-
-def test_slabs_on_a_cluster(client, tmp_path):
-    """As a slab transpose leaves them: uneven rows on every worker."""
-    slabs = array(((10,), (2, 2, 2, 1))).p2p.transpose("y", "x", chunks={"y": (3, 4)})
-    stored = written(slabs, tmp_path / "a.zarr").a
-    assert stored.dims == ("y", "x")
-    np.testing.assert_array_equal(stored, VALUES.T)

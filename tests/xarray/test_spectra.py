@@ -4,13 +4,10 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
 
+import dask_p2p.xarray  # noqa: F401
 from dask_p2p.errors import InputError
-from tests.support import persisted
-
-xr = pytest.importorskip("xarray")
-
-import dask_p2p.xarray  # noqa: E402, F401
 
 
 def field(shape=(12, 10), starts=(-3.0, 7.0), steps=(0.5, 0.25), dtype="D", chunks=4):
@@ -129,20 +126,6 @@ def test_arrays_of_a_dataset_that_have_the_dimensions_are_transformed():
     every = ds[["a", "only_x"]].p2p.fft()
     assert (every.a.dims, every.only_x.dims) == (("freq_t", "freq_x"), ("freq_x",))
     assert "label" not in every.coords
-
-
-def test_an_array_without_a_name_stays_so():
-    a = xr.DataArray(da.ones(8, chunks=4), dims="x")
-    a = a.rename(None)
-    assert a.p2p.fft().name is None
-    assert a.p2p.fft().p2p.ifft().name is None
-    assert a.rename("a").p2p.fft().name == "a"
-
-
-def test_two_frequencies_in_the_order_of_numpy():
-    a = field((2, 10))
-    restored = a.p2p.fft("x", shift=False).p2p.ifft()
-    np.testing.assert_allclose(restored.values, a.values, atol=1e-12)
 
 
 def test_times_and_arrays_in_memory_and_without_coordinates():
@@ -300,9 +283,3 @@ def test_calendars_that_differ_are_refused():
 def test_wrong_input_is_refused(call, error, words):
     with pytest.raises(error, match=words):
         call(field())
-
-
-def test_on_workers(client):
-    a = field(dtype="d")
-    a = a.copy(data=persisted(client, a.data))
-    np.testing.assert_allclose(a.p2p.fft().p2p.ifft().values, a.values, atol=1e-12)

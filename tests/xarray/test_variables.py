@@ -7,14 +7,11 @@ import dask.array as da
 import numpy as np
 import pandas as pd
 import pytest
+import xarray as xr
+from xarray import groupers
 
+import dask_p2p.xarray  # noqa: F401
 from dask_p2p.errors import InputError, UnsupportedArrayError
-
-xr = pytest.importorskip("xarray")
-
-from xarray import groupers  # noqa: E402
-
-import dask_p2p.xarray  # noqa: E402, F401
 
 README = Path(__file__).parents[2] / "README.md"
 
@@ -349,18 +346,6 @@ def test_coordinates_of_what_has_other_values_keep_their_chunks(opened):
     assert turned.dims == ("x", "y")
 
 
-def test_coordinates_that_iterate_turns_lose_their_chunks(opened):
-    before = opened.u.p2p.transpose("y", "x")
-    for name in ("lazy", "known"):
-        before[name].encoding = {"chunks": (6, 4), **OTHERS}
-    _, turned = opened.u.p2p.iterate(
-        lambda u, before, out: rotate(u, out), {"x": 1}, 1, fields=[before]
-    )
-    for name in ("lazy", "known"):
-        assert turned[name].dims == ("x", "y")
-        assert turned[name].encoding == OTHERS
-
-
 @pytest.fixture
 def stored(tmp_path):
     """A folder with a store of days; chunks of a lazy coordinate differ."""
@@ -394,34 +379,3 @@ def test_the_line_of_the_readme_makes_a_store_of_a_store(stored, monkeypatch):
     assert zarr.open("series.zarr")["t"].chunks == (40, 30, 10)
     assert zarr.open("series.zarr")["area"].chunks == (30, 5)
     assert series.t.chunks == ((40,), (30, 30), (10,))
-
-
-@pytest.mark.parametrize(
-    "cut",
-    [
-        lambda ds: ds.p2p.chunk(time=10, lat=30),
-        lambda ds: ds.t.p2p.chunk(time=10, lat=30).to_dataset(),
-        lambda ds: ds.p2p.transpose("lat", "lon", "time", chunks={"time": -1, "lat": 20}),
-        lambda ds: ds.p2p.transpose(
-            "lon", "lat", "time", chunks={"time": 10, "lat": -1, "lon": -1}
-        ),
-        lambda ds: ds.compute().p2p.chunk(time=10, lat=20),
-        lambda ds: ds.p2p.map_overlap(lambda b: b * 1, {"lat": 1}).p2p.chunk(time=-1, lat=30),
-    ],
-)
-@pytest.mark.parametrize("zarr_format", [2, 3])
-def test_a_file_has_the_chunks_of_the_blocks(stored, cut, zarr_format):
-    import zarr
-
-    dataset = xr.open_zarr(stored / "days.zarr", consolidated=False).drop_encoding()
-    options = {"zarr_format": zarr_format, "consolidated": False}
-    shards = {"t": {"chunks": (5, 30, 5), "shards": (5, 60, 10)}} if zarr_format == 3 else {}
-    dataset.to_zarr(stored / "given.zarr", encoding=shards, **options)
-    days = xr.open_zarr(stored / "given.zarr", consolidated=False)
-    result = cut(days)
-    result.to_zarr(stored / "made.zarr", **options)
-    again = xr.open_zarr(stored / "made.zarr", consolidated=False)
-    xr.testing.assert_equal(again.compute(), result.compute())
-    for name in ("t", "area"):
-        of_file = zarr.open(stored / "made.zarr")[name].chunks
-        assert of_file == (result[name].data.chunksize if result[name].chunks else of_file)

@@ -5,14 +5,12 @@ import doctest
 import dask.array as da
 import numpy as np
 import pytest
+import xarray as xr
 
 import dask_p2p
+import dask_p2p.xarray
 from dask_p2p.errors import InputError
 from tests.support import persisted, spread, used
-
-xr = pytest.importorskip("xarray")
-
-import dask_p2p.xarray  # noqa: E402
 
 
 @pytest.fixture
@@ -79,13 +77,6 @@ def test_chunks_of_a_transpose_by_name(array, dataset):
     assert moved.temperature.chunks == ((5,), (2, 2, 2), (2, 2))
 
 
-def test_arrays_whose_order_stays_are_left_alone(array, dataset):
-    assert array.p2p.transpose(*array.dims).data is array.data
-    moved = dataset.p2p.transpose("y", "x", "t")
-    assert moved.mask.data is dataset.mask.data
-    assert isinstance(moved.top.data, np.ndarray)
-
-
 @pytest.mark.parametrize("chunks", [{"t": -1, "x": 2}, {"y": (1, 5)}, {"x": "auto"}, 2, {}, None])
 def test_chunks_by_name(array, dataset, chunks):
     for data in (array, dataset):
@@ -95,28 +86,6 @@ def test_chunks_by_name(array, dataset, chunks):
         for name in [None] if data is array else data.data_vars:
             one, stock = (result, expected) if name is None else (result[name], expected[name])
             assert one.chunks == stock.chunks
-
-
-def test_chunks_by_keyword(array):
-    assert array.p2p.chunk(t=4).chunksizes["t"] == (4,)
-    result = array.p2p.chunk({"t": 4}, x=1)
-    assert (result.chunksizes["t"], result.chunksizes["x"]) == ((4,), (1,) * 5)
-
-
-def test_coordinates_that_are_dask_arrays_move_too(array):
-    array = array.assign_coords(height=array.height.chunk(y=3))
-    result = array.p2p.chunk(y=2)
-    assert_moved(result, array)
-    assert result.height.chunks == ((2, 2, 2), (5,))
-    assert result.chunksizes["y"] == (2, 2, 2)
-    turned = array.p2p.transpose("x", "y", "t", chunks={"x": 1, "y": -1})
-    assert_moved(turned, array.T)
-    assert turned.height.chunks == ((1,) * 5, (6,))
-
-
-def test_what_is_in_memory_gets_cut(array):
-    result = array.compute().p2p.chunk({"t": 1})
-    assert result.chunks == ((1,) * 4, (6,), (5,))
 
 
 def test_by_regions_on_a_cluster(client, array):

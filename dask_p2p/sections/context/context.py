@@ -490,7 +490,7 @@ class Context(Communicator, Transforms):
         step, saved = (0, None) if self._checkpoints is None else self._checkpoints.read_state()
         if saved is not None:
             load(saved)
-        self.progress.step = self.progress.first = step
+        self.progress.step = step
         return step
 
     @property

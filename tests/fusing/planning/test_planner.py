@@ -16,87 +16,30 @@ import dask_p2p
 from dask_p2p.fusing.planning import planner
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes
-from tests.fusing.support import check_blocks, graphs, run_programs, smooth, tasks_and_sizes
-
-
-def keys_of_step(step):
-    """The key that a step makes, and those that it reads on its own rank."""
-    if isinstance(step, AssembleStep):
-        return step.block.key, [key for _, key in step.local]
-    return step.key, list(step.dependencies)
+from tests.fusing.support import check_blocks, graphs, run_programs, smoothed, tasks_and_sizes
 
 
 def check(tasks, programs):
-    """Follow all programs at the same time, with keys in place of values."""
-    present_keys = [{*program.inputs, *program.literals} for program in programs]
-    remaining_uses = [Counter(program.uses) for program in programs]
+    """Check that each task runs once, and that each rank counts the uses of its values."""
     runs = Counter()
-
-    def use(rank, key):
-        assert key in present_keys[rank]
-        remaining_uses[rank][key] -= 1
-        if not remaining_uses[rank][key]:
-            present_keys[rank].remove(key)
-
-    assert len({len(program.supersteps) for program in programs}) == 1
-    for number in range(len(programs[0].supersteps)):
-        supersteps = [program.supersteps[number] for program in programs]
-        regions = Counter()
-        for reader, superstep in enumerate(supersteps):
-            for owner, items in superstep.receives.items():
-                assert supersteps[owner].sends[reader] == items, "both ends have the same items"
-                for item in items:
-                    assert item.key in present_keys[owner]
-                    if hasattr(item, "block"):
-                        regions[item.block.key] += 1
-                    else:
-                        present_keys[reader].add(item.key)
-        for owner, superstep in enumerate(supersteps):
-            for reader, items in superstep.sends.items():
-                assert supersteps[reader].receives[owner] == items
-                for item in items:
-                    use(owner, item.key)
-        for rank, superstep in enumerate(supersteps):
+    for program in programs:
+        uses = Counter(key for keys in program.outputs for key in keys)
+        for superstep in program.supersteps:
+            uses.update(item.key for items in superstep.sends.values() for item in items)
             for step in superstep.steps:
-                key, read = keys_of_step(step)
-                for read_key in read:
-                    use(rank, read_key)
-                if isinstance(step, AssembleStep):
-                    in_all = len(tasks.nodes[key].blocks.items)
-                    assert len(step.local) + regions.pop(key, 0) == in_all
-                runs[key] += 1
-                present_keys[rank].add(key)
-        assert not regions, "regions are received in the superstep that assembles the block"
-    task_keys = {key for key, node in tasks.nodes.items() if not isinstance(node, DataNode)}
-    assert runs == Counter(dict.fromkeys(task_keys, 1)), "each task runs once"
-    for rank, program in enumerate(programs):
-        for keys in program.outputs:
-            for key in keys:
-                use(rank, key)
-    assert not any(present_keys), "each value is dropped after its last use"
-    output_uses = Counter(key for keys in tasks.outputs for key in keys)
-    assert output_uses == Counter(key for p in programs for keys in p.outputs for key in keys)
-
-
-@given(graphs(), st.integers(1, 5))
-def test_programs_do_all_tasks_once_and_drop_all_values(arrays, size):
-    tasks, sizes = tasks_and_sizes(*arrays)
-    check(tasks, programs_of(tasks, size, sizes))
-
-
-def chain(count, n=16):
-    x = da.from_array(np.ones((n, n)), chunks=(n // 4, n))
-    for _ in range(count):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=x.dtype)
-    return x
+                is_assembled = isinstance(step, AssembleStep)
+                uses.update([key for _, key in step.local] if is_assembled else step.dependencies)
+                runs[step.block.key if is_assembled else step.key] += 1
+        assert uses == program.uses
+    assert runs == Counter(k for k, node in tasks.nodes.items() if not isinstance(node, DataNode))
 
 
 def test_equal_plans_are_sent_once():
     """A program has a few hundred bytes for each task."""
 
-    lengths = []
+    x, lengths = da.from_array(np.ones((16, 16)), chunks=(4, 16)), []
     for count in (10, 110):
-        tasks, sizes = tasks_and_sizes(chain(count))
+        tasks, sizes = tasks_and_sizes(smoothed(x, count))
         program = programs_of(tasks, 4, sizes)[0]
         assert len({id(step.block.plan) for p in program.supersteps for step in p.steps}) == 1
         lengths.append(len(dumps(program)))
@@ -108,9 +51,7 @@ def test_equal_plans_are_sent_once():
 def stencils_on_the_fly(count):
     """Return a sum, of 16 blocks of 4 MiB a rank if there are four."""
     x = da.random.default_rng(0).random((8192, 4096), chunks=(128, 4096))
-    for _ in range(count):
-        x = dask_p2p.map_overlap(smooth, x, depth={0: 1}, boundary="periodic", dtype=float)
-    return x.sum()
+    return smoothed(x, count).sum()
 
 
 @pytest.mark.parametrize(("count", "most_mib"), [(1, 32), (3, 96), (10, 104)])

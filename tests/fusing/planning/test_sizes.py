@@ -10,7 +10,6 @@ from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
     SourceElements,
     blocks_of_expression,
-    blocks_of_layers,
     peak_bytes,
 )
 from tests.fusing.support import tasks_and_sizes
@@ -89,15 +88,6 @@ def test_regions_in_messages(monkeypatch, lent_read_bytes, copies):
     for program in programs_of(tasks, 2, sizes):
         copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
         assert copies_bytes == copies * 32 * 32 * 8
-
-
-def test_blocks_of_layers():
-    x = da.ones((6, 4), chunks=(2, 4), dtype="f4")
-    y = (x + 1).rechunk((3, 2), method="tasks")
-    blocks = blocks_of_layers(y.__dask_graph__().layers)
-    assert blocks[x.name] == (x.chunks, x.dtype)
-    assert blocks[y.name] == (y.chunks, y.dtype)
-    assert not blocks_of_layers(dask.delayed(sum)([1]).__dask_graph__().layers)
 
 
 @pytest.mark.parametrize("merges", [False, True])

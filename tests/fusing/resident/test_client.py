@@ -18,15 +18,11 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, MemoryLimitError, SectionError, UnsupportedArrayError
 from dask_p2p.fusing.resident.commands import CommandQueues
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import OPERATIONS, integers, smooth
+from tests.fusing.support import OPERATIONS, integers, smoothed
 from tests.sections.support import nothing_is_left
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
-
-
-def heat(u):
-    return dask_p2p.map_overlap(smooth, u, depth={0: 1}, boundary="periodic", dtype=u.dtype)
 
 
 def queues_on(dask_worker):
@@ -89,26 +85,6 @@ def test_workers_in_this_process(chunks):
             np.testing.assert_array_equal(fetched, np.full((4, 3), 2.0))
             fetched[...] = 0  # this array alone
             np.testing.assert_array_equal(run.fetch(run(handles)), np.full((4, 3), 4.0))
-
-
-@pytest.mark.slow
-def test_a_loop_as_one_writes_it(client):
-    u = x = array()
-    with dask_p2p.compile(heat, u).resident(u) as run:
-        for k in range(100):
-            u = run(u)
-            if k == 49:
-                half = run.array(u)
-        values = run.fetch(u)
-        field = run.array(u)
-    assert (u.shape, u.chunks, u.dtype) == (x.shape, x.chunks, x.dtype)
-    assert same_bits(values, repeated(heat, x, 100).compute())
-    assert same_bits(field.compute(), values)
-    assert same_bits(half.compute(), repeated(heat, x, 50).compute())
-    assert (field.chunks, field.dtype) == (x.chunks, x.dtype)
-    assert same_bits((dask_p2p.transpose(field) + 1).compute(), values.T + 1)
-    del field, half
-    no_rank_is_left(client)
 
 
 @pytest.mark.slow
@@ -203,7 +179,7 @@ def test_other_arguments_than_those_of_compile(client):
 
 def test_a_handle_is_no_array(client):
     x = array()
-    with dask_p2p.compile(heat, x).resident(x) as run:
+    with dask_p2p.compile(smoothed, x).resident(x) as run:
         u = run(x)
         with pytest.raises(InputError, match=r"run\.fetch"):
             np.asarray(u)
@@ -232,14 +208,14 @@ def test_a_handle_is_no_array(client):
 
 
 def test_without_a_cluster():
-    step = dask_p2p.compile(heat, array())
+    step = dask_p2p.compile(smoothed, array())
     with pytest.raises(InputError, match="expected a synchronous client"):
         step.resident(array())
 
 
 def test_a_gang_that_is_dropped_ends(client):
     x = array()
-    run = dask_p2p.compile(heat, x).resident(x)
+    run = dask_p2p.compile(smoothed, x).resident(x)
     u = run.__enter__()(x)
     run.fetch(u)
     del run, u
@@ -249,7 +225,7 @@ def test_a_gang_that_is_dropped_ends(client):
 def test_a_client_that_is_closed_ends_its_gang(cluster, client):
     with Client(cluster, set_as_default=False) as second_client, second_client.as_current():
         x = array()
-        run = dask_p2p.compile(heat, x).resident(x)
+        run = dask_p2p.compile(smoothed, x).resident(x)
         run.__enter__().fetch(run(x))
         assert sum(client.run(queues_on).values())
     no_rank_is_left(client)
@@ -259,19 +235,19 @@ def test_a_client_that_is_closed_ends_its_gang(cluster, client):
 
 def test_other_work_of_dask_runs_in_between(client):
     x = array()
-    step = dask_p2p.compile(heat, x)
+    step = dask_p2p.compile(smoothed, x)
     with step.resident(x) as run:
         u = run(x)
         for _ in range(3):
             assert client.gather(client.map(lambda k: k + 1, range(20), pure=False))[-1] == 20
             y = run.array(u)
             assert same_bits(dask_p2p.transpose(y).compute(), y.compute().T)
-            for result in (dask_p2p.fused(heat(y)), step(y)):  # gangs
-                assert same_bits(result.compute(), heat(y).compute())
+            for result in (dask_p2p.fused(smoothed(y)), step(y)):  # gangs
+                assert same_bits(result.compute(), smoothed(y).compute())
             with step.resident(y) as inner:
-                assert same_bits(inner.fetch(inner(y)), heat(y).compute())
+                assert same_bits(inner.fetch(inner(y)), smoothed(y).compute())
             u = run(u)
-        assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
+        assert same_bits(run.fetch(u), smoothed(x, 4).compute())
 
 
 def positive(block, block_info=None):

@@ -53,6 +53,7 @@ class Residents(RuleBasedStateMachine):
         self.values = {-1: "argument"}  # of the handles that the user has
         self.numbers = itertools.count()  # of handles
         self.pending = {}  # handle and value by unanswered request
+        self.checkpoint = None  # the number of the one under way
         self.begin(0)
 
     def begin(self, resume):
@@ -85,8 +86,7 @@ class Residents(RuleBasedStateMachine):
     @rule()
     def a_checkpoint_is_due(self):
         if not self.log.is_keeping:
-            self.log.add(KEEP)
-            assert self.log.is_keeping
+            self.checkpoint = self.log.add(KEEP)
 
     @rule()
     def commands_are_sent(self):
@@ -117,6 +117,8 @@ class Residents(RuleBasedStateMachine):
             if replies is not None and number in self.pending:
                 _, value = self.pending.pop(number)
                 assert replies == dict.fromkeys(range(SIZE), value)
+            elif replies is not None:
+                self.checkpoint = None
         self.ranks[rank].messages = []
 
     @rule()
@@ -127,6 +129,8 @@ class Residents(RuleBasedStateMachine):
         self.saved = [{resume: states[resume]} if resume else {} for states in self.saved]
         self.begin(resume)
         self.log.restart(resume)
+        if resume == self.checkpoint:  # complete before its last answer
+            self.checkpoint = None
 
     @rule()
     def all_checkpoints_are_lost(self):
@@ -137,6 +141,10 @@ class Residents(RuleBasedStateMachine):
         self.saved = [{} for _ in range(SIZE)]
         self.begin(0)
         self.log.restart(0)
+
+    @invariant()
+    def one_checkpoint_is_under_way(self):
+        assert self.log.is_keeping == (self.checkpoint is not None)
 
     @invariant()
     def the_log_is_bounded(self):
@@ -159,6 +167,15 @@ class Residents(RuleBasedStateMachine):
 
 TestResidents = Residents.TestCase
 TestResidents.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+
+
+def test_answers_of_an_attempt_that_has_ended_do_not_count():
+    """Otherwise a checkpoint would seem complete that a rank of this attempt has not saved."""
+    log = CommandLog(2, MOST)
+    number = log.add(KEEP)
+    log.record_answer(0, number, None)
+    log.restart(0)
+    assert log.record_answer(1, number, None) is None
 
 
 # --- the commands of a client, on their way to a rank's thread

@@ -12,7 +12,8 @@ from distributed import wait
 
 import dask_p2p
 from tests.fusing.programs import array, same_bits
-from tests.fusing.resident.test_client import heat, queues_on, repeated
+from tests.fusing.resident.test_client import queues_on
+from tests.fusing.support import smoothed
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -33,7 +34,7 @@ def are_back(client, number):
 @pytest.mark.parametrize("ranks", [2, 1])
 def test_resources_are_lent_between_two_calls(client, ranks):
     x = array()
-    step = dask_p2p.compile(heat, x, ranks=ranks)
+    step = dask_p2p.compile(smoothed, x, ranks=ranks)
     with dask.config.set({"p2p.sections.resident-idle": "200 ms"}):
         with dask.annotate(resources={"GPU": 1}):
             gang = step.resident(x)
@@ -41,18 +42,18 @@ def test_resources_are_lent_between_two_calls(client, ranks):
             u = run(x)
             for number in range(2, 5):
                 values = run.fetch(u)
-                assert same_bits(values, repeated(heat, x, number - 1).compute())
+                assert same_bits(values, smoothed(x, number - 1).compute())
                 futures = [
                     client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)
                 ]
                 wait(futures, timeout=BOUND_S)
                 assert client.gather(futures) == [0, -1, -2, -3]
-                warm = heat(x)
+                warm = smoothed(x)
                 with dask.annotate(resources={"GPU": 1}):
                     warm = dask_p2p.fused(warm)
-                assert same_bits(warm.compute(optimize_graph=False), heat(x).compute())
+                assert same_bits(warm.compute(optimize_graph=False), smoothed(x).compute())
                 u = run(u)
-            assert same_bits(run.fetch(u), repeated(heat, x, 4).compute())
+            assert same_bits(run.fetch(u), smoothed(x, 4).compute())
     del u, warm, futures
     nothing_is_left(client)
     are_back(client, 1)
@@ -60,14 +61,14 @@ def test_resources_are_lent_between_two_calls(client, ranks):
 
 def test_a_gang_that_is_busy_keeps_its_resources(client):
     x = array()
-    step = dask_p2p.compile(heat, x)
+    step = dask_p2p.compile(smoothed, x)
     with dask.annotate(resources={"GPU": 1}):
         gang = step.resident(x)
     with gang as run:
         run.fetch(run(x))
         are_back(client, 0)
         task = client.submit(neg, 1, resources={"GPU": 1})
-        assert same_bits(run.fetch(run(x)), heat(x).compute())
+        assert same_bits(run.fetch(run(x)), smoothed(x).compute())
         assert task.status == "pending"
     assert task.result(BOUND_S) == -1
     del task
@@ -106,7 +107,8 @@ def test_a_notebook_that_never_leaves_the_context(client, tmp_path, end):
         for number in (3, 4):  # others have the workers in between
             tasks = [client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)]
             wait(tasks, timeout=BOUND_S)
-            assert same_bits(heat(array()).compute(), heat(array()).compute(scheduler="sync"))
+            y = smoothed(array())
+            assert same_bits(y.compute(), y.compute(scheduler="sync"))
             notebook.stdin.write("again\n")
             notebook.stdin.flush()
             assert float(notebook.stdout.readline()) == number * 256

@@ -376,9 +376,9 @@ def test_a_state_has_all_handles():
     ]
     before = table()
     before.handles[3] = dict(enumerate(blocks))
-    state = before.state()
+    state = np.concatenate(before.state())
     after = table((1, 2, 3, 4))
-    after.restore(memoryview(np.concatenate(state)))
+    after.restore(memoryview(state))
     assert after.handles[-1] == {(0, 0): 1, (1, 0): 4}, "arguments are those of the new attempt"
     restored = [after.handles[3][number] for number in range(len(blocks))]
     for block, expected in zip(restored, blocks, strict=True):
@@ -386,5 +386,5 @@ def test_a_state_has_all_handles():
         assert np.array_equal(block, expected)
     restored[0][:] = 0  # writable, and memory of its own
     again = table()
-    again.restore(memoryview(np.concatenate(state)))
+    again.restore(memoryview(state))
     assert np.array_equal(again.handles[3][0], values)

@@ -119,20 +119,6 @@ def test_a_source_is_dropped_before_the_function_of_its_halo():
     assert ALIVE == [0]
 
 
-def failing(block, block_id=None):
-    if block_id == (2, 0):
-        raise ValueError("no such value")
-    return block
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_an_exception_names_the_task(size):
-    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(failing, dtype=float, name="failing-blocks")
-    with pytest.raises(ValueError, match="no such value") as caught:
-        run_programs([x.sum()], size)
-    assert caught.value.__notes__ == ["In task ('failing-blocks', 2, 0) of a fused graph."]
-
-
 @pytest.mark.parametrize("size", [1, 2])
 def test_blocks_unlike_their_declaration_are_refused(size):
     x = da.ones((8, 8), chunks=(2, 8))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import pickle
 import tracemalloc
 from argparse import Namespace
 from itertools import permutations
@@ -41,11 +40,6 @@ def test_own_blocks_are_overwritten_and_others_are_not():
     np.testing.assert_allclose(result, expected, atol=1e-12)
     assert np.shares_memory(result, block)
     assert result is not block
-
-
-def test_it_travels():
-    transform = LocalTransform((("rfft", (1,), (8,)), ("fftn", (0,), (6,))), "ortho", (0, 1))
-    assert pickle.loads(pickle.dumps(transform)) == transform
 
 
 @pytest.mark.parametrize(
