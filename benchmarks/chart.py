@@ -41,6 +41,7 @@ STYLES = {
     EXCHANGE: ("#d1495b", "o"),
     LIMIT: ("#222222", "_"),
     "torch + NCCL": ("#2e8b57", "s"),
+    "torch DTensor": ("#b56576", "p"),
     "JAX": ("#e09f3e", "D"),
     "mpi4py-fft": ("#7f5539", "P"),
     "dask tasks": ("#30638e", "^"),

@@ -128,28 +128,14 @@ import dask.array as da
 import dask_p2p
 
 def use(func: Any, x: da.Array, fields: Sequence[da.Array], n: int) -> None:
-    assert_type(dask_p2p.iterate(func, x, {0: 1}, steps=3, boundary="none"), da.Array)
-    dask_p2p.iterate(func, x, 1, 3, until=bool, weight=2.0).compute()
-    assert_type(dask_p2p.iterate(func, [x, x], 1, 3), tuple[da.Array, ...])
-    assert_type(dask_p2p.iterate(func, (x, x), [1, 0], 3), tuple[da.Array, ...])
-    assert_type(dask_p2p.iterate(func, fields, 1, 3), tuple[da.Array, ...])
-    coupled = dask_p2p.iterate([func, func], {"u": x, "v": [x, x]}, {"u": 1, "*": 0}, 3)
-    assert_type(coupled, dict[str, Any])
-    dask_p2p.iterate(func, {"u": dask_p2p.Field(x, depth=1)}, 0, 3, constants={"c": x})
-    newest, before = dask_p2p.iterate(func, [x, x], 1, 3)
-    newest.compute()
-    assert_type(dask_p2p.spmd(func, x), da.Array)
-    assert_type(dask_p2p.spmd(func, x, x, outputs=1, ranks=2, partition=[0], weight=2.0), da.Array)
-    dask_p2p.spmd(func, x).compute()
-    assert_type(dask_p2p.spmd(func, x, x, outputs=2), tuple[da.Array, ...])
-    assert_type(dask_p2p.spmd(func, x, per_rank=[0.0]), tuple[da.Array, ...])
+    dask_p2p.iterate(func, x, {0: 1}, steps=3, boundary="none", until=bool, weight=2.0).compute()
+    newest, before = dask_p2p.iterate(func, fields, [1, 0], 3)
+    fields_by_name = {"u": dask_p2p.Field(x, depth=1), "v": [x, x]}
+    dask_p2p.iterate([func, func], fields_by_name, {"u": 1, "*": 0}, 3, constants={"c": x})
+    dask_p2p.spmd(func, x, x, outputs=n, ranks=2, partition=[0], per_rank=[0.0], weight=2.0)
+    dask_p2p.spmd(func, x, outputs={"u": dask_p2p.LocalBlock()})
     assert_type(dask_p2p.fused(x), da.Array)
     assert_type(dask_p2p.fused(x, x, ranks=2), tuple[da.Array, ...])
-    outputs = [dask_p2p.LocalBlock(), dask_p2p.Same(0.0)]
-    assert_type(dask_p2p.spmd(func, x, outputs=outputs), tuple[da.Array, ...])
-    assert_type(dask_p2p.spmd(func, x, outputs={"u": dask_p2p.LocalBlock()}), dict[str, da.Array])
-    dask_p2p.spmd(func, x, outputs=0, per_rank=[0.0]).compute()
-    u, norms = dask_p2p.spmd(func, x, outputs=n)
 """
 
 USE_XARRAY = """
@@ -163,9 +149,7 @@ def use(a: xr.DataArray, ds: xr.Dataset, func: Any) -> None:
     assert_type(P2PAccessor(a).chunk({"time": -1}), xr.DataArray)
     assert_type(P2PAccessor(a).transpose("y", ..., chunks={"y": 2}), xr.DataArray)
     assert_type(P2PAccessor(ds).map_overlap(func, {"x": 1}, "none"), xr.Dataset)
-    assert_type(P2PAccessor(a).iterate(func, {"x": 1}, 3, weight=2.0), xr.DataArray)
-    assert_type(P2PAccessor(a).iterate(func, 1, 3, fields=[a]), tuple[xr.DataArray, ...])
-    assert_type(P2PAccessor(ds).iterate(func, 1, 3, fields=["u"]), xr.Dataset)
+    newest, before = P2PAccessor(a).iterate(func, {"x": 1}, 3, fields=[a], weight=2.0)
     assert_type(P2PAccessor(a).fft("x").p2p, Any)
     assert_type(P2PAccessor(a).ifft(real_dim="freq_x"), xr.DataArray)
 """

@@ -23,13 +23,14 @@ from typing import Any
 
 import psutil
 
-from benchmarks.rivals import copy_engines, mpi_fft, sharded_jax, torch_nccl
+from benchmarks.rivals import copy_engines, mpi_fft, sharded_jax, torch_dtensor, torch_nccl
 from benchmarks.rivals.common import ROOT, parser, why
 
 #: Way, module and required library; mpi4py-fft runs on CPUs, the others on GPUs.
 RIVALS = (
     (copy_engines.WAY, copy_engines.__name__, "cupy"),
     (torch_nccl.WAY, torch_nccl.__name__, "torch"),
+    (torch_dtensor.WAY, torch_dtensor.__name__, "torch"),
     (sharded_jax.WAY, sharded_jax.__name__, "jax"),
     (mpi_fft.WAY, mpi_fft.__name__, "mpi4py_fft"),
 )

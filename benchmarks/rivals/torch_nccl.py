@@ -16,11 +16,12 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
-from benchmarks.rivals.common import Case, cases, emit, parser, read, row, time_forms
+from benchmarks.rivals.common import Case, Timing, cases, emit, parser, read, row, time_forms
 
 WAY = "torch + NCCL"
 
@@ -109,7 +110,26 @@ def exchange_alone(buffers: tuple[Any, Any]) -> None:
     dist.all_to_all_single(buffers[1].view(torch.uint8), buffers[0].view(torch.uint8))
 
 
-def one_of_many(rank: int, store: str, options: Namespace) -> None:
+def start(options: Namespace, measure: Callable[[Case, int, Any], dict[str, Any]]) -> None:
+    """Start a process a GPU; each calls ``measure(case, rank, device)`` for each size."""
+    if find_spec("torch") is None:
+        sys.exit("torch is not installed")
+    import torch
+
+    device_count = torch.cuda.device_count()
+    if not options.cpu and device_count < options.gpus:
+        sys.exit(f"expected {options.gpus} GPUs, torch finds {device_count}")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(
+            one_of_many,
+            args=(os.path.join(folder, "store"), options, measure),
+            nprocs=options.gpus,
+        )
+
+
+def one_of_many(
+    rank: int, store: str, options: Namespace, measure: Callable[[Case, int, Any], dict[str, Any]]
+) -> None:
     """Measure as the process of one GPU."""
     import torch
     import torch.distributed as dist
@@ -136,44 +156,67 @@ def one_of_many(rank: int, store: str, options: Namespace) -> None:
 def measure(case: Case, rank: int, device: Any) -> dict[str, Any]:
     """Time the transpose of one matrix, and check it."""
     import torch
-    import torch.distributed as dist
 
-    dtype = getattr(torch, case.dtype)
-    x = torch.empty((case.rows, case.size), dtype=dtype, device=device)
+    x = input_slab(case, rank, device)
     y = torch.empty_like(x)
     buffers = torch.empty_like(x).reshape(-1), torch.empty_like(x).reshape(-1)
-    for start, stop in case.bands():
-        x[start:stop] = expected(case, rank, start, stop, device, transposed=False)
     streams: tuple[Any, Any] = (None, None)
     if not case.cpu:
         streams = torch.cuda.Stream(device), torch.cuda.Stream(device)
-
-    def seconds(run: Callable[[], None]) -> float:
-        """Time one run, from a common start to the end of the slowest process."""
-        synchronize(device)
-        dist.barrier()
-        synchronize(device)
-        start_s = time.perf_counter()
-        run()
-        synchronize(device)
-        took_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=device)
-        dist.all_reduce(took_s, dist.ReduceOp.MAX)
-        return float(took_s.item())
-
     runs = forms(case, (x, y), buffers, streams)
-    # All processes get the slowest process's times, and therefore choose the same form.
-    timing = time_forms({name: partial(seconds, run) for name, run in runs.items()}, case.repeats)
-    alone = time_forms({"all-to-all": partial(seconds, partial(exchange_alone, buffers))}, 3)
+    timing = time_runs(runs, device, case.repeats)
+    alone = time_runs({"all-to-all": partial(exchange_alone, buffers)}, device, 3)
 
     for stale in (y, *buffers):
         stale.fill_(POISON)
-    seconds(runs[timing.form])
+    seconds(runs[timing.form], device)
     wrong_count = count_wrong(case, rank, y, device)
-    versions = {"torch": torch.__version__}
-    if not case.cpu:
-        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     alone_s = alone.forms_s["all-to-all"]
-    return row(WAY, case, timing, wrong_count, all_to_all_s=alone_s, versions=versions)
+    return row(WAY, case, timing, wrong_count, all_to_all_s=alone_s, versions=versions(case))
+
+
+def input_slab(case: Case, rank: int, device: Any) -> Any:
+    """Return the slab of process `rank` of the input."""
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+    slab = torch.empty((case.rows, case.size), dtype=dtype, device=device)
+    for start, stop in case.bands():
+        slab[start:stop] = expected(case, rank, start, stop, device, transposed=False)
+    return slab
+
+
+def time_runs(runs: Mapping[str, Callable[[], Any]], device: Any, repeats: int) -> Timing:
+    """Time the fastest form by `seconds`.
+
+    All processes get the slowest process's times, and therefore choose the same form.
+    """
+    timed = {name: partial(seconds, run, device) for name, run in runs.items()}
+    return time_forms(timed, repeats)
+
+
+def seconds(run: Callable[[], Any], device: Any) -> float:
+    """Time one run, from a common start to the end of the slowest process."""
+    import torch
+    import torch.distributed as dist
+
+    synchronize(device)
+    dist.barrier()
+    synchronize(device)
+    start_s = time.perf_counter()
+    run()
+    synchronize(device)
+    took_s = torch.tensor([time.perf_counter() - start_s], dtype=torch.float64, device=device)
+    dist.all_reduce(took_s, dist.ReduceOp.MAX)
+    return float(took_s.item())
+
+
+def versions(case: Case) -> dict[str, str]:
+    """Return the versions of torch and, on GPUs, of NCCL."""
+    import torch
+
+    of_nccl = {} if case.cpu else {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {"torch": torch.__version__, **of_nccl}
 
 
 def forms(
@@ -227,16 +270,7 @@ def synchronize(device: Any) -> None:
 
 def main() -> None:
     """Read the command line, start a process a GPU."""
-    options = read(parser(__doc__))
-    import torch
-
-    device_count = torch.cuda.device_count()
-    if not options.cpu and device_count < options.gpus:
-        sys.exit(f"expected {options.gpus} GPUs, torch finds {device_count}")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(
-            one_of_many, args=(os.path.join(folder, "store"), options), nprocs=options.gpus
-        )
+    start(read(parser(__doc__)), measure)
 
 
 if __name__ == "__main__":

@@ -83,11 +83,13 @@ def warn_once(
         warn(f"dask_p2p: {where}: {problem} ({cause}). {remedy}")
 
 
-def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> None:
-    """Pin memory until its owner is freed."""
+def pin_while(owner: Any, memory: np.ndarray[Any, Any]) -> Callable[[], Any]:
+    """Pin memory until its owner is freed, or the function that is returned is called."""
     unpin = register(memory)
     _start()
-    weakref.finalize(owner, _leaving.put, (unpin, memory)).atexit = False
+    ending = weakref.finalize(owner, _leaving.put, (unpin, memory))
+    ending.atexit = False
+    return ending
 
 
 def register(array: np.ndarray[Any, Any]) -> Callable[[], None]:

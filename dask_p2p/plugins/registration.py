@@ -15,6 +15,7 @@ from typing import Any, overload
 from weakref import WeakSet
 
 from dask_p2p import tuning
+from dask_p2p.config import transport_classes
 from dask_p2p.engine.task import current_worker, plugin_context
 from dask_p2p.errors import P2PError, P2PWarning, RegistrationError
 from dask_p2p.inputs import checked_client
@@ -89,6 +90,7 @@ def register_cluster(cluster: Any) -> None:
     The first call of each client then finds them there. The errors are those of `register`.
     """
     _report(cluster.sync(ask, cluster.scheduler_comm))
+    transport_classes()  # to search all packages for them takes 10 ms, once
 
 
 def connection_of(client: Any) -> Any:

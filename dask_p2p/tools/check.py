@@ -335,6 +335,9 @@ def _worker_problems(
     if pool_bytes and pool_bytes % POOL_GRANULE_BYTES:
         text = f"RMM's pool of {pool_bytes} bytes is not a multiple of 2 MiB"
         yield f"{text}: mapping it takes seconds for each peer", POOL_REMEDY
+    if worker["kind"] == "cupy" and resource in (None, "CudaMemoryResource"):
+        text = "GPU memory does not come from a pool: peers map each new array, 10 ms a GiB"
+        yield text, POOL_REMEDY
     if resource in ("CudaAsyncMemoryResource", "ManagedMemoryResource"):
         yield f"CUDA IPC cannot share memory of RMM's {resource}", POOL_REMEDY
     if resource not in (None, "CudaMemoryResource") and worker.get("cupy_uses_rmm") is False:

@@ -8,7 +8,7 @@ Importing this module adds it to arrays and datasets:
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from dask_p2p.errors import InputError, needs
 from dask_p2p.ops.arguments import check_names
@@ -219,30 +219,6 @@ class P2PAccessor(Generic[T]):
             return after
 
         return change_data(self._data, self._data, change)
-
-    @overload
-    def iterate(
-        self: P2PAccessor[xr.DataArray],
-        func: Callable[..., Any],
-        /,
-        depth: Any,
-        steps: int,
-        *,
-        fields: Sequence[xr.DataArray],
-        **kwargs: Any,
-    ) -> tuple[xr.DataArray, ...]: ...
-
-    @overload
-    def iterate(
-        self,
-        func: Callable[..., Any],
-        /,
-        depth: Any,
-        steps: int,
-        *,
-        fields: Any = ...,
-        **kwargs: Any,
-    ) -> T: ...
 
     def iterate(
         self,

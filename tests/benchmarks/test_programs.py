@@ -25,7 +25,7 @@ from benchmarks import (
     streams,
     transforms,
 )
-from benchmarks.rivals import copy_engines, mpi_fft
+from benchmarks.rivals import copy_engines, mpi_fft, torch_dtensor
 from tests.support import output_of
 
 pytestmark = pytest.mark.programs
@@ -95,9 +95,9 @@ def test_rivals_on_processors(tmp_path):
     rows = {(row["way"], row["size"]): row for row in json.loads(path.read_text())}
     assert rows[copy_engines.WAY, 64]["wrong"] == 0
     assert "no multiple of 2 GPUs" in rows[copy_engines.WAY, 65]["failed"]
-    assert rows[mpi_fft.WAY, 64].get("wrong", 0) == 0
-    if "wrong" not in rows[mpi_fft.WAY, 64]:
-        assert rows[mpi_fft.WAY, 64]["failed"] == "mpi4py_fft is not installed"
+    libraries = {mpi_fft: "mpi4py_fft", torch_dtensor: "torch"}
+    for row, library in ((rows[rival.WAY, 64], name) for rival, name in libraries.items()):
+        assert row.get("wrong") == 0 or row["failed"] == f"{library} is not installed"
 
 
 def test_results_as_one_chart(tmp_path):

@@ -49,6 +49,7 @@ def test_a_good_cluster_has_no_problems():
         ({"pool_bytes": 2**30 + 256}, "not a multiple of 2 MiB", "rmm_pool_size"),
         ({"memory_resource": "CudaAsyncMemoryResource"}, "CudaAsyncMemoryResource", "multiple"),
         ({"memory_resource": "ManagedMemoryResource"}, "ManagedMemoryResource", "multiple"),
+        ({"memory_resource": None}, "does not come from a pool", "rmm_pool_size"),
         ({"cupy_uses_rmm": False}, "not allocate from RMM's pool", "external_lib_list"),
         ({"mig": True}, "MIG", "whole GPUs"),
         ({"cannot_pin": "OSError: no"}, "cannot be pinned (OSError: no)", "ulimit -l, and memory"),

@@ -105,7 +105,7 @@ class ReplayedCalls:
             return False
         size_bytes, program = sum(int(block.nbytes) for block in blocks), self._ready.program
         return (
-            size_bytes < tuning.current.gpu_overlap_bytes
+            size_bytes < tuning.current.captured_bytes
             and self._table.has_one_dtype_by_shape()
             and not any(isinstance(literal, np.ndarray) for literal in program.literals.values())
             and all(is_replayable_step(step) for s in program.supersteps for step in s.steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any
 
 from dask_p2p.backends.dlpack import checked_library, wrap_in_library
 from dask_p2p.config import checked_options
@@ -29,67 +29,6 @@ from dask_p2p.sections.exchange.values import leaves
 from dask_p2p.types import DaskArray, DTypeLike
 
 
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: Literal[1] | Output = ...,
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    per_rank: tuple[()] = ...,
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> DaskArray: ...
-
-
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: Mapping[str, Output],
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: None = ...,
-    per_rank: tuple[()] = ...,
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> dict[str, DaskArray]: ...
-
-
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: Literal[1, 2, 3, 4, 5, 6, 7, 8] | Sequence[Output] = ...,
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    per_rank: Sequence[Any] = ...,
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> tuple[DaskArray, ...]: ...
-
-
-# The number of outputs is known only at run time: one array, or a tuple.
-@overload
-def spmd(
-    func: Callable[..., Any],
-    /,
-    *arrays: DaskArray | Whole,
-    outputs: int,
-    partition: Sequence[int] | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    per_rank: Sequence[Any] = ...,
-    as_library: str | None = ...,
-    **kwargs: Any,
-) -> DaskArray | Any: ...
-
-
 def spmd(
     func: Callable[..., Any],
     /,
@@ -101,7 +40,7 @@ def spmd(
     per_rank: Sequence[Any] = (),
     as_library: str | None = None,
     **kwargs: Any,
-) -> DaskArray | tuple[DaskArray, ...] | dict[str, DaskArray]:
+) -> Any:
     """Run a function on all workers at the same time: ``func(ctx, *local_blocks, **kwargs)``.
 
     The function runs once on each *rank*. A rank has one contiguous local block of each array,

@@ -93,13 +93,14 @@ class HaloWindows(HaloMover):
         self._barrier: DeviceBarrier | None = None
 
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
-        """Return whether a step takes a GPU longer than the host's three calls with overlap.
+        """Return whether halos take longer than the two calls for the boundary.
 
-        In a graph, these are three kernels.
+        In a graph, these are two kernels.
         """
         now = tuning.current
         least_bytes = now.graph_overlap_bytes if in_graph else now.gpu_overlap_bytes
-        return bool(self._received) and elements * self._item_bytes >= least_bytes
+        senders = self._received if in_graph else self._up
+        return bool(senders) and elements * self._item_bytes >= least_bytes
 
     def begin(self, arrays: Sequence[Array], in_background: bool) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that waits for messages and enqueues the rest."""

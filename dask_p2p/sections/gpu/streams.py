@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import inf
+from statistics import median
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +25,8 @@ from dask_p2p import tuning
 from dask_p2p.backends import checksum, device_of
 from dask_p2p.backends.device import MEMCPY_DEFAULT, device_work, wait_until_written
 from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.host import copy_on_host
+from dask_p2p.backends.pipelines import HostStreams, Ring
 from dask_p2p.errors import DeviceLostError
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.gpu.windows import NOT_READY, PeerMemory
@@ -282,3 +285,112 @@ def _drop(exported: list[Any]) -> None:
     if exported:
         with device_work():
             exported.clear()
+
+
+# Slabs of fields in host memory, for steps that go through a GPU.
+
+
+class SlabGpu(Host):
+    """A GPU whose current stream does all work."""
+
+    kind: ClassVar[Kind] = "cupy"
+    has_read_only: ClassVar[bool] = False
+
+    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
+        array: Array = self.module.empty(tuple(shape), dtype)
+        return array
+
+    def read_only(self, array: Array) -> Array:
+        return array
+
+    def checksum(self, array: Array) -> int:
+        self.module.cuda.get_current_stream().synchronize()
+        return super().checksum(array)
+
+    def to_host(self, value: Any) -> Any:
+        return value.get()
+
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        array[...] = self.module.asarray(host_array)
+
+    def assign(self, into: Array, array: Array) -> None:
+        into[...] = array
+
+
+class SlabSlots:
+    """Slots of a GPU for slabs in turn, and its three streams.
+
+    A *staged* part goes in and out through a slot of pinned host memory, which threads fill before
+    "up", and empty before they fill it for a later part.
+    """
+
+    def __init__(
+        self,
+        slot_bytes: int,
+        count: int,
+        warn: Callable[..., None],
+        is_timed: bool = False,  # whether events measure how long actions take
+        is_staged: bool = False,
+    ) -> None:
+        self.count, self._is_timed, self._is_staged = count, is_timed, is_staged
+        self._streams = HostStreams(warn)
+        self._ring = Ring(self._streams, count, slot_bytes, slot_bytes)
+        self._results = defaultdict[int, list[tuple[Array, Array]]](list)  # by part, to be emptied
+        with self._streams.streams["up"]:
+            for slot in self._ring.slots:
+                slot.memory[...] = 0  # rows are copied whole, with halos that no step fills
+        self._streams.synchronize()
+        self.array = self._ring.on_device
+        self._events: dict[str, list[tuple[Any, Any]]] = defaultdict(list)  # by name of action
+
+    @contextmanager
+    def action(self, name: str, part: int, after: Sequence[tuple[str, int]]) -> Iterator[None]:
+        """Return a context that queues an action of a part, after these actions of parts."""
+        with self._ring.queue_action(name, part, after) as stream, stream:
+            if not self._is_timed:
+                yield
+                return
+            start, stop = (self._streams.cupy.cuda.Event() for _ in range(2))
+            start.record(stream)
+            yield
+            stop.record(stream)
+            self._events[name].append((start, stop))
+
+    def copy_in(self, part: int, to: Array, rows: Array) -> None:
+        source = rows
+        if self._is_staged:
+            self._empty(part - self.count)
+            source = self._staged(part, to, rows)
+            copy_on_host(source, rows)
+        self._streams.copy_up(to, source)
+
+    def copy_out(self, part: int, rows: Array, array: Array) -> None:
+        to = rows
+        if self._is_staged:
+            to = self._staged(part, array, rows)
+            self._results[part].append((rows, to))
+        self._streams.copy_down(to, array)
+
+    def _staged(self, part: int, array: Array, like: Array) -> Array:
+        """Return the place in pinned memory of an array in the slot of a part."""
+        slot = self._ring.slots[part % self.count].memory
+        return self._ring.on_host(part, array.data.ptr - slot.data.ptr, like)
+
+    def _empty(self, part: int) -> None:
+        """Copy a part's results from pinned memory to the fields."""
+        for rows, staged_rows in self._results.pop(part, ()):
+            self._ring.wait("down", part)
+            copy_on_host(rows, staged_rows)
+
+    def wait(self) -> None:
+        """Wait until no copy uses the fields' memory."""
+        self._streams.synchronize()
+        for part in [*self._results]:
+            self._empty(part)
+
+    def action_s(self, name: str) -> float:
+        """Return the median time of the actions with this name in the first visit; 0: too few."""
+        elapsed_ms = self._streams.cupy.cuda.get_elapsed_time
+        # The first slab may compile kernels, and the last one is thinner.
+        times_ms = [elapsed_ms(*pair) for pair in self._events[name][1:-1]]
+        return median(times_ms) / 1e3 if times_ms else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from dask_p2p.backends.dlpack import checked_library
 from dask_p2p.config import checked_options
@@ -23,100 +23,7 @@ from dask_p2p.sections.iterate.arguments import (
 from dask_p2p.sections.iterate.fields import Field
 from dask_p2p.sections.iterate.output.stores import Checkpoint, Save
 from dask_p2p.sections.iterate.rank_loop import RunIteration
-from dask_p2p.types import BoundaryLike, DaskArray, DepthLike, DTypeLike
-
-
-@overload
-def iterate(
-    func: Callable[..., Any] | Sequence[Any],
-    fields: Mapping[str, Any],
-    /,
-    depth: DepthLike | Mapping[str, Any],
-    steps: int,
-    *,
-    boundary: BoundaryLike | Mapping[str, Any] = ...,
-    constants: Mapping[str, Any] = ...,
-    corners: bool = ...,
-    overlap: bool | Literal["auto"] = ...,
-    exchange: str = ...,
-    record: Mapping[str, Any] = ...,
-    save: Save | Sequence[Save] = ...,
-    checkpoint: Checkpoint | None = ...,
-    until: Callable[..., bool] | None = ...,
-    max_time: str | None = ...,
-    check_every: int = ...,
-    checkpoint_every: int | str | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    capture: bool | str = ...,
-    as_library: str | None = ...,
-    on_gpu: str | None = ...,
-    steps_per_visit: int | None = ...,
-    slab_rows: int | None = ...,
-    **kwargs: Any,
-) -> dict[str, Any]: ...
-
-
-@overload
-def iterate(
-    func: Callable[..., Any] | Sequence[Any],
-    fields: Sequence[DaskArray],
-    /,
-    depth: DepthLike,
-    steps: int,
-    *,
-    boundary: BoundaryLike = ...,
-    constants: Sequence[Any] = ...,
-    corners: bool = ...,
-    overlap: bool | Literal["auto"] = ...,
-    exchange: str = ...,
-    record: Mapping[str, Any] = ...,
-    save: Save | Sequence[Save] = ...,
-    checkpoint: Checkpoint | None = ...,
-    until: Callable[..., bool] | None = ...,
-    max_time: str | None = ...,
-    check_every: int = ...,
-    checkpoint_every: int | str | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    capture: bool | str = ...,
-    as_library: str | None = ...,
-    on_gpu: str | None = ...,
-    steps_per_visit: int | None = ...,
-    slab_rows: int | None = ...,
-    **kwargs: Any,
-) -> tuple[DaskArray, ...]: ...
-
-
-@overload
-def iterate(
-    func: Callable[..., Any] | Sequence[Any],
-    fields: DaskArray,
-    /,
-    depth: DepthLike,
-    steps: int,
-    *,
-    boundary: BoundaryLike = ...,
-    constants: Sequence[Any] = ...,
-    corners: bool = ...,
-    overlap: bool | Literal["auto"] = ...,
-    exchange: str = ...,
-    record: Mapping[str, Any] = ...,
-    save: Save | Sequence[Save] = ...,
-    checkpoint: Checkpoint | None = ...,
-    until: Callable[..., bool] | None = ...,
-    max_time: str | None = ...,
-    check_every: int = ...,
-    checkpoint_every: int | str | None = ...,
-    ranks: int | None = ...,
-    dtype: DTypeLike | None = ...,
-    capture: bool | str = ...,
-    as_library: str | None = ...,
-    on_gpu: str | None = ...,
-    steps_per_visit: int | None = ...,
-    slab_rows: int | None = ...,
-    **kwargs: Any,
-) -> DaskArray: ...
+from dask_p2p.types import DaskArray, DTypeLike
 
 
 def iterate(

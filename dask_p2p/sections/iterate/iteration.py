@@ -39,7 +39,7 @@ _CACHE_BYTES = 1 << 22  # of a slab and its results, without a GPU
 _GPU_SHARE = 0.5  # of the GPU's free memory, for slots of slabs; the function needs the rest
 _SLABS = 8  # of a local block, at least: copies of one are concurrent with steps of another
 _FIRST_SLABS, _MOST_SLABS = 32, 128  # of the first visit to a GPU, which is timed; of a later one
-_MOST_STEPS = 32  # of a visit
+_MOST_STEPS = 64  # of a visit
 _MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
 #: Least ratio of a slab's rows to those of its halo on one side, with the most steps. The rows of a
 #: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.94 of the time
@@ -212,9 +212,11 @@ class VisitPlan:
         fitting_rows = self._most_rows(ctx)
         #: By axis: number of elements that a step reads on each side of a point.
         self.depth = [max(max(spec.widest[a]) for spec in self._specs) for a in range(ndim)]
-        # One slab needs no halos of other slabs or ranks, and one slot.
+        # One slab needs no halos of other slabs or ranks, and one slot. Its copies are not
+        # concurrent with steps: only in long visits they take little time.
+        is_long = (iteration.steps_per_visit or _MOST_WHOLE_STEPS) > _MOST_STEPS
         is_whole = self.kind == "cupy" and ctx.size == 1 and iteration.slab_rows is None
-        is_whole = is_whole and rows + 2 * self.depth[0] <= STREAM_SLOTS * fitting_rows
+        is_whole = is_whole and is_long and rows + 2 * self.depth[0] <= STREAM_SLOTS * fitting_rows
         #: By axis: whether slabs or ranks divide it, so that its halo is for all steps of a visit.
         self.is_wide = [n > 1 or (axis == 0 and not is_whole) for axis, n in enumerate(ctx.grid)]
         self.is_periodic = [

@@ -17,14 +17,12 @@ function gets NumPy arrays, and slabs are small enough for a cache.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from statistics import median
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from dask.utils import format_bytes
@@ -33,7 +31,6 @@ from distributed import warn
 from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
-from dask_p2p.backends.pipelines import HostStreams, Ring
 from dask_p2p.errors import MemoryLimitError, P2PWarning
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
@@ -44,11 +41,12 @@ from dask_p2p.sections.context.loop import Loop
 from dask_p2p.sections.exchange.boundaries import At, Ends, functions_of, planned
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.halo import HaloLayout, HaloPart
+from dask_p2p.sections.gpu.streams import SlabGpu, SlabSlots
 from dask_p2p.sections.iterate.fields import FieldSpec
 from dask_p2p.sections.iterate.functions import Binding
 from dask_p2p.sections.iterate.iteration import Iteration, VisitPlan, levels_of
 from dask_p2p.sections.iterate.local_fields import LocalField, LocalFields
-from dask_p2p.types import Array, Kind
+from dask_p2p.types import Array
 
 _ALIGNMENT_BYTES = 512
 _FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
@@ -56,33 +54,6 @@ _FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-class SlabGpu(Host):
-    """A GPU whose current stream does all work."""
-
-    kind: ClassVar[Kind] = "cupy"
-    has_read_only: ClassVar[bool] = False
-
-    def empty(self, shape: Sequence[int], dtype: Any) -> Array:
-        array: Array = self.module.empty(tuple(shape), dtype)
-        return array
-
-    def read_only(self, array: Array) -> Array:
-        return array
-
-    def checksum(self, array: Array) -> int:
-        self.module.cuda.get_current_stream().synchronize()
-        return super().checksum(array)
-
-    def to_host(self, value: Any) -> Any:
-        return value.get()
-
-    def copy_from_host(self, array: Array, host_array: Any) -> None:
-        array[...] = self.module.asarray(host_array)
-
-    def assign(self, into: Array, array: Array) -> None:
-        into[...] = array
 
 
 @dataclass
@@ -143,9 +114,10 @@ class StreamedSteps:
         #: Without a reference to this object, as a cycle would keep the fields in memory.
         self._step_of = lambda name: step.value
         self._layouts: dict[Any, HaloLayout | None] = {}
-        self._slots: _HostSlots | _GpuSlots | None = None
+        self._slots: _HostSlots | SlabSlots | None = None
         self._constants: dict[str, Any] | None = None  # arguments that are the same in each step
         self._parts = 0  # number of slabs of all visits so far
+        self._is_staged = False  # whether fields go through other memory, which is pinned
 
     def make(self, step: int, loop: Loop) -> int:
         """Make the steps of a visit, until a callback is due; return their number."""
@@ -176,7 +148,7 @@ class StreamedSteps:
             self._plan.choose(dict(zip(actions, map(float, slowest), strict=True)))
             self._slots, self._parts = None, 0
 
-    def _visit(self, slots: _HostSlots | _GpuSlots, step: int, count: int) -> None:
+    def _visit(self, slots: _HostSlots | SlabSlots, step: int, count: int) -> None:
         """Queue the copies of all slabs, and make their steps."""
         all_rows, slabs = self._slabs, list[list[_SlabField]]()
         first, self._parts = self._parts, self._parts + len(all_rows)
@@ -187,8 +159,7 @@ class StreamedSteps:
             is_free = [("down", part - slots.count)] if part >= slots.count else []
             if not is_last:
                 slabs.append(self._slab_fields(all_rows[number], count))
-                with slots.action("up", part, is_free):
-                    self._copy_in(slots, part, *slabs[-2:])
+                self._place(slots, part, slabs[-1])
             if number:
                 rows, slab_fields = all_rows[number - 1], slabs[number - 1]
                 with slots.action("run", part - 1, [("up", part - 1), *is_free]):
@@ -196,21 +167,31 @@ class StreamedSteps:
                         self._share_rows(slab_fields, slabs[number])
                     self._compute(step, count, rows, slab_fields)
                 with slots.action("down", part - 1, [("run", part - 1)]):
-                    self._copy_out(slots, rows, slab_fields)
+                    self._copy_out(slots, part - 1, rows, slab_fields)
+            if not is_last:  # after the others: threads may fill memory first
+                with slots.action("up", part, is_free):
+                    self._copy_in(slots, part, *slabs[-2:])
+
+    @staticmethod
+    def _place(slots: Any, part: int, slab_fields: Sequence[_SlabField]) -> None:
+        """Set the arrays of a slab, which lie in the slot of a part."""
+        index = 0
+        for slab in slab_fields:
+            rows = slab.host_rows(slab.start, slab.stop)[0]
+            for _ in range(levels_of(slab.local.spec)):
+                slab.levels.append(slots.array(part, index, rows))
+                index += _aligned(rows.nbytes)
+            if not slab.local.spec.is_constant:
+                slab.spare = slab.levels.pop()
 
     @staticmethod
     def _copy_in(slots: Any, part: int, *slabs: Sequence[_SlabField]) -> None:
         """Copy the rows in of the last one of two slabs, which the other one does not have."""
-        index = 0
         for *before, slab in zip(*slabs, strict=True):
             first = max((other.stop - slab.start for other in before), default=0)
-            for rows in (all_rows := slab.host_rows(slab.start, slab.stop)):
-                slab.levels.append(slots.array(part, index, rows))
-                slots.copy_in(slab.levels[-1][first:], rows[first:])
-                index += _aligned(rows.nbytes)
-            if not slab.local.spec.is_constant:
-                slab.spare = slots.array(part, index, all_rows[0])
-                index += _aligned(all_rows[0].nbytes)
+            all_rows = slab.host_rows(slab.start, slab.stop)
+            for level, rows in zip(slab.levels, all_rows, strict=True):
+                slots.copy_in(part, level[first:], rows[first:])
 
     def _share_rows(self, slabs: Sequence[_SlabField], next_slabs: Sequence[_SlabField]) -> None:
         """Copy the rows to the next slab that both need, before steps change them."""
@@ -220,11 +201,13 @@ class StreamedSteps:
                 next_level[:count] = level[len(level) - count :]
 
     @staticmethod
-    def _copy_out(slots: Any, rows: tuple[int, int], slab_fields: Sequence[_SlabField]) -> None:
+    def _copy_out(
+        slots: Any, part: int, rows: tuple[int, int], slab_fields: Sequence[_SlabField]
+    ) -> None:
         for slab in (slab for slab in slab_fields if not slab.local.spec.is_constant):
             start, stop = (row - slab.start for row in rows)
             for host_rows, level in zip(slab.host_rows(*rows), slab.levels, strict=True):
-                slots.copy_out(host_rows, level[start:stop])
+                slots.copy_out(part, host_rows, level[start:stop])
 
     def current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update halos after a step; return a function of all values of some names."""
@@ -256,9 +239,9 @@ class StreamedSteps:
             return []
         return [(row, min(row + thickness, rows)) for row in range(0, rows, thickness)]
 
-    def _make_slots(self) -> _HostSlots | _GpuSlots:
+    def _make_slots(self) -> _HostSlots | SlabSlots:
         """Return memory for slabs, thinner ones if the GPU has too little."""
-        plan = self._plan
+        plan, warn = self._plan, partial(warn_once, _warn, "iterate")
         while True:
             slabs = [self._slab_fields(rows, plan.steps) for rows in self._slabs]
             slot_bytes = max(map(_slot_bytes, slabs), default=0)
@@ -266,7 +249,7 @@ class StreamedSteps:
                 return _HostSlots(slot_bytes)
             count = min(SLOTS, max(1, len(slabs)))
             try:
-                return _GpuSlots(slot_bytes, count, plan.is_timed)
+                return SlabSlots(slot_bytes, count, warn, plan.is_timed, self._is_staged)
             except MemoryError as exc:
                 if plan.slab_rows == 1 or not plan.is_wide[0]:
                     raise MemoryLimitError(
@@ -287,12 +270,15 @@ class StreamedSteps:
         }
         if self._device is HOST:
             return
-        for level in (level for f in self._fields for level in f.levels):
-            if level.data.nbytes:
-                try:
-                    pin_while(level, level.data)
-                except (module.cuda.runtime.CUDARuntimeError, MemoryError) as exc:
-                    warn_once(_warn, "iterate", CANNOT_PIN, f"{type(exc).__name__}: {exc}")
+        levels = [level for f in self._fields for level in f.levels if level.data.nbytes]
+        unpin = list[Callable[[], Any]]()
+        try:
+            unpin.extend(pin_while(level, level.data) for level in levels)
+        except (module.cuda.runtime.CUDARuntimeError, MemoryError) as exc:
+            warn_once(_warn, "iterate", CANNOT_PIN, f"{type(exc).__name__}: {exc}")
+            self._is_staged = True
+            for unpin_level in unpin:  # the slots may need all that can be pinned
+                unpin_level()
         module.cuda.Stream.null.synchronize()  # it has made the constants
 
     # --- one slab
@@ -434,50 +420,13 @@ class _HostSlots:
     def action(self, name: str, part: int, after: Any) -> Any:
         return nullcontext()
 
-    def copy_in(self, to: Array, rows: Array) -> None:
+    def copy_in(self, part: int, to: Array, rows: Array) -> None:
         np.copyto(to, rows)
 
     copy_out = copy_in
 
     def wait(self) -> None:
         pass
-
-
-class _GpuSlots:
-    """Slots of a GPU for slabs in turn, and its three streams."""
-
-    def __init__(self, slot_bytes: int, count: int, is_timed: bool) -> None:
-        self.count, self._is_timed = count, is_timed
-        self._streams = HostStreams(partial(warn_once, _warn, "iterate"))
-        self._ring = Ring(self._streams, count, slot_bytes, 0)
-        with self._streams.streams["up"]:
-            for slot in self._ring.slots:
-                slot.memory[...] = 0  # rows are copied whole, with halos that no step fills
-        self._streams.synchronize()
-        self.array = self._ring.on_device
-        self.copy_in, self.copy_out = self._streams.copy_up, self._streams.copy_down
-        self.wait = self._streams.synchronize
-        self._events: dict[str, list[tuple[Any, Any]]] = defaultdict(list)  # by name of action
-
-    @contextmanager
-    def action(self, name: str, part: int, after: Sequence[tuple[str, int]]) -> Iterator[None]:
-        """Return a context that queues an action of a part, after these actions of parts."""
-        with self._ring.queue_action(name, part, after) as stream, stream:
-            if not self._is_timed:
-                yield
-                return
-            start, stop = (self._streams.cupy.cuda.Event() for _ in range(2))
-            start.record(stream)
-            yield
-            stop.record(stream)
-            self._events[name].append((start, stop))
-
-    def action_s(self, name: str) -> float:
-        """Return the median time of the actions with this name in the first visit; 0: too few."""
-        elapsed_ms = self._streams.cupy.cuda.get_elapsed_time
-        # The first slab may compile kernels, and the last one is thinner.
-        times_ms = [elapsed_ms(*pair) for pair in self._events[name][1:-1]]
-        return median(times_ms) / 1e3 if times_ms else 0.0
 
 
 def _warn(text: str) -> None:

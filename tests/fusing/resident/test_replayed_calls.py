@@ -306,7 +306,7 @@ def test_calls_that_go_on_one_by_one(gpu, replayed, monkeypatch, how):
     if how == "one GPU":
         monkeypatch.setattr(cuda_ipc, "gpu_uuid", lambda: "gpu")
     elif how == "large":
-        tune(monkeypatch, gpu_overlap_bytes=1000)
+        tune(monkeypatch, captured_bytes=1000)
     elif how == "few calls":
         tune(monkeypatch, replay_after_calls=CALLS)
     elif how == "no windows":

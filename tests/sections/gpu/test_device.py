@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from functools import partial
 from types import SimpleNamespace
 from weakref import ref
 
@@ -55,7 +56,7 @@ def test_what_is_no_array_of_the_device(gpu, returned):
 
 
 def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
-    """But not for small local blocks: the function is called three times in a step."""
+    """But not of one host, or for small blocks: the function is called three times in a step."""
     # The emulated kernel records its calls. The second step computes the whole block, too.
     monkeypatch.setattr(overlap, "is_replayable", lambda function: True)
     calls = []
@@ -64,12 +65,13 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
         calls.append(out.shape)
         out[:] = u[1:-1, 1:-1]
 
-    counts = (1, 0, 3), (2, LARGE.nbytes, 2 * 3), (2, 0, 2 * (1 + 1 + 2 * 3))
-    for ranks, least_bytes, count in counts:
+    often = 2 * (1 + 1 + 2 * 3)
+    cases = (1, 0, False, 3), (2, LARGE.nbytes, False, 6), (2, 0, True, 6), (2, 0, False, often)
+    for ranks, least_bytes, has_windows, count in cases:
         tune(monkeypatch, gpu_overlap_bytes=least_bytes)
         calls.clear()
         y = iterate(kernel(gpu, counted), array(gpu, LARGE, (12, 30)), 1, 3, ranks=ranks)
-        run_section(gpu, y, [LARGE])
+        run_section(gpu, y, [LARGE], device=partial(Gpu, has_windows=has_windows))
         assert len(calls) == count
     assert {*calls} == {(12, 30), (10, 30), (1, 30)}
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
-from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
+from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError, P2PWarning
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections.iterate.iteration import VisitPlan
 from tests.sections.emulated import kernel, rank_tasks
@@ -181,10 +181,36 @@ def test_values_of_an_emulated_gpu(gpu, boundary, sizes):
     assert gpu.pageable_copies == 0
 
 
+@pytest.mark.parametrize("refused", [0, 1])
+@pytest.mark.parametrize("sizes", [(1, 4), (3, 2), (3, 7), (None, None)])
+def test_fields_that_cannot_be_pinned(gpu, monkeypatch, sizes, refused):
+    """Slots of pinned memory are between fields and GPU; levels pinned before are unpinned."""
+    pin, calls = gpu.pin, []
+
+    def refuse(*args):
+        calls.append(args)
+        if len(calls) == refused + 1:
+            raise MemoryError("no more")
+        pin(*args)
+
+    def step(u, older, out):
+        out[...] = u[1:-1, 1:-1] + 0.1 * (u[2:, 1:-1] - older)
+
+    fields, options = (array(), array(X + 1)), {"depth": [1, 0], "steps": 7, "ranks": 1}
+    expected = computed(*(x.map_blocks(np.asarray) for x in iterate(step, fields, **options)))
+    monkeypatch.setattr(gpu, "pin", refuse)
+    options |= {"steps_per_visit": sizes[0], "slab_rows": sizes[1]}
+    with pytest.warns(P2PWarning, match="cannot be pinned"):
+        values = computed(*streamed(kernel(gpu, step), fields, **options))
+    assert np.array_equal(values, expected)
+    gpu.check()
+    assert gpu.pageable_copies == 0
+
+
 @pytest.mark.parametrize(
     ("up_s", "run_s", "steps", "rows"),
     [
-        (1e-3, 1e-6, {32}, {16}),  # a slow bus: long visits
+        (1e-3, 1e-6, {64}, {16}),  # a slow bus: long visits
         (1e-6, 1e-3, {1}, {16}),  # a slow function: no step twice
         (1e-4, 1e-5, {8, 16}, {64, 128}),  # thicker slabs make fewer steps twice
     ],
@@ -211,7 +237,7 @@ def test_gpu_with_less_memory_than_expected(gpu, monkeypatch, rows):
     monkeypatch.setattr("dask_p2p.sections.iterate.iteration.free_bytes", lambda: 1 << 40)
     gpu.limit_bytes = 12_000
     (expected,) = computed(iterate(star, array(), 1, 7, ranks=1).map_blocks(np.asarray))
-    y = streamed(kernel(gpu, star), array(), 1, 7, ranks=1, steps_per_visit=1, slab_rows=rows)
+    y = streamed(kernel(gpu, star), array(), 1, 7, ranks=1, slab_rows=rows)
     if rows is None:
         with pytest.raises(MemoryLimitError, match="of free memory on the GPU for slabs of 24"):
             computed(y)
