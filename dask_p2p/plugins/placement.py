@@ -2,7 +2,7 @@
 
 The scheduler does not reject a task for the size of its whole dependencies, and it places a task by
 the regions that the task reads. In a transpose all workers hold about the same number of these
-bytes, so tasks are spread evenly. `dask_p2p.plugins.placement` places the ranks of a gang.
+bytes, so tasks are spread evenly. A worker that holds more gets no more than its share of them.
 
 An `Overlay` replaces each private method of Dask's scheduler, and forwards all other calls to the
 original method.
@@ -114,6 +114,11 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
             ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies}
         )
         enough = max(elements_of.values(), default=0) - _TOLERANCE * sum(elements_of.values())
+        preferred = [ws for ws, elements in elements_of.items() if elements >= enough]
+        if len(preferred) < len(elements_of):
+            threads = sum(ws.nthreads for ws in elements_of)
+            if all(_has_share(ts, ws, threads) for ws in preferred):
+                enough = 0
 
         def objective(ts: Any, ws: Any) -> tuple[Any, ...]:
             return (elements_of[ws] < enough, ws.occupancy / ws.nthreads, ws.nbytes)
@@ -142,6 +147,12 @@ def count_held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter
         for worker in who_has[key]:
             elements_of[worker] += elements
     return elements_of
+
+
+def _has_share(ts: Any, ws: Any, threads: int) -> bool:
+    """Return whether a worker, with its part of these threads, has its part of a task's layer."""
+    placed = sum(task.group is ts.group for task in ws.processing)
+    return placed * threads >= len(ts.group) * int(ws.nthreads)
 
 
 def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) -> Any:
