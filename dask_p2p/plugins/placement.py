@@ -27,6 +27,8 @@ _ROOTISH = "is_rootish"
 # Workers rank equal if they hold less than the best one by at most this fraction of a task's input.
 # Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest slab.
 _TOLERANCE = 0.1
+# A worker with this fraction of a task's input is preferred though it has its share of the layer.
+_NEARLY_ALL = 0.75
 _MOST_SOURCES = 4096  # most sources of a ranked task; with more, a task reads from all workers
 
 
@@ -113,9 +115,10 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
         elements_of = count_held_elements(
             ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies}
         )
-        enough = max(elements_of.values(), default=0) - _TOLERANCE * sum(elements_of.values())
+        most, total = max(elements_of.values(), default=0), sum(elements_of.values())
+        enough = most - _TOLERANCE * total
         preferred = [ws for ws, elements in elements_of.items() if elements >= enough]
-        if len(preferred) < len(elements_of):
+        if len(preferred) < len(elements_of) and most < _NEARLY_ALL * total:
             threads = sum(ws.nthreads for ws in elements_of)
             if all(_has_share(ts, ws, threads) for ws in preferred):
                 enough = 0
