@@ -89,9 +89,9 @@ class Tuning:
     #: a quarter of the step at 128 x 128, nothing measurable from 512 x 512 on. Overlap hides the
     #: network, so it is useless between ranks of one host.
     overlap_elements: int = 1 << 18
-    #: Least size of a local block on a GPU for overlap, if halos come from other hosts. Halos of a
-    #: host come as fast as parts of the boundary are computed: on two H200, a 25-point step in
-    #: float32 of 512 MiB took 0.70 to 0.74 ms with overlap and without.
+    #: Least size of a local block on a GPU for overlap, if halos come by messages. Other halos come
+    #: as fast as parts of the boundary are computed. On two H200, a 25-point step in float32 of 512
+    #: MiB took 0.70 to 0.74 ms with overlap and without.
     gpu_overlap_bytes: int = 2**28
     #: The same for captured steps, whose exchange has a stream of its own. On two H200,
     #: this took 0.109 ms in place of 0.119 for 64 MiB, and 0.0405 in place of 0.0400 for 8 MiB.

@@ -3,8 +3,8 @@
     python -m benchmarks.rivals.torch_dtensor --gpus 8 --size 65536 --size 131072
 
 One process a GPU. `redistribute` changes the placement from `Shard(0)` to `Shard(1)` by an
-all-to-all of NCCL, and each process copies the transpose of its shard into memory order. Both
-orders are tried. The faster form is reported.
+all-to-all of NCCL, and each process copies the transpose of its shard into memory order. The
+program times both orders, and reports the faster one.
 """
 
 from __future__ import annotations

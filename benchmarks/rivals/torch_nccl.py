@@ -215,8 +215,8 @@ def versions(case: Case) -> dict[str, str]:
     """Return the versions of torch and, on GPUs, of NCCL."""
     import torch
 
-    of_nccl = {} if case.cpu else {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
-    return {"torch": torch.__version__, **of_nccl}
+    nccl = {} if case.cpu else {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    return {"torch": torch.__version__, **nccl}
 
 
 def forms(

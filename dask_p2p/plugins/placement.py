@@ -2,7 +2,7 @@
 
 The scheduler does not reject a task for the size of its whole dependencies, and it places a task by
 the regions that the task reads. In a transpose all workers hold about the same number of these
-bytes, so tasks are spread evenly. A worker that holds more gets no more than its share of them.
+bytes, so tasks are spread evenly. A worker that holds more, but not nearly all, gets its share.
 
 An `Overlay` replaces each private method of Dask's scheduler, and forwards all other calls to the
 original method.

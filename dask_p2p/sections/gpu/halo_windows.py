@@ -93,9 +93,9 @@ class HaloWindows(HaloMover):
         self._barrier: DeviceBarrier | None = None
 
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
-        """Return whether halos take longer than the two calls for the boundary.
+        """Return whether halos by messages take longer than the two calls for the boundary.
 
-        In a graph, these are two kernels.
+        In a graph, so may halos in windows, and the calls are two kernels.
         """
         now = tuning.current
         least_bytes = now.graph_overlap_bytes if in_graph else now.gpu_overlap_bytes

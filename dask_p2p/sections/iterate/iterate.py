@@ -131,9 +131,9 @@ def iterate(
         the boundary, in two parts for each divided axis. It must compute parts as it computes the
         whole, apart from rounding errors: the second step compares both. "auto", the default,
         overlaps if halos come from another host and local blocks have at least 2**18 elements, or
-        256 MiB for CuPy blocks, 32 MiB in captured steps. Then the code of `func` must also show
-        that it depends on its arguments alone, as for `capture`, and its values for parts must have
-        the same bits.
+        256 MiB for CuPy blocks. Captured steps overlap from 32 MiB on. Then the code of `func` must
+        also show that it depends on its arguments alone, as for `capture`, and its values for parts
+        must have the same bits.
     exchange : {"auto", "diagonal", "left-right", "pairwise"}, optional
         Order of messages in halo exchanges: see `dask_p2p.results.Context.redistribute`.
     record : mapping, optional

@@ -168,7 +168,7 @@ class StreamedSteps:
                     self._compute(step, count, rows, slab_fields)
                 with slots.action("down", part - 1, [("run", part - 1)]):
                     self._copy_out(slots, part - 1, rows, slab_fields)
-            if not is_last:  # after the others: threads may fill memory first
+            if not is_last:  # at the end, as threads may fill a slot before its copy
                 with slots.action("up", part, is_free):
                     self._copy_in(slots, part, *slabs[-2:])
 

@@ -27,7 +27,7 @@ TRANSPORT = PinnedTransport
 WHOLE = ((0, 6), (0, 10))
 
 
-MADE = weakref.WeakSet()
+SEGMENTS = weakref.WeakSet()
 
 
 @pytest.fixture(autouse=True)
@@ -37,16 +37,16 @@ def _note_segments(monkeypatch):
 
     def note(size_bytes):
         segment = make(size_bytes)
-        MADE.add(segment)
+        SEGMENTS.add(segment)
         return segment
 
-    MADE.clear()
+    SEGMENTS.clear()
     monkeypatch.setattr(Segment, "make", note)
 
 
 def inodes():
     """Of which files there are segments that were made here."""
-    return [segment.name.inode for segment in list(MADE)]
+    return [segment.name.inode for segment in list(SEGMENTS)]
 
 
 def shared_files():
@@ -289,16 +289,16 @@ def on_gpu(gpu, setup, loop, monkeypatch):
     access, make, open_segment = gpu.access, Segment.make, Segment.open
     distances = weakref.WeakKeyDictionary()  # in words, to where the reader has mapped a segment
 
-    def access_made(work, timeline, clock, words, is_write):
+    def access_mapped(work, timeline, clock, words, is_write):
         for segment, distance in list(distances.items()):
             if words and 0 <= 8 * min(words) - segment.ptr < segment.bytes.nbytes:
                 words = [word + distance for word in words]
         access(work, timeline, clock, words, is_write)
 
-    def open_made(name):
+    def open_mapped(name):
         segment = open_segment(name)
-        (made,) = (segment for segment in list(MADE) if segment.name == name)
-        distances[segment] = (made.ptr - segment.ptr) // 8
+        (source,) = (source for source in list(SEGMENTS) if source.name == name)
+        distances[segment] = (source.ptr - segment.ptr) // 8
         return segment
 
     def make_zeros(size_bytes):
@@ -306,9 +306,9 @@ def on_gpu(gpu, setup, loop, monkeypatch):
         gpu.do(HOST, "the system", writes=[segment.bytes])
         return segment
 
-    monkeypatch.setattr(gpu, "access", access_made)
+    monkeypatch.setattr(gpu, "access", access_mapped)
     monkeypatch.setattr(Segment, "make", make_zeros)
-    monkeypatch.setattr(Segment, "open", open_made)
+    monkeypatch.setattr(Segment, "open", open_mapped)
     monkeypatch.setattr(buffers, "_per_thread", threading.local())
     setup.gpu, setup.kind, setup.to_numpy = gpu, "cupy", gpu.read
 
