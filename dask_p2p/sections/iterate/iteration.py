@@ -41,10 +41,10 @@ _SLABS = 8  # of a local block, at least: copies of one are concurrent with step
 _FIRST_SLABS, _MOST_SLABS = 32, 128  # of the first visit to a GPU, which is timed; of a later one
 _MOST_STEPS = 64  # of a visit
 _MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
-#: Least ratio of a slab's rows to those of its halo on one side, with the most steps. The rows of a
-#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.94 of the time
-#: in core with 12, and 1.05 with 4.
-_LEAST_RATIO: dict[Kind, int] = {"cupy": 4, "numpy": 12}
+#: Least ratio of a slab's rows to those of its halo on one side, with the most steps. Each slab
+#: needs memory for its halo, and the halos of a local block are computed twice. On two cores,
+#: 4096 x 4096 float64 by five points took 0.53 of the time in core with 6, and 0.60 with 12.
+_LEAST_RATIO: dict[Kind, int] = {"cupy": 2, "numpy": 6}
 
 
 @dataclass(frozen=True)
@@ -246,6 +246,13 @@ class VisitPlan:
         self.is_timed = bool(is_on_gpus) and self.is_wide[0] and None in self._requested
         slabs = _FIRST_SLABS if self.is_timed else _SLABS if self.is_wide[0] else 1
         by_size = -(-rows // slabs)
+        #: Rows that a slab takes over from the previous one after each step: what steps read beyond
+        #: their own rows in levels that are 1, 2, ... steps old, and `depth` more at the first end.
+        self.strip_rows = max(
+            (age + 1) * self.depth[0] + max(depth[0])
+            for spec in self._specs
+            for age, depth in enumerate(spec.depths, 1)
+        )
         if self.is_wide[0]:
             by_size = min(by_size, max(most_rows, halo_rows))
         self.slab_rows = iteration.slab_rows or max(1, by_size)
@@ -265,10 +272,12 @@ class VisitPlan:
 
         def step_s(sizes: tuple[int, int]) -> float:
             steps, rows = sizes
-            slabs, halo_rows = -(-self._rows // rows), self.depth[0] * (steps - 1)
+            slabs, later_steps = -(-self._rows // rows), steps - 1
             up, down = (rows * row_s[action] for action in ("up", "down"))
-            run = steps * (rows + halo_rows) * row_s["run"]
-            return (up + (slabs - 1) * max(up, run, down) + run + down) / steps
+            run = (steps * rows + later_steps * self.strip_rows) * row_s["run"]
+            halo_rows = steps * later_steps * self.depth[0]  # at both ends of the local block
+            last = run + halo_rows * row_s["run"] + down
+            return (up + (slabs - 1) * max(up, run, down) + last) / steps
 
         pairs = sorted(product(map(int, steps_of_visits), rows_of_slabs))
         fitting = [(k, n) for k, n in pairs if n + 2 * k * self.depth[0] <= self._fitting_rows]
@@ -286,7 +295,7 @@ class VisitPlan:
                 f"steps_per_visit: expected at most {longest}, as its halo is not longer than an "
                 f"axis, got {requested}. Give a smaller number."
             )
-        slab = min(most_rows, max(1, rows // _SLABS))
+        slab = min(most_rows // 2, max(1, rows // _SLABS))
         chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO[self.kind] * self.depth[0]))
         chosen = chosen if self.is_wide[0] else _MOST_WHOLE_STEPS
         return max(1, min(requested or chosen, longest, iteration.steps))
