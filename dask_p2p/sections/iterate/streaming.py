@@ -9,9 +9,9 @@ that it makes. So each step ends `depth` rows before the last one, and the next 
     step 1         ................|..............|.........................
     step 2              .......|..............|.........................           copied out
 
-No row between slabs is computed twice. A slab hands on what the next one reads beyond its own rows:
-before the steps the last rows that were copied in, and after each step its last rows, in *strips*.
-Each row goes in once and out once in a visit, in three concurrent streams of copies and steps.
+No row between slabs is computed twice. The next slab also reads the last rows of a slab: those that
+were copied in, before the first step, and those of each result, which *strips* keep for it. Each
+row goes in once and out once in a visit, in three concurrent streams of copies and steps.
 Results go where the rows came from: fields need no second memory on the host. Without a GPU the
 function gets NumPy arrays, and slabs are small enough for a cache.
 """
@@ -363,7 +363,7 @@ class StreamedSteps:
                     self._complete(fields[name], region, number)
 
     def _complete(self, slab: _SlabField, region: Box, number: int) -> None:
-        """Add what the next step reads beyond a result, and keep the rows that the next slab does.
+        """Add the rows and ends beyond a result, and keep its last rows for the next slab.
 
         The first slab gets old rows of a strip, which it does not read.
         """
