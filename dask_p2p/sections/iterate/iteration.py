@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from dask.utils import funcname
 
 from dask_p2p.backends.base import SLOTS as STREAM_SLOTS
 from dask_p2p.backends.cupy import free_bytes
@@ -45,6 +46,9 @@ _MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
 #: needs memory for its halo, and the halos of a local block are computed twice. On two cores,
 #: 4096 x 4096 float64 by five points took 0.53 of the time in core with 6, and 0.60 with 12.
 _LEAST_RATIO: dict[Kind, int] = {"cupy": 2, "numpy": 6}
+_ACTIONS = "up", "run", "down"
+#: Seconds that a row took in each action in this process, by function and fields, for later runs.
+_row_times: dict[Hashable, list[float]] = {}
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,8 @@ def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int, is_streamed: bool) ->
 class VisitPlan:
     """The number of steps of a visit, the rows of a slab, and the halos that they need.
 
-    A GPU's first visit is short. `choose` then finds the sizes by its times.
+    A GPU's first visit is short. `choose` then finds the sizes by its times, also those of later
+    runs of the same function in this process.
 
     Raises `InputError` if they do not fit the array, and `MemoryLimitError` if a GPU has too little
     memory.
@@ -227,9 +232,14 @@ class VisitPlan:
         pairs = [(length, width) for length, width in zip(shape, widths, strict=True) if width]
         longest = min((length // width for length, width in pairs), default=iteration.steps)
         steps = self._most_steps(iteration, rows, fitting_rows, longest)
-        agreed = ctx.allreduce(np.array([steps, fitting_rows, self.kind == "cupy", -rows]), "min")
+        names = tuple(funcname(phase.function) for phase in iteration.phases)
+        fields = tuple((spec.dtype.str, spec.depths) for spec in self._specs)
+        self._key = names, fields, shape, tuple(ctx.grid)
+        row_times = _row_times.get(self._key, [inf] * len(_ACTIONS))
+        figures = [steps, fitting_rows, self.kind == "cupy", -rows, *np.negative(row_times)]
+        agreed = ctx.allreduce(np.array(figures), "min")
         #: The number of steps of a visit, at first and at most.
-        self.steps, self._fitting_rows, is_on_gpus, least = map(int, agreed)
+        self.steps, self._fitting_rows, is_on_gpus, least = map(int, agreed[:4])
         self.most_steps, self._rows = self.steps, -least
         #: The fields with halos for all steps of a visit.
         self.specs = list(map(self._widened, self._specs))
@@ -256,14 +266,19 @@ class VisitPlan:
         if self.is_wide[0]:
             by_size = min(by_size, max(most_rows, halo_rows))
         self.slab_rows = iteration.slab_rows or max(1, by_size)
-        if self.is_timed and iteration.steps_per_visit is None:
+        if self.is_timed and np.isfinite(agreed).all():
+            self.choose(-agreed[4:])
+        elif self.is_timed and iteration.steps_per_visit is None:
             self.steps = 1
 
-    def choose(self, row_s: Mapping[str, float]) -> None:
+    def choose(self, row_times: Sequence[float]) -> None:
         """Choose the sizes by the seconds that a row takes "up", in one step's "run", and "down".
 
         A visit takes as long as the slowest of the three for all slabs, and as the others for one.
         """
+        self.is_timed = False
+        _row_times[self._key] = [*row_times]
+        row_s = dict(zip(_ACTIONS, map(float, row_times), strict=True))
         requested_steps, requested_rows = self._requested
         doubled = (1 << number for number in range(self.most_steps.bit_length()))
         steps_of_visits = [self.steps] if requested_steps else [*doubled, self.most_steps]
@@ -285,7 +300,9 @@ class VisitPlan:
             fitting or [(self.steps, self.slab_rows)], key=step_s
         )
         expected_ms = 1e3 * step_s(sizes)
-        logger.info("visits of %d steps to slabs of %d rows: %.3g ms a step", *sizes, expected_ms)
+        is_by_bus = max(row_s["up"], row_s["down"]) > sizes[0] * row_s["run"]
+        text = "visits of %d steps to slabs of %d rows: %.3g ms a step, as long as %s takes"
+        logger.info(text, *sizes, expected_ms, "the bus" if is_by_bus else "the function")
 
     def _most_steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
         """Return the number of steps of a visit: the argument, or a number for thick slabs."""

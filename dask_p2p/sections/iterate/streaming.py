@@ -135,19 +135,18 @@ class StreamedSteps:
             finally:
                 slots.wait()  # no copy uses the fields' memory
         if self._plan.is_timed:
-            self._plan.is_timed = False
             self._choose_sizes(slots, count)
         self._is_stale = True
         return count
 
     def _choose_sizes(self, slots: Any, count: int) -> None:
         """Choose the sizes of later visits by the times of the first one; the same on all ranks."""
-        rows, actions = self._plan.slab_rows, ("up", "run", "down")
-        seconds = [slots.action_s(action) for action in actions]
-        per_row = np.array(seconds) / (rows, count * rows, rows)
+        plan, self._plan.is_timed = self._plan, False
+        seconds = [slots.action_s(action) for action in ("up", "run", "down")]
+        per_row = np.array(seconds) / plan.slab_rows / (1, count, 1)
         slowest = self._ctx.allreduce(per_row, "max")
         if slowest.all():
-            self._plan.choose(dict(zip(actions, map(float, slowest), strict=True)))
+            plan.choose(slowest)
             self._slots, self._parts = None, 0
 
     def _visit(self, slots: _HostSlots | SlabSlots, step: int, count: int) -> None:
