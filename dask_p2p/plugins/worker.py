@@ -12,6 +12,7 @@ Methods of `P2PPlugin` run on the worker's event loop, those of `DaskWorkerConte
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -124,11 +125,16 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def _warm_up(self) -> None:
         """Compile the kernels before a task needs them, which takes seconds once per machine."""
         backend = worker_backend()
+        # Import CuPy in this thread, which also unpickles messages: if two threads import CuPy
+        # concurrently, one may fail, and Dask then stops reading a stream.
+        with suppress(Exception):
+            _ = backend.module
+        # A full collection visits all objects of all modules, for 20 to 90 ms. Workers that do the
+        # same work collect at the same time. The user's objects come later, or in other processes.
+        if self._worker.nanny is not None and not self._worker.state.tasks:
+            gc.freeze()
         if backend.on_device:
             try:
-                # Import CuPy in this thread, which also unpickles messages: if two threads import
-                # CuPy concurrently, one may fail, and Dask then stops reading a stream.
-                _ = backend.module
                 await self._context.offload(backend.warm_up)
                 self._device_bytes = await self._context.offload(backend.device_bytes)
             except Exception:  # the first task will fail in the same way, with an error
