@@ -235,23 +235,18 @@ def explain(*collections: Any) -> str:
             raise UnsupportedArrayError(obstacle)
         cluster = cluster_of(workers_of(current_client()).values())
         options, kinds = checked_options(), optimizers[0].kinds
-        graph, keys, declared = _graph_of(explained, expr)
+        # The graph that the scheduler gets, before it is fused.
+        declared: Mapping[str, DeclaredBlocks] = {}
+        if arrays_of(expr):
+            planned = expr.optimize()
+            graph, keys = planned.__dask_graph__(), list(flatten(planned.__dask_keys__()))
+            declared = blocks_of_expression(planned)
+        else:
+            graph = HighLevelGraph.merge(*(x.__dask_graph__() for x in explained))
+            keys = [x.__dask_keys__() for x in explained]
         return str(choice_of(graph, keys, cluster, options, kinds, declared=declared))
     except UnsupportedArrayError as exc:
         return f"by Dask's tasks: {exc}"
-
-
-def _graph_of(collections: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
-    """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
-
-    The third value has the declared blocks of expressions, by name.
-    """
-    if arrays_of(expr):
-        planned = expr.optimize()
-        keys = list(flatten(planned.__dask_keys__()))
-        return planned.__dask_graph__(), keys, blocks_of_expression(planned)
-    graph = HighLevelGraph.merge(*(collection.__dask_graph__() for collection in collections))
-    return graph, [collection.__dask_keys__() for collection in collections], {}
 
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:

@@ -98,8 +98,7 @@ def _written(
             writer.add_assembly(key, node)
         elif not isinstance(node, DataNode):
             writer.add(key, node)
-    writer.add_wholes(sizes_bytes)
-    return writer.programs()
+    return writer.programs(sizes_bytes)
 
 
 def _most_bytes(
@@ -158,12 +157,10 @@ class _Writer:
         size_bytes = prod(shape) * int(block.dtype.itemsize)
         self._largest_bytes = max(self._largest_bytes, size_bytes)
 
-    def add_wholes(self, sizes_bytes: Mapping[Key, int]) -> None:
+    def programs(self, sizes_bytes: Mapping[Key, int]) -> list[Program]:
         for (key, rank), superstep in self._wholes.items():
             self._send(WholeValue(key), rank, superstep)
             self._largest_bytes = max(self._largest_bytes, sizes_bytes.get(key, 1))
-
-    def programs(self) -> list[Program]:
         reads_memory = self._largest_bytes >= tuning.current.read_bytes
         return [self._program(rank, reads_memory) for rank in range(len(self._steps))]
 

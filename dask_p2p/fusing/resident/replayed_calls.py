@@ -358,6 +358,7 @@ class HandleTable:
         self._inputs: list[tuple[int, Any] | None] = []  # argument and index; None: a constant
         self._blocks = list(blocks)  # of the inputs
         self._outputs = [[key[1:] for key in keys] for keys in program.outputs]
+        self.results = len(self._outputs)
         #: Blocks by handle. Argument n has the number -1 - n.
         self.handles: dict[int, dict[Any, Any]] = {}
         numbers = {name: number for number, name in enumerate(arguments)}
@@ -384,10 +385,6 @@ class HandleTable:
             parts.append(bytearray(state[start : start + size]))  # a copy: functions may write
             start += size
         self.handles |= loads(parts[0], buffers=parts[1:])
-
-    @property
-    def results(self) -> int:
-        return len(self._outputs)
 
     def has_one_dtype_by_shape(self) -> bool:
         """Return whether all handles with blocks of the same shapes have the same dtypes, too."""

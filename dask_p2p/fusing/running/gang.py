@@ -342,7 +342,6 @@ class FusedGang:
         return replace(self, own_token=token, ranks=ranks)
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Any]:
-        """Return the tasks of its ranks and of the commit, and those that stay with Dask."""
         new_names = dict(zip(self.arguments, names, strict=True))
 
         def renamed(key: Any) -> Key:

@@ -139,7 +139,6 @@ class GangLayer:
 
     @property
     def token(self) -> str:
-        """Token that identifies the array, without its inputs."""
         return f"{self.number}-{self.work.own_token}"
 
     def __dask_tokenize__(self) -> Any:
@@ -147,20 +146,16 @@ class GangLayer:
 
     @property
     def chunks(self) -> Chunks:
-        """Chunks of the array."""
         chunks: Any = self.work.chunks(self.number)  # not a number where it is unknown
         return tuple(chunks)
 
     def meta(self, first: Any) -> Array:
-        """Return an empty array like the blocks."""
         return self.work.meta(self.number)
 
     def name(self, token: str) -> str:
-        """Return the name of the array."""
         return f"{self.work.prefix}-{self.number}-{token}"
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
-        """Return the tasks of the ranks, of the commit and of the array's blocks."""
         gang = GangTasks.for_inputs(self.work, inputs)
         keys = self.work.keys(name, self.number)
         return {**gang.tasks, **output_tasks(gang.name, self.number, keys)}
@@ -180,7 +175,6 @@ class Section:
         return str(tokenize(self.prefix, self.body, self.options))
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Task]:
-        """Return the tasks of its ranks and of the commit."""
         ranks = self.body.ranks
         blocks = [
             [
@@ -192,17 +186,14 @@ class Section:
         return gang_tasks(gang, ranks, [self.body] * ranks.size, blocks, self.options)
 
     def chunks(self, number: int) -> tuple[tuple[float, ...], ...]:
-        """Return the chunks of one of the arrays."""
         return self.body.outputs.specs[number].chunks(self.body.ranks)
 
     def meta(self, number: int) -> Array:
-        """Return an empty array of the same kind as one of the arrays."""
         output = self.body.outputs.specs[number]
         kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
         return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
 
     def keys(self, name: str, number: int) -> Iterator[list[Key]]:
-        """Yield the keys of one of the arrays, by rank."""
         ranks, output = self.body.ranks, self.body.outputs.specs[number]
         for rank in range(ranks.size):
             yield [(name, *index) for index in output.indices(ranks, rank)]
