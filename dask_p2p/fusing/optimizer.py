@@ -296,9 +296,6 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
             "expected a synchronous client of a cluster with dask_p2p for p2p.fuse, got none. Make "
             "one, distributed.Client(...), or set the option to auto."
         )
-    obstacle = "" if instance is None else _obstacle(mode, instance)
-    if obstacle and mode == "on":
-        raise UnsupportedArrayError(obstacle)
     annotations = [name for name in dask.get_annotations() if name in ANNOTATIONS]
     if mode == "auto" and annotations:
         raise UnsupportedArrayError(
@@ -314,20 +311,14 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
     optimizer = Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
     call = threading.get_ident(), optimizer.is_auto, optimizer.options, optimizer.scheduler
     present = _present.setdefault(call, optimizer)
-    if obstacle:
-        present.obstacles.append(obstacle)
     if instance is not None:
         present.kinds.add(type(instance._meta).__module__.partition(".")[0])
+        try:
+            backend_for(instance._meta)
+        except UnsupportedArrayError as exc:  # ranks send such blocks as pickles: Dask is as good
+            if mode == "auto":
+                present.obstacles.append(str(exc))
     return present
-
-
-def _obstacle(mode: str, x: Any) -> str:
-    """Return an error for blocks that ranks send as pickles, where Dask is as good."""
-    try:
-        backend_for(x._meta)
-    except UnsupportedArrayError as exc:
-        return str(exc) if mode == "auto" else ""
-    return ""
 
 
 def _scheduler(identity: str) -> Any:

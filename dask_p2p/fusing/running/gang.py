@@ -395,23 +395,6 @@ def array_of_tasks(
     return array
 
 
-def rank_programs(
-    programs: Sequence[Program],
-    first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
-    kind: Kind,  # of the arrays
-    runs_again: bool = False,
-    most_bytes: float | None = None,
-) -> list[RankProgram]:
-    """Return the programs of ranks, pickled."""
-    dtype = None if first is None else first.dtype
-    shape = None if first is None else tuple(map(sum, first.chunks))
-    how = dtype, shape, kind, runs_again, most_bytes
-    return [
-        RankProgram(_RunProgram(dumps(program), *how), program.inputs, program.outputs)
-        for program in programs
-    ]
-
-
 def fused_gang(
     tasks: FusedTasks,
     programs: Sequence[Program],  # by rank
@@ -422,11 +405,18 @@ def fused_gang(
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
     dask_tasks: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
     most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
+    arguments: Sequence[str] | None = None,  # see `FusedGang`; None: the gang runs once
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     keys = str([list(tasks.nodes), [program.inputs for program in programs]])
     token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
+    dtype = None if first is None else first.dtype
+    shape = None if first is None else tuple(map(sum, first.chunks))
+    how = dtype, shape, kind, arguments is not None, most_bytes
+    ranks = [
+        RankProgram(_RunProgram(dumps(program), *how), program.inputs, program.outputs)
+        for program in programs
+    ]
     declared = [Declared.from_array(x) for x in arrays]
-    ranks = rank_programs(programs, first, kind, most_bytes=most_bytes)
-    return FusedGang(token, ranks, options, declared, dask_tasks=dict(dask_tasks))
+    return FusedGang(token, ranks, options, declared, tuple(arguments or ()), dict(dask_tasks))
