@@ -178,7 +178,6 @@ class GpuMapBlock:
 
     @property
     def up_bytes(self) -> int:
-        """Bytes of all inputs."""
         return sum(array.nbytes for array in self.arrays)
 
     def run_through_gpu(

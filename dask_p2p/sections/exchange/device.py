@@ -45,12 +45,10 @@ class Host:
 
     @property
     def backend(self) -> Backend:
-        """The arrays' backend."""
         return backend_named(self.kind)
 
     @property
     def module(self) -> Any:
-        """The arrays' package."""
         return self.backend.module
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
@@ -58,7 +56,6 @@ class Host:
         return keep_temporaries()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return an array of zeros."""
         return self.module.zeros(tuple(shape), dtype)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
@@ -94,11 +91,9 @@ class Host:
         return array
 
     def copy_to_host(self, host_array: Any, array: Array) -> None:
-        """Copy an array into host memory."""
         np.copyto(host_array, array)
 
     def copy_from_host(self, array: Array, host_array: Any) -> None:
-        """Copy host memory into an array."""
         np.copyto(array, host_array)
 
     def assign(self, into: Array, array: Array) -> None:
@@ -164,7 +159,7 @@ class HaloMessages(HaloMover):
         self._connections = connections
         sends, receives = (
             {
-                r: Packed(layout, np.empty(layout.size_bytes, np.uint8))
+                r: Packed(layout, np.empty(layout.positions.size_bytes, np.uint8))
                 for r, layout in layouts.items()
             }
             for layouts in (send_layouts(calls), receive_layouts(calls))

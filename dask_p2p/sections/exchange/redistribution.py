@@ -42,10 +42,6 @@ class Partitions:
         self._cache: dict[str, Any] = {}
         self.shape = tuple(map(sum, ranks.chunks))
 
-    @property
-    def module(self) -> Any:
-        return self._device.module
-
     def shape_of(self, shape: Any) -> tuple[int, ...]:
         """Return the shape of an array; None: that of the section's arrays."""
         return self.shape if shape is None else checked_shape(shape)

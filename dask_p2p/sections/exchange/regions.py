@@ -61,7 +61,8 @@ class ExchangeCall:
 class HaloMover(ABC):
     """Exchanges packed halos with other ranks, repeatedly: of one local block, or of several."""
 
-    count = 0  # number of exchanges so far, if the mover needs it
+    #: Number of exchanges so far, if the mover needs it. Only those not made may be taken back.
+    count = 0
 
     @abstractmethod
     def begin(
@@ -113,7 +114,7 @@ class RegionExchange(RegionMover):
         reads_memory: bool,  # whether ranks of one host may read each other's memory
     ) -> None:
         self._connections = connections
-        self._reads = Reads(connections, reads_memory and not connections.is_alone)
+        self.reads = Reads(connections, reads_memory and not connections.is_alone)
         # Buffers for regions that are not contiguous.
         self._packed, self._arriving = _Memory(), _Memory()
 
@@ -125,13 +126,6 @@ class RegionExchange(RegionMover):
 
     def settle(self) -> None:
         pass  # `bring` has waited
-
-    def prepare(self) -> None:
-        """Probe, once, which ranks read each other's memory. A collective call of all ranks.
-
-        Later exchanges involve only ranks that have data for each other.
-        """
-        self._reads.try_all()
 
     def give(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
@@ -170,7 +164,7 @@ class RegionExchange(RegionMover):
     def _read(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> tuple[set[int], set[int]]:
-        connections, reads = self._connections, self._reads
+        connections, reads = self._connections, self.reads
         reads.try_all()
         described = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
         descriptors = {
@@ -334,24 +328,16 @@ class PackedLayout:
     dtypes: Sequence[DType]  # by array
 
     @cached_property
-    def _arrays(self) -> Layout:
+    def positions(self) -> Layout:
         sizes = zip(self.boxes, self.dtypes, strict=True)
         parts = [(elements_of(boxes) * dtype.itemsize,) for boxes, dtype in sizes]
         largest = max(dtype.itemsize for dtype in self.dtypes)
         return Layout(parts, alignment=min(1 << (largest - 1).bit_length(), _MOST_ALIGNMENT_BYTES))
 
-    @property
-    def size_bytes(self) -> int:
-        return self._arrays.size_bytes
-
-    @property
-    def starts(self) -> list[int]:
-        return self._arrays.starts
-
     def regions(self, buffer: Array) -> Iterator[tuple[int, Any, Array]]:
         """Yield each region: number of its array, slices in it, and a view of the buffer."""
         for number, (boxes, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True)):
-            part = self._arrays.view(buffer, number, np.uint8).view(dtype)
+            part = self.positions.view(buffer, number, np.uint8).view(dtype)
             views = Layout(map(box_shape, boxes)).views(part, dtype)
             for box, view in zip(boxes, views, strict=True):
                 yield number, box_slices(box), view

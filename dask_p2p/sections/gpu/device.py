@@ -78,7 +78,7 @@ def device_for(kind: Kind, options: Options, connections: Connections = ONE_RANK
 class _Read(NamedTuple):
     """A read of pieces of another rank's array."""
 
-    rank: int
+    owner: int
     descriptor: bytes
     into: Array
     pieces: Sequence[Piece]
@@ -193,16 +193,15 @@ class GpuLending(LentArrays, Lending):
     def _add_reads(self) -> list[_LargeCopy]:
         # In diagonal order: no two ranks begin with the memory of the same one.
         rank, size = self._connections.rank_and_size
-        self._reads.sort(key=lambda read: (read.rank - rank) % size)
-        return [copy for read in self._reads for copy in self._add_read(read)]
-
-    def _add_read(self, read: _Read) -> list[_LargeCopy]:
-        rank, descriptor, into, pieces, axes = read
-        _, ((_, array),) = map_descriptor(self._near[rank], descriptor, into.dtype)
-        self._owed_bytes[rank] += array.nbytes
-        elements = sum(box_size(src) for _, src, _ in pieces)
-        self._count(rank, elements * into.dtype.itemsize)
-        return self._add(into, array, pieces, axes)
+        self._reads.sort(key=lambda read: (read.owner - rank) % size)
+        large: list[_LargeCopy] = []
+        for owner, descriptor, into, pieces, axes in self._reads:
+            _, ((_, array),) = map_descriptor(self._near[owner], descriptor, into.dtype)
+            self._owed_bytes[owner] += array.nbytes
+            elements = sum(box_size(src) for _, src, _ in pieces)
+            self._count(owner, elements * into.dtype.itemsize)
+            large += self._add(into, array, pieces, axes)
+        return large
 
     def _count(self, rank: int, size_bytes: int) -> None:
         self._connections.count(rank, size_bytes)

@@ -42,10 +42,7 @@ class GpuMessages:
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
-        self._of_host = RegionExchange(connections, reads_memory)
-
-    def prepare(self) -> None:
-        self._of_host.prepare()
+        self.of_host = RegionExchange(connections, reads_memory)
 
     def bring(
         self,
@@ -113,14 +110,15 @@ class GpuMessages:
         gpu = self._gpu
         axes = tuple(range(len(call.exchange.axes)))
         straight = replace(call, exchange=replace(call.exchange, axes=axes))
-        down = {
-            rank: _joined([*map(gpu.to_host, pieces)], axis) for rank, pieces in regions.items()
-        }
+        down = {}
+        for rank, pieces in regions.items():
+            on_host = [*map(gpu.to_host, pieces)]
+            down[rank] = on_host[0] if len(on_host) == 1 else np.concatenate(on_host, axis)
         up = {
             rank: np.empty(call.exchange.shape_before(target.shape), call.dtype)
             for rank, target in targets.items()
         }
-        self._of_host.give(straight, down, up)
+        self.of_host.give(straight, down, up)
         arrived = {rank: gpu.module.asarray(host_array) for rank, host_array in up.items()}
         with gpu.queue.within(gpu.stream):
             for rank, array in arrived.items():
@@ -130,10 +128,6 @@ class GpuMessages:
 def _bytes_of(array: Array) -> Array:
     flat: Array = array.reshape(-1).view(np.uint8)
     return flat
-
-
-def _joined(pieces: Sequence[Any], axis: int) -> Any:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
 
 # Arrays that a rank's GPU lends other ranks of the host, and two events that order all accesses.

@@ -75,10 +75,6 @@ class Receive:
     arrival: Arrival | None = None  # the message, once its header is here
 
     @property
-    def has_begun(self) -> bool:
-        return self.arrival is not None
-
-    @property
     def is_complete(self) -> bool:
         return self.arrival is not None and self.arrival.is_complete
 

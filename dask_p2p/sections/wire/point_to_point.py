@@ -177,9 +177,9 @@ class PointToPoint(ABC):
         connection = self._connections[rank]
 
         def is_done() -> bool:
-            if not receive.has_begun and connection.call:
+            if receive.arrival is None and connection.call:
                 self._move(rank, connection)  # the rank may have sent it before that call
-                if not receive.has_begun:
+                if receive.arrival is None:
                     raise SectionError(
                         f"expected a message of rank {rank} for {call} of rank {self._rank}, but "
                         f"rank {rank} called {connection.call}. Let it send first, "
@@ -312,16 +312,12 @@ class Polling:
         if not polled and uses_channel:
             time.sleep(NAP_S)
         if not polled and time.monotonic() >= self._look_s:
-            self._check({rank: connections[rank] for rank in sockets.values()})
+            self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
+            for rank in sockets.values():
+                if is_lost(connections[rank].socket, self._timeout_s):
+                    raise LostConnectionError(rank, f"no answer for {self._timeout_s:g} s")
         self._bell.hush()
         return {*others, *(sockets[number] for number, _ in polled if number in sockets)}
-
-    def _check(self, connections: Mapping[int, Connection]) -> None:
-        """Raise `LostConnectionError` if a connection to another host is lost."""
-        self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
-        for rank, connection in connections.items():
-            if is_lost(connection.socket, self._timeout_s):
-                raise LostConnectionError(rank, f"no answer for {self._timeout_s:g} s")
 
 
 logger = logging.getLogger(__name__)
