@@ -111,7 +111,6 @@ class GangTasks(NamedTuple):
 
     @classmethod
     def for_inputs(cls, work: GangWork, inputs: Sequence[Any] = ()) -> GangTasks:
-        """Return the gang for arrays or expressions."""
         names = [x.name for x in inputs]
         token = str(tokenize(work.own_token, names))
         name = name_of_gang(work.prefix, token)
@@ -350,37 +349,18 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     return RankGrid.at_most(x.chunks, rank_limit, divided)
 
 
-def ranks_without_arrays(ranks: int | None) -> RankGrid:
-    """Return the decomposition of a section without arrays: `ranks` ranks in a line.
-
-    Raises `InputError` if the number of ranks is missing or invalid.
-    """
-    if ranks is None:
-        raise InputError(
-            "ranks: expected a number of ranks for a section without arrays, got None. Give one, "
-            "such as the number of workers."
-        )
-    return RankGrid.in_line(most_ranks(ranks))
-
-
 def most_ranks(ranks: int | None, size_bytes: int = 0) -> int:
-    """Return the largest number of ranks; None: the default for an array of a size.
+    """Return the largest number of ranks; None: as the workers can run at a time.
 
-    Raises `InputError` if the number is invalid here.
+    By default each worker that has the annotated resources runs one, or more in its threads if the
+    local blocks of an array of this size are large. The scheduler refuses a section with more ranks
+    than can run. Raises `InputError` if the number is invalid here.
     """
-    try:
-        ranks = ranks if ranks is None else checked_count("ranks", ranks=ranks)
-    except InputError as exc:
-        raise InputError(f"{exc} Leave ranks= out for the default.") from None
-    return _default_ranks(size_bytes) if ranks is None else ranks
-
-
-def _default_ranks(size_bytes: int) -> int:
-    """Return a number of ranks that the workers can run at a time; 1 without a cluster.
-
-    Each worker that has the annotated resources runs one, or more in its threads if the local
-    blocks are large. The scheduler refuses a section with more ranks than can run.
-    """
+    if ranks is not None:
+        try:
+            return checked_count("ranks", ranks=ranks)
+        except InputError as exc:
+            raise InputError(f"{exc} Leave ranks= out for the default.") from None
     needs = dask.get_annotations().get("resources")
     if not isinstance(needs, dict):  # perhaps a function of keys
         needs = {}

@@ -44,14 +44,12 @@ class InputSpec(NamedTuple):
         return ranks.extend(self.extra).blocks(rank, self.repeated)
 
     def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
-        """Return the shape of a local block."""
         if self.grid is not None:
             return self.grid.shape(0 if self.is_whole else rank)
         lengths = enumerate(ranks.extend(self.extra).shape(rank))
         return tuple(1 if axis in self.repeated else n for axis, n in lengths)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        """Return the size of a local block."""
         return prod(self.shape(ranks, rank)) * self.dtype.itemsize
 
 
@@ -85,7 +83,6 @@ class LocalBlocks:
             self._device.assign(into, block_array)
 
     def copy(self, number: int) -> Array:
-        """Return a new array with the local block of one array."""
         spec = self._inputs[number]
         local_block = self._device.empty(spec.shape(self._ranks, self._rank), spec.dtype)
         self.copy_into(number, local_block)

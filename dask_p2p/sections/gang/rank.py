@@ -127,22 +127,19 @@ class _RankRun:
         worker_ranks = sync(worker.loop, part_on, worker, WorkerRanks)
         _, context = current_worker()  # with the plugin, if it was missing
         ucx = _ucx(context, self.options, self.body.kind)
-        of_gang = self.gang, self.rank, self.ranks.size
-        how = {
-            "is_resident": self._is_resident,
-            "timeout_s": self.options.request_timeout_s,
-            "uses_ucx": ucx is not None,
-        }
+        is_resident = getattr(self.body, "is_resident", False)
+        of_gang = self.gang, self.rank, self.ranks.size, is_resident
+        reach = {"timeout_s": self.options.request_timeout_s, "uses_ucx": ucx is not None}
         units, thread = Units(worker, (self.gang, self.rank)), PoolThread(worker)
         with (
             closing(thread),
-            worker_ranks.rank_attempt(*of_gang, **how) as rank_attempt,
+            worker_ranks.rank_attempt(*of_gang, **reach) as rank_attempt,
             closing(units),
         ):
-            order = _order_when_whole(rank_attempt, units, thread, self._is_resident)
+            order = _order_when_whole(rank_attempt, units, thread, is_resident)
             result = None
             if order.state == "running":
-                if self._is_resident:
+                if is_resident:
                     thread.secede()  # its function mostly waits
                 ctx, watch = self._connect(rank_attempt, order, context)
                 with watch.record_attempt() as fields:
@@ -202,10 +199,6 @@ class _RankRun:
             return result, order
         fields.setdefault("error", order.reason or "ended by another rank")
         return None, order
-
-    @property
-    def _is_resident(self) -> bool:
-        return getattr(self.body, "is_resident", False)
 
     def _watch(self, ctx: Any, context: TaskContext, *attempt: Any) -> Watch:
         key, body = (self.gang, self.rank), self.body

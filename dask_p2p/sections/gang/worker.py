@@ -236,11 +236,9 @@ class WorkerRanks:
             self._is_registered = True
 
     @contextmanager
-    def rank_attempt(
-        self, gang: str, rank: int, size: int, **settings: Any
-    ) -> Iterator[RankAttempt]:
+    def rank_attempt(self, *arguments: Any, **reach: Any) -> Iterator[RankAttempt]:
         """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
-        rank_attempt = RankAttempt(self, gang, rank, size, **settings)
+        rank_attempt = RankAttempt(self, *arguments, **reach)
         self._ranks[rank_attempt.token] = rank_attempt
         try:
             self.worker.loop.add_callback(self._sample)
@@ -269,11 +267,6 @@ _LOG_S = 10.0  # time between lines of the log
 LINK = "connection"
 
 
-def is_logged() -> bool:
-    """Return whether the log of this process takes lines of progress."""
-    return logger.isEnabledFor(logging.INFO)
-
-
 @dataclass(slots=True)
 class Progress:
     """Progress of a function. Its own thread writes, others read."""
@@ -281,8 +274,12 @@ class Progress:
     step: int = 0  # steps done
     steps: int = 0  # total number of steps; 0 if unknown
     first: int = 0  # first step of this attempt
-    logs: bool = False  # whether this rank logs its progress; checked in each step
+    #: Whether this rank logs its progress, and the log takes it: checked in each step.
+    logs: bool = False
     _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
+
+    def __post_init__(self) -> None:
+        self.logs = self.logs and logger.isEnabledFor(logging.INFO)
 
     def advance(self, step: int) -> None:
         self.step = step
