@@ -33,7 +33,7 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
-from dask_p2p.sections.exchange.device import HOST, Host, HostLending, Lending
+from dask_p2p.sections.exchange.device import HOST, Host, Lending
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.rank import gang_tasks
@@ -243,7 +243,7 @@ def _memories(ctx: ProgramContext, program: Program) -> Sequence[Lending]:
     if program.reads_memory and not ctx.connections.is_alone:
         reads = Reads(ctx.connections, ctx.reads_memory)
         reads.try_all()
-    host = HostLending(ctx.connections, reads)
+    host = Lending(ctx.connections, reads)
     of_device = ctx.device.lending(ctx.connections)
     return (host,) if of_device is None else (host, of_device)
 

@@ -88,25 +88,8 @@ class HaloMover(ABC):
         raise NotImplementedError
 
 
-class RegionMover(ABC):
-    """Moves regions of local blocks to other ranks, in exchanges with one box a rank."""
-
-    @abstractmethod
-    def bring(
-        self,
-        call: ExchangeCall,
-        source: Any,  # this rank's local block; on a GPU it may be `Pieces`
-        target: Array,  # its local block afterwards
-    ) -> None:
-        """Exchange regions; the source must not change until `settle`."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait until no rank reads the local blocks of previous exchanges."""
-
-
-class RegionExchange(RegionMover):
-    """Exchanges regions of local blocks in host memory between ranks."""
+class RegionExchange:
+    """Exchanges regions of local blocks in host memory between ranks: one box a rank."""
 
     def __init__(
         self,
@@ -119,13 +102,14 @@ class RegionExchange(RegionMover):
         self._packed, self._arriving = _Memory(), _Memory()
 
     def bring(self, call: ExchangeCall, source: Array, target: Array) -> None:
+        """Exchange regions of local blocks; the source must not change until `settle`."""
         plan = call.exchange
         self.give(call, regions_of(source, plan.sends), regions_of(target, plan.receives))
         for src, dst in plan.local:
             NUMPY.permute_into(target[box_slices(dst)], source[box_slices(src)], plan.axes)
 
     def settle(self) -> None:
-        pass  # `bring` has waited
+        """Wait until no rank reads the local blocks of previous exchanges: `bring` has waited."""
 
     def give(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]

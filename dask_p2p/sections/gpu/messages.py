@@ -29,7 +29,6 @@ from dask_p2p.sections.gpu.windows import (
     try_share,
 )
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import Lender
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.types import Array
 
@@ -190,8 +189,11 @@ class LentArrays:
 _BYTE = np.dtype(np.uint8)
 
 
-class MessageLender(LentArrays, Lender):
-    """The arrays of a rank's GPU that it sends and receives in messages."""
+class MessageLender(LentArrays):
+    """The arrays of a rank's GPU that it sends in messages, and its copies of others' arrays.
+
+    The methods are called while the rank moves messages, from the one thread that moves them.
+    """
 
     def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         super().__init__(gpu)
@@ -200,6 +202,7 @@ class MessageLender(LentArrays, Lender):
         self._refusing = set[int]()  # ranks that cannot read this one's memory
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
+        """Return the offer of contiguous arrays for a rank; None if their bytes have to be sent."""
         size_bytes = sum(array.nbytes for array in arrays)
         is_near = self._gpu.has_windows and not self._connections.is_on_other_host(rank)
         is_small = size_bytes < tuning.current.lent_message_bytes
@@ -215,6 +218,10 @@ class MessageLender(LentArrays, Lender):
         return json.dumps([rank in self._near, self.acknowledgement().decode(), texts]).encode()
 
     def bring(self, rank: int, offer: bytes, into: Array | None) -> Sequence[Array] | None:
+        """Return copies of the arrays that a rank offers, as bytes; None if they are unreadable.
+
+        The only array is copied into the bytes `into`, if that is given.
+        """
         if not self._gpu.is_running:
             return None
         is_open, events, descriptors = json.loads(offer)
@@ -245,9 +252,11 @@ class MessageLender(LentArrays, Lender):
         return target
 
     def acknowledgement(self) -> bytes:
+        """Return the data of the acknowledgement of the newest copies."""
         return b"" if self._own_events is None else self._own_events.descriptor(-1)
 
     def acknowledged(self, rank: int, count: int, acknowledgement: bytes) -> None:
+        """Take note that a rank has copied the first arrays that it was offered."""
         if not self._gpu.is_running:
             return  # the arrays stay until all ranks have ended
         with self._gpu.entered():
@@ -257,6 +266,7 @@ class MessageLender(LentArrays, Lender):
                 self._release(rank, count)
 
     def refused(self, rank: int, count: int) -> None:
+        """Take note that a rank cannot read the first arrays that it was offered, nor others."""
         self._refusing.add(rank)
         del self._lent[rank][:count]
 

@@ -50,7 +50,7 @@ from dask_p2p.geometry import (
 )
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Pieces, along
-from dask_p2p.sections.exchange.regions import ExchangeCall, RegionMover, regions_of
+from dask_p2p.sections.exchange.regions import ExchangeCall, regions_of
 from dask_p2p.sections.gpu.messages import GpuMessages
 from dask_p2p.sections.gpu.windows import (
     SLOTS,
@@ -93,7 +93,7 @@ class _PendingReads(NamedTuple):
     acknowledgements: Callable[[], Mapping[int, Buffer]]  # waits for them; by rank of the reader
 
 
-class GpuRegions(RegionMover):
+class GpuRegions:
     """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory."""
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:

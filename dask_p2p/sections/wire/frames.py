@@ -56,7 +56,7 @@ class SentMessage:
 
     buffers: Sequence[Any]  # its header, and the bytes that follow
     parts: Sequence[Any] = ()  # bytes of the value, which its receiver copies from here
-    lent: int = 0  # number of arrays among them that a `Lender` offers
+    lent: int = 0  # number of arrays among them that its sender offers
     end: int | None = None  # number of buffers that the connection has sent after this message
 
     @property

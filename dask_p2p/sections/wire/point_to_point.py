@@ -24,7 +24,6 @@ from dask_p2p.sections.wire.mailbox import (
     HAS_ORDERED_STORES,
     MOST_BYTES,
     STORE_S,
-    Lender,
     Receive,
     Slots,
 )
@@ -56,8 +55,8 @@ class PointToPoint(ABC):
         self.has_messages = False
         self._asleep: list[Slots] = []  # those that peers may not fill, until a wait ends
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
-        #: Lends this rank's arrays in messages; None if their bytes are sent.
-        self.lender: Lender | None = None
+        #: Lends this rank's arrays in messages: a `MessageLender`. None: their bytes are sent.
+        self.lender: Any = None
 
     @abstractmethod
     def _meet(self, rank: int) -> Connection: ...
@@ -89,7 +88,8 @@ class PointToPoint(ABC):
         if self.lender is None:
             return None
         self.complete()  # from now on no other thread moves messages
-        return self.lender.offer(rank, arrays)
+        offer: bytes | None = self.lender.offer(rank, arrays)
+        return offer
 
     def send_message(self, rank: int, message: SentMessage) -> None:
         self.complete()
