@@ -194,7 +194,6 @@ class HaloMessages(HaloMover):
         return unpacked
 
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
-        """Return whether local blocks of this size should be computed during the exchange."""
         is_on_other_host = self._connections.is_on_other_host
         is_large = elements >= tuning.current.overlap_elements and not in_graph
         return is_large and any(map(is_on_other_host, self._receives))
@@ -226,9 +225,6 @@ class WideHalos(HaloMover):
                 )
                 self._regions.give(call, regions, targets)
 
-    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
-        return False
-
 
 def _bytes_of(packed: Packed) -> memoryview:
     buffer: Any = packed.buffer
@@ -252,7 +248,7 @@ class SourcePieces(tuple[Piece, ...]):
 
 
 class Lending:
-    """Arrays in host memory that ranks lend each other. Those of other memory are a subclass.
+    """Arrays in host memory that ranks lend each other. `GpuLending` has those of GPUs.
 
     An exchange consists of `begin`, descriptors in messages to other ranks, `received` when their
     messages are here, reads of the arrays that others have described, and `end`.

@@ -248,10 +248,7 @@ class HaloExchange:
 
     @classmethod
     def for_arrays(
-        cls,
-        halo_arrays: Sequence[HaloArray],
-        connections: Connections,
-        reads_memory: bool | None,
+        cls, halo_arrays: Sequence[HaloArray], connections: Connections, reads_memory: bool | None
     ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same.
 

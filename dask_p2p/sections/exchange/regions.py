@@ -72,12 +72,12 @@ class HaloMover(ABC):
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it, or None if it is complete."""
 
-    @abstractmethod
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
         """Return whether local blocks of this size should be computed during the exchange.
 
         `in_graph` is true for exchanges of a CUDA graph, by `enqueue`.
         """
+        return False
 
     def can_enqueue(self) -> bool:
         """Return whether `enqueue` can be used, after the first exchange, and prepare it."""

@@ -11,14 +11,13 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.geometry import Index
 from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.arguments import check_array, checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.graph import Whole, check_decompositions, check_input, check_same_kind
-from dask_p2p.sections.api.outputs import LocalBlock, Output
+from dask_p2p.sections.api.outputs import LocalBlock
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.grids import OTHERS, Points, by_name, checked_points
 from dask_p2p.sections.iterate.functions import AT, OUT
@@ -88,18 +87,14 @@ class FieldSpec:
 
 
 @dataclass(frozen=True)
-class FieldOutput(Output):
+class FieldOutput(LocalBlock):
     """A field as an output of the section."""
 
-    dtype: DType
-    extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
+    extra: tuple[int, ...] = ()  # by axis: by how much it is longer than the first field
     shares_memory: bool = False  # whether a rank's only block is its local block, and no copy
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
         return ranks.extend(self.extra).chunks
-
-    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
-        return LocalBlock(self.dtype).indices(ranks, rank)
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
         ranks = ranks.extend(self.extra)
@@ -109,10 +104,10 @@ class FieldOutput(Output):
             and len(self.indices(ranks, ctx.rank)) == 1
         ):
             return [value]
-        return LocalBlock(self.dtype).blocks(ctx, ranks, value, name)
+        return super().blocks(ctx, ranks, value, name)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
+        return super().size_bytes(ranks.extend(self.extra), rank)
 
 
 def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:

@@ -18,15 +18,9 @@ from typing import Any
 
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
-from dask_p2p.sections.wire.endpoint import Endpoint, is_lost
+from dask_p2p.sections.wire.endpoint import Endpoint, RankAddress, Reach, is_lost
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage, slots_message
-from dask_p2p.sections.wire.mailbox import (
-    HAS_ORDERED_STORES,
-    MOST_BYTES,
-    STORE_S,
-    Receive,
-    Slots,
-)
+from dask_p2p.sections.wire.mailbox import HAS_ORDERED_STORES, MOST_BYTES, STORE_S, Receive, Slots
 from dask_p2p.sections.wire.streams import Bell, Stream
 from dask_p2p.transports.ucx_messenger import NAP_S
 from dask_p2p.types import Array
@@ -38,18 +32,18 @@ class PointToPoint(ABC):
     """The messages of one rank, over its connections."""
 
     _rank: int
-    _connections: dict[int, Connection]  # by rank
+    _peers: Sequence[RankAddress]
     _spin_s: float
-    _failure: str
-    _is_woken: bool
-    _endpoint: Endpoint
-    _polling: Polling
-    _current: CurrentWait
-    _waiting: set[int]
-    _peers: Sequence[Any]
-    _payloads: dict[int, memoryview] | None
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
+        self._connections: dict[int, Connection] = {}  # by rank
+        self._waiting = set[int]()  # ranks with messages of the current exchange in transit
+        self._current = CurrentWait(reach.timeout_s)
+        self._payloads: dict[int, memoryview] | None = None  # received so far; None: no exchange
+        self._failure = ""  # text only: an exception would keep the frames of its traceback alive
+        self._is_woken = False
+        self._endpoint = Endpoint(reach)
+        self._polling = Polling(self._endpoint.bell, reach.timeout_s)
         self._sent = Counter[int]()  # number of messages, by rank
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
