@@ -204,7 +204,13 @@ class PublishedBlocks(_LockFile):
             if len(text) > DESCRIPTOR_BYTES:  # a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
                 raise TransferError(message, scope="region")
-            entry = self._reserve(digest)
+            bucket = bucket_of(digest)
+            entries = range(bucket, bucket + _BUCKET_BYTES, _ENTRY_BYTES)
+            entry = next((entry for entry in entries if entry not in self._used), None)
+            if entry is None:
+                message = "too many blocks are published: no entry is free for this one"
+                raise TransferError(message, scope="region")
+            self._used.add(entry)
             self.published[key] = _Published(entry, block, time.monotonic())
             self._write(len(text).to_bytes(_LENGTH_BYTES) + text, slot_of(entry))
             self._write(digest, entry)  # last: readers that find the entry find a valid slot
@@ -280,16 +286,6 @@ class PublishedBlocks(_LockFile):
 
     def __len__(self) -> int:
         return len(self.published) + len(self.withdrawn)
-
-    def _reserve(self, digest: bytes) -> int:
-        bucket = bucket_of(digest)
-        for entry in range(bucket, bucket + _BUCKET_BYTES, _ENTRY_BYTES):
-            if entry not in self._used:
-                self._used.add(entry)
-                return entry
-        raise TransferError(
-            "too many blocks are published: no entry is free for this one", scope="region"
-        )
 
     def _write(self, data: bytes, start: int) -> None:
         if os.pwrite(self.fd, data, start) != len(data):
