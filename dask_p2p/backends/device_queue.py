@@ -158,7 +158,7 @@ class DeviceQueue:
             )
             streams_by_device[device] = (first, second, third, last)
         self._all = streams_by_device[device]
-        self._stream, self._copies, self._concurrent, self._emptying = self._all
+        self._stream, self._copies, self.concurrent, self._emptying = self._all
         self._slots: deque[Slot] = deque()  # least recently used first
         self._in_place = False  # true without memory for slots
         self._unread = UnreadArrays(MOST_UNREAD)
@@ -205,7 +205,7 @@ class DeviceQueue:
         if src.device.id != self._device:
             self._permute_from_device(dst, src, axes)
         else:
-            self._permute_on(self._concurrent if concurrent else self._stream, dst, src, axes)
+            self._permute_on(self.concurrent if concurrent else self._stream, dst, src, axes)
 
     def _permute_on(self, stream: Any, dst: Array, src: Array, axes: Sequence[int]) -> None:
         self._timings.begin(stream)
@@ -308,10 +308,6 @@ class DeviceQueue:
     @property
     def reading(self) -> Sequence[Any]:
         return self._copies, self._stream
-
-    @property
-    def concurrent(self) -> Any:
-        return self._concurrent
 
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         # A copy engine slows UCX's concurrent copies less than a kernel does.

@@ -256,11 +256,6 @@ def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any], Any]:
     return tasks, list(flatten(expr.__dask_keys__())), expr
 
 
-def layer_of(x: Any) -> Any:
-    """Return the `LazyLayer` of an array that is an expression; None for other arrays."""
-    return getattr(getattr(x, "expr", None), "lazy_layer", None)
-
-
 # --- layers
 
 

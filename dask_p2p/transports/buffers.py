@@ -81,12 +81,12 @@ class Buffers:
 
     def _allocate(self, size_bytes: int) -> Any:
         try:
-            return backend_named(self.kind).allocate(size_bytes)
+            return allocate(self.kind, size_bytes)
         except MemoryError:
             if not self.idle_bytes:
                 raise
         self.clear()  # free idle buffers before an error
-        return backend_named(self.kind).allocate(size_bytes)
+        return allocate(self.kind, size_bytes)
 
     def clear(self) -> None:
         self._idle.clear()
@@ -112,6 +112,11 @@ class _Owner:
     def __array_interface__(self) -> dict[str, Any]:
         interface: dict[str, Any] = self.memory.__array_interface__
         return interface
+
+
+def allocate(kind: Kind, size_bytes: int) -> Any:
+    """Return new memory of a kind."""
+    return backend_named(kind).allocate(size_bytes)
 
 
 # Shared memory between processes of one host, pinned for their GPUs.

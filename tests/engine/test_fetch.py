@@ -8,8 +8,9 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.engine.remote import Fetch, RemoteSource
 from dask_p2p.errors import TransferError
+from dask_p2p.geometry import box_size
 from dask_p2p.plans import Piece
-from dask_p2p.transports.base import Reading, Region, Request
+from dask_p2p.transports.base import Reading, Request
 from dask_p2p.transports.buffers import Footprint
 from dask_p2p.transports.router import Route
 
@@ -65,8 +66,8 @@ def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, rout
 
 def test_a_block_that_has_arrived_is_kept_where_its_holder_falls_silent():
     fetch = begun()
-    for region in (Region(0, 0, ((0, 1), (0, 3))), Region(1, 0, BOX)):
-        fetch.record_written(region)
+    for source, box in zip(fetch.sources, (((0, 1), (0, 3)), BOX), strict=True):
+        source.missing -= box_size(box)
     fetch.give_up(next(fetch.regions()), TransferError("why", is_silence=True))
     assert [source.error is None for source in fetch.sources] == [False, True]
     assert [source.wasted for source in fetch.sources] == [3, 0], "elements to read again"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dask_p2p.errors import P2PWarning, SectionError
+from dask_p2p.errors import SectionError
 from dask_p2p.plugins.dask_internals import warn_client
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
 from dask_p2p.plugins.placement import (
@@ -139,7 +139,7 @@ class Gathering:
             return text
         if now_s - since_s >= self._warn_after_s and not gang.is_warned:
             gang.is_warned = True
-            warn_client(self._scheduler, f"dask_p2p: {text}", P2PWarning)
+            warn_client(self._scheduler, f"dask_p2p: {text}")
         return ""
 
     def _end(self, commit: Any, reason: str) -> None:

@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 import dask.order
 
 from dask_p2p.config import options
-from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.dask_internals import warn_client
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order, Wait
 from dask_p2p.plugins.gangs.gathering import Gathering
@@ -81,9 +80,9 @@ class Gangs:
         warn_after_s = self._options.warn_after_s
         self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
         self._gathering = Gathering(self._scheduler, self._coordinator, warn_after_s)
-        self._watch(self._scheduler.tasks)
+        self.update_graph(self._scheduler.tasks)
 
-    def _watch(self, keys: Iterable[Any]) -> None:
+    def update_graph(self, keys: Iterable[Any]) -> None:
         """Watch the gangs among tasks from their arrival: a rank may never join."""
         self._has_had_gangs = self._gathering.add(keys) or self._has_had_gangs
 
@@ -135,12 +134,17 @@ class Gangs:
         """Add a waiting rank to its gang; reply with its next order."""
         self._check_is_on()
         # A task that was cancelled in the meantime would make a gang that never ends.
-        if not self._is_processing((gang, rank), worker):
+        task = self._scheduler.tasks.get((gang, rank))
+        on = task.processing_on if task is not None and task.state == "processing" else None
+        if on is None or on.address != worker:
             return asdict(Order("stopped"))
+        if resource_needs(task):
+            placed_ranks = self._coordinator.waiting(gang, worker) - {rank}
+            placed_tasks = [self._scheduler.tasks[gang, placed] for placed in placed_ranks]
+            if not has_room(on, task, placed_tasks):  # the ranks need more units than there are
+                await asyncio.sleep(_ELSEWHERE_S)
+                return asdict(Order("stopped"))
         states = {holder: list(steps) for holder, steps in saved}
-        if self._exceeds_resources((gang, rank)):
-            await asyncio.sleep(_ELSEWHERE_S)
-            return asdict(Order("stopped"))
         is_new = self._coordinator.size(gang) is None
         again = self._coordinator.join(
             gang, size, rank, token, worker, endpoint, states, is_resident
@@ -202,9 +206,6 @@ class Gangs:
             if worker in self._scheduler.workers:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
                 self._background.start(call)  # it fails if the worker is closing
-
-    def update_graph(self, tasks: list[Any]) -> None:
-        self._watch(tasks)
 
     def add_worker(self) -> None:
         self._gathering.record_joined()
@@ -277,21 +278,6 @@ class Gangs:
     def _wake_ranks(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _is_processing(self, key: Any, worker: str) -> bool:
-        task = self._scheduler.tasks.get(key)
-        on = task.processing_on if task is not None and task.state == "processing" else None
-        return on is not None and on.address == worker
-
-    def _exceeds_resources(self, key: Any) -> bool:
-        """Return whether the ranks on a worker need more units of a resource than it has."""
-        task = self._scheduler.tasks[key]
-        if not resource_needs(task):
-            return False
-        gang, rank = key
-        peer_ranks = self._coordinator.waiting(gang, task.processing_on.address) - {rank}
-        placed_tasks = [self._scheduler.tasks[gang, peer_rank] for peer_rank in peer_ranks]
-        return not has_room(task.processing_on, task, placed_tasks)
 
     def _release_soon(self, keys: Iterable[Any]) -> None:
         asyncio.get_running_loop().call_soon(self._release, tuple(keys))
@@ -385,7 +371,7 @@ class Waiting:
             logger.warning(text)
             # No warning while the inputs are being computed, which the dashboard shows.
             if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
-                warn_client(self._scheduler, text, P2PWarning)
+                warn_client(self._scheduler, text)
             self._warn_after(REMINDER_S, gang, attempt, waited_s)
 
     def _reason(self, gang: str, wait: Wait) -> str:
