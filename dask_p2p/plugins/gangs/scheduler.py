@@ -20,14 +20,11 @@ from typing import Any, TypeAlias
 import dask.order
 
 from dask_p2p.config import options
-from dask_p2p.plugins.dask_internals import warn_client
-from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order, Wait
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.placement import has_room, resource_needs
 from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.types import Key
-
-REMINDER_S = 60.0  # interval of warnings about a gang that waits
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +74,7 @@ class Gangs:
     def _begin(self) -> None:
         """Reset to a state without gangs, and collect those among the scheduler's tasks."""
         self._coordinator = Coordinator(self._options.attempts)
-        warn_after_s = self._options.warn_after_s
-        self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
-        self._gathering = Gathering(self._scheduler, self._coordinator, warn_after_s)
+        self._gathering = Gathering(self._scheduler, self._coordinator, self._options.warn_after_s)
         self.update_graph(self._scheduler.tasks)
 
     def update_graph(self, keys: Iterable[Any]) -> None:
@@ -100,7 +95,6 @@ class Gangs:
         self._scheduler.handlers["adaptive_target"] = adaptive_target
 
     def close(self) -> None:
-        self._waiting.close()
         self._gathering.close()
 
     def _check_is_on(self) -> None:
@@ -153,7 +147,6 @@ class Gangs:
             # A new gang has outputs only if the plugin was removed after an earlier attempt.
             self._release_soon((gang, peer_rank) for peer_rank in (*range(size), COMMIT))
         self._wake_ranks()
-        self._waiting.watch(gang)
         return await self._next_order(gang, rank, token, "waiting")
 
     @rpc_handler
@@ -253,7 +246,6 @@ class Gangs:
             peer_keys = ((gang, peer_rank) for peer_rank in range(size) if peer_rank != rank)
             if not any(peer_key in self._scheduler.tasks for peer_key in peer_keys):
                 self._coordinator.forget(gang)
-                self._waiting.forget(gang)
                 self._drop_states(gang)
         self._wake_ranks()
 
@@ -326,86 +318,3 @@ def replace_tasks(
         spans.observe_tasks([states[key] for key in new_tasks], code=(), span_metadata={})
     finish = {unused: "forgotten"} | dict.fromkeys(outputs, "waiting")
     scheduler.transitions(finish, stimulus_id=f"p2p-give-back-{time.time()}")
-
-
-_MOST_NAMED = 4
-
-
-class Waiting:
-    """Warns about gangs that wait for long, and repeats the warning while they wait."""
-
-    def __init__(
-        self,
-        scheduler: Any,
-        coordinator: Coordinator,
-        after_s: float,  # time that a gang waits before the first warning
-    ) -> None:
-        self._scheduler, self._coordinator, self._after_s = scheduler, coordinator, after_s
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-
-    def watch(self, gang: str) -> None:
-        if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
-            self._warn_after(self._after_s, gang, wait.attempt, 0.0)
-
-    def forget(self, gang: str) -> None:
-        if (timer := self._timers.pop(gang, None)) is not None:
-            timer.cancel()
-
-    def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-
-    def _warn_after(self, delay_s: float, gang: str, attempt: int, waited_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        waited_s += delay_s
-        self._timers[gang] = loop.call_later(delay_s, self._warn, gang, attempt, waited_s)
-
-    def _warn(self, gang: str, attempt: int, waited_s: float) -> None:
-        del self._timers[gang]
-        wait = self._coordinator.wait(gang)
-        if wait is not None and wait.attempt != attempt:  # it has run in the meantime
-            self.watch(gang)
-        elif wait is not None:
-            text = f"dask_p2p: {gang} has waited for {waited_s:.0f} s: {self._reason(gang, wait)}."
-            logger.warning(text)
-            # No warning while the inputs are being computed, which the dashboard shows.
-            if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
-                warn_client(self._scheduler, text)
-            self._warn_after(REMINDER_S, gang, attempt, waited_s)
-
-    def _reason(self, gang: str, wait: Wait) -> str:
-        if not wait.missing:
-            gangs = ", ".join(wait.gangs[:_MOST_NAMED])
-            return f"all its ranks are there, but some of their workers are still needed by {gangs}"
-        missing = [self._rank(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
-        if wait.missing[_MOST_NAMED:]:
-            missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
-        return f"of its {wait.size} ranks, these are missing: " + "; ".join(missing)
-
-    def _state(self, gang: str, rank: int) -> str:
-        task = self._scheduler.tasks.get((gang, rank))
-        return "forgotten" if task is None else task.state
-
-    def _rank(self, gang: str, rank: int) -> str:
-        state, why = self._state(gang, rank), ""
-        if state == "processing":
-            worker = self._scheduler.tasks[gang, rank].processing_on
-            status = worker.status.name
-            busy = len(worker.processing) - len(worker.long_running)
-            if status != "running":
-                why = f" on {worker.address}, which is {status}"
-            elif busy > worker.nthreads:
-                why = f" on {worker.address}, with {busy} tasks for {worker.nthreads} threads"
-            else:
-                why = f" on {worker.address}"
-            for name, n in (self._scheduler.tasks[gang, rank].resource_restrictions or {}).items():
-                why += f", and needs {n:g} of {worker.resources.get(name, 0):g} {name!r} there"
-        elif state == "waiting":
-            needs = sorted(
-                str(dependency.key) for dependency in self._scheduler.tasks[gang, rank].waiting_on
-            )
-            why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""
-        elif state in ("queued", "no-worker"):
-            why = ": no worker can take it now"
-        return f"rank {rank}, whose task is {state}{why}"
