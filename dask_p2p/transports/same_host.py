@@ -218,8 +218,7 @@ class SameHostTransport(Transport):
 
     def _expire_later(self) -> None:
         if self.expiring is None and not self.is_closed:
-            after_s = EXPIRY_S
-            self.expiring = self.worker.loop.call_later(after_s, self._expire)
+            self.expiring = self.worker.loop.call_later(EXPIRY_S, self._expire)
 
     def _expire(self) -> None:
         self.expiring = None

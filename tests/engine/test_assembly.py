@@ -350,7 +350,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
         ("a", "quick"),
         ("c", "slow"),
     ]
-    assert peers.router.failure("c", "quick").text == "quick: what came is not what was sent"
+    assert peers.router.failures.get(("c", "quick")).text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
 
 
