@@ -167,15 +167,14 @@ def register_from_bytes() -> float:
     return _REGISTER_FROM_BYTES if thread_count() < _FEW_THREADS else inf
 
 
-#: Makes a timer as `threading.Timer` does, of an interval in seconds and a function.
-MakeTimer = Callable[[float, Callable[[], None]], threading.Timer]
-
-
 class RepeatingTimer:
     """Calls a function, which may use the device, at intervals until it returns False."""
 
     def __init__(
-        self, interval_s: float, function: Callable[[], bool], timer: MakeTimer = threading.Timer
+        self,
+        interval_s: float,
+        function: Callable[[], bool],
+        timer: Callable[..., threading.Timer] = threading.Timer,
     ) -> None:
         self.interval_s = interval_s
         self._function, self._make_timer = function, timer

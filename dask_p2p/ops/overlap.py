@@ -173,7 +173,7 @@ def map_with_halos(
     ]
     register_if_possible()
     is_plain = not (kwargs.keys() & _OF_MAP_BLOCKS or has_keyword(func, "block_info") or lazy)
-    # Keywords of the function are bound to it: Dask's own ones may have the same names.
+    # The function gets its keywords before Dask's `map_blocks`, whose own may have the same names.
     for_dask = {
         name: value
         for name, value in kwargs.items()

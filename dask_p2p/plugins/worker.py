@@ -121,9 +121,9 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def _warm_up(self) -> None:
         """Compile the kernels before a task needs them, which takes seconds once per machine."""
         backend = worker_backend()
-        if backend.on_device:  # if this fails, so will the first task, with an error
-            # Import CuPy in this thread, which also unpickles messages: if two threads import
-            # CuPy concurrently, one may fail, and Dask then stops reading a stream.
+        if backend.on_device:  # if this fails, so will the first task, with an error.
+            # Import CuPy in this thread, which also unpickles messages. If two threads import CuPy
+            # concurrently, one may fail, and Dask then stops reading a stream.
             _ = backend.module
             await self._context.offload(backend.warm_up)
             self._device_bytes = await self._context.offload(backend.device_bytes)

@@ -318,29 +318,25 @@ def check_main_program() -> None:
             f"expected a main program in a file, since workers import it, got {path}. Save it in a "
             "file, and run that."
         )
-    if not _checks_name(main, path):
-        _probe(path)
-
-
-def _text(path: Any) -> str:
-    return f"{path} starts a cluster when it is imported, and each worker imports it. {_REMEDY}"
-
-
-def _probe(path: str) -> None:
-    """Import the main program in a process, as workers do; raise `ConfigError` if that fails."""
+    if _checks_name(main, path):
+        return
     from distributed.utils import get_mp_context
 
-    process = get_mp_context().Process(target=int, name=_PROBE)
-    process.start()
-    process.join()
-    if process.exitcode == _STARTS_A_CLUSTER:
+    probe = get_mp_context().Process(target=int, name=_PROBE)  # imports it, as workers do
+    probe.start()
+    probe.join()
+    if probe.exitcode == _STARTS_A_CLUSTER:
         raise ConfigError(_text(path))
-    if process.exitcode:
+    if probe.exitcode:
         raise ConfigError(
             f"expected a program that workers can import, but the import of {path} failed with the "
             f"error above. Move code that workers cannot run below `if __name__ == "
             '"__main__":`.'
         )
+
+
+def _text(path: Any) -> str:
+    return f"{path} starts a cluster when it is imported, and each worker imports it. {_REMEDY}"
 
 
 def _imported_file(main: Any) -> str | None:

@@ -124,7 +124,7 @@ class Region:
 class Reading(ABC):
     """Regions of one holder's blocks in transfer. Each step of the iteration requests the next."""
 
-    def __init__(self, requests: Sequence[Request], footprint: Footprint, options: Options) -> None:
+    def __init__(self, requests: Sequence[Request], footprint: Footprint) -> None:
         self.requests = requests
         self.part_bytes = footprint.part_bytes  # upper bound of a part's size; None: unlimited
         # A part has at least one item. Items larger than a part are transferred one at a time.

@@ -230,23 +230,17 @@ class PublishedBlocks(_LockFile):
             published.touched_s = time.monotonic()
             return True
 
-    def withdraw(self, key: Key) -> None:
-        """Withdraw a block. Its memory is freed as soon as no lease is left."""
+    def withdraw(self, key: Key, *, also_unfinished: bool = True) -> None:
+        """Withdraw a block. Its memory is freed as soon as no lease is left.
+
+        Publications in progress end too, unless `also_unfinished` is false.
+        """
         with self._lock:
-            for publication in [
-                publication
-                for publication, published_key in self.publications.items()
-                if published_key == key
-            ]:
-                del self.publications[publication]
+            for publication, published_key in list(self.publications.items()):
+                if published_key == key and also_unfinished:
+                    del self.publications[publication]
             dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # outside of the lock, since freeing GPU memory may wait for the GPU
-
-    def retire(self, key: Key) -> None:
-        """Withdraw a published block. A publication in progress is not affected."""
-        with self._lock:
-            dropped = self._withdraw(self.published.pop(key, None))
-        del dropped  # see `withdraw`
 
     def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
         """Withdraw old and spilled blocks. Drop unleased ones. Return the number of those left."""

@@ -157,7 +157,7 @@ class SameHostTransport(Transport):
 
     def on_spilled(self, key: Key) -> None:
         """Withdraw a spilled block, which frees its memory. Any thread may call this."""
-        self.directory.retire(key)
+        self.directory.withdraw(key, also_unfinished=False)
 
     def on_worker_left(self, holder: str) -> None:
         self._peers.pop(holder, None)
@@ -287,7 +287,7 @@ class SameHostReading(Reading):
         peer: Peer,
         options: Options,
     ) -> None:
-        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
+        super().__init__(requests, transport.footprint(options, requests[0].kind))
         self.peer = peer
         #: By number of the request: closes the block, and ends the lease on it.
         self.ending: dict[int, ExitStack] = {}

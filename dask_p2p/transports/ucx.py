@@ -402,7 +402,12 @@ class UcxTransport(PackedTransport):
                 send_buffer.begin(one, self._reserve_message(one, sending))
                 sending.append(send_buffer)
                 try:
-                    self._begin_to_pack(send_buffer)
+                    number, box = part
+                    block = self._find(request, *request.blocks[number])
+                    with device_of(block):
+                        send_buffer.pack(0, self._queue_for(block), block[box_slices(box)])
+                    send_buffer.block = block
+                    del block  # the buffer drops it when it is packed
                 except Exception:
                     send_packed()  # the messages before have not failed
                     raise
@@ -417,13 +422,6 @@ class UcxTransport(PackedTransport):
             while sending:
                 sending.popleft().close()
         return replies
-
-    def _begin_to_pack(self, send_buffer: UcxSendBuffer) -> None:
-        request, (number, box) = send_buffer.request, send_buffer.request.parts[0]
-        block = self._find(request, *request.blocks[number])
-        with device_of(block):
-            send_buffer.pack(0, self._queue_for(block), block[box_slices(box)])
-        send_buffer.block = block
 
     def _reserve_message(
         self, request: ReadRequest, sending: deque[UcxSendBuffer]

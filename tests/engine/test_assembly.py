@@ -84,7 +84,7 @@ class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is request_counts for."""
 
     def __init__(self, transport, requests, flow, options):
-        super().__init__(requests, flow, options)
+        super().__init__(requests, flow)
         self.transport = transport
         self.request_counts = Counter()
         transport.open_now.append(self)

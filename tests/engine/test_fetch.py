@@ -37,7 +37,7 @@ def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):
     transport = SimpleNamespace(name="ipc" if in_place else "cma", in_place=in_place)
     sources = [source(transport, "b"), source(transport, "b")]
     request = Request(("x", 0, 0), "b", (2, 4), np.dtype(dtype), "numpy", [BOX])
-    reading = FakeReading([request, request], Footprint(None, 1), options())
+    reading = FakeReading([request, request], Footprint(None, 1))
     return Fetch(sources, reading, options(), start_s, begun_s)
 
 

@@ -35,7 +35,7 @@ from dask_p2p.types import Key
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.5  # between two checks
-REMINDER_S = 60.0  # interval of warnings about a gang that waits
+REMINDER_S = 60.0  # between two warnings of one wait
 _JOINING_S = 1.0  # patience after the graph or a worker has arrived: more workers may join
 _LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
 _RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
@@ -51,7 +51,7 @@ class _WaitingGang:
     is_warned: bool = False
     attempt: int | None = None  # number of attempts so far, if ranks wait
     waiting_s: float = 0.0  # start of this wait
-    warn_s: float = 0.0  # time of the next warning of it
+    warn_s: float = 0.0  # time of the next warning of this wait
 
 
 class Gathering:

@@ -135,7 +135,7 @@ class Gangs:
         if resource_needs(task):
             placed_ranks = self._coordinator.waiting(gang, worker) - {rank}
             placed_tasks = [self._scheduler.tasks[gang, placed] for placed in placed_ranks]
-            if not has_room(on, task, placed_tasks):  # the ranks need more units than there are
+            if not has_room(on, task, placed_tasks):  # of resources for all these ranks
                 await asyncio.sleep(_ELSEWHERE_S)
                 return asdict(Order("stopped"))
         states = {holder: list(steps) for holder, steps in saved}
