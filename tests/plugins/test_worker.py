@@ -14,7 +14,7 @@ from dask.task_spec import TaskRef
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask, assemble_block
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
@@ -26,7 +26,7 @@ from tests.transports.loopback import true_later
 
 def rewritten(who_has, folder, task=None):
     """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
-    task = task or AssembleTask.create("y", None, (0, 0), None, Blocks(*who_has))
+    task = task or AssembleTask("y", assemble_block, "y", None, (0, 0), None, Blocks(*who_has))
     sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
     messages = []
 
@@ -77,7 +77,9 @@ def test_holders_that_a_message_names_are_in_the_cluster():
             worker.data[keys[0]] = np.ones((2, 4))
             own_address = worker.address
             worker.stream_handlers["compute-task"](
-                run_spec=AssembleTask.create("y", plan, (0, 0), output, Blocks(*keys)),
+                run_spec=AssembleTask(
+                    "y", assemble_block, "y", plan, (0, 0), output, Blocks(*keys)
+                ),
                 who_has={keys[0]: [own_address, "b"], keys[1]: ["b", "c"]},
                 nbytes=dict.fromkeys(keys, 64),
             )
