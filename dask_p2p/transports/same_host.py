@@ -344,7 +344,7 @@ class SameHostReading(Reading):
                 requests = self.requests[number:][:_MOST_PUBLISHED]
                 reply = ask_and_wait(
                     transport.worker, request.holder, transport.publish_op, timeout_s, about,
-                    blocks=[(other.key, other.shape) for other in requests],
+                    blocks=[(candidate.key, candidate.shape) for candidate in requests],
                 )  # fmt: skip
                 check_reply(reply, request.holder, request)
         except OSError as exc:
