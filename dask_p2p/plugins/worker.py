@@ -12,6 +12,7 @@ Methods of `P2PPlugin` run on the worker's event loop, those of `DaskWorkerConte
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any, TypeVar
@@ -121,10 +122,14 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
     async def _warm_up(self) -> None:
         """Compile the kernels before a task needs them, which takes seconds once per machine."""
         backend = worker_backend()
+        # Import CuPy in this thread, which also unpickles messages. If two threads import CuPy
+        # concurrently, one may fail, and Dask then stops reading a stream.
+        _ = backend.module
+        # A full collection visits all objects of all modules, for 20 to 90 ms. Workers that do the
+        # same work collect at the same time. The user's objects come later, or in other processes.
+        if self._worker.nanny is not None and not self._worker.state.tasks:
+            gc.freeze()
         if backend.on_device:  # if this fails, so will the first task, with an error.
-            # Import CuPy in this thread, which also unpickles messages. If two threads import CuPy
-            # concurrently, one may fail, and Dask then stops reading a stream.
-            _ = backend.module
             await self._context.offload(backend.warm_up)
             self._device_bytes = await self._context.offload(backend.device_bytes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 
@@ -108,6 +109,20 @@ async def test_a_block_that_dask_spills_is_free_at_once():
         assert reference() is None
         await worker.plugin_remove(name=PLUGIN_NAME)
         assert worker.data.fast_to_slow_callbacks == []
+
+
+async def test_full_collections_of_worker_processes_pass_over_modules(monkeypatch):
+    """Those of a user's process, which may hold any objects, do not."""
+    frozen = []
+    async with in_process(1) as (cluster, _):
+        (worker,) = cluster.workers.values()
+        monkeypatch.setattr(gc, "freeze", lambda: frozen.append(worker.nanny))
+        for worker.nanny in (None, "tcp://there"):
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+            await true_later(lambda: frozen or worker.nanny is None)
+            await worker.plugin_remove(name=PLUGIN_NAME)
+        worker.nanny = None
+    assert frozen == ["tcp://there"]
 
 
 async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
