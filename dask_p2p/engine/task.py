@@ -77,12 +77,20 @@ def drops_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         except BaseException as exc:
             keep_user_frames(exc)
-            worker, _ = current_worker()
-            if worker is not None:  # else another scheduler of Dask, or none
-                worker.loop.add_callback(worker.loop.call_later, _DROP_S, without_frames, exc)
+            _drop_soon(exc)
             raise
 
     return run
+
+
+def _drop_soon(exc: BaseException) -> None:
+    try:
+        from distributed import get_worker
+
+        loop = get_worker().loop
+    except (ImportError, ValueError):  # another scheduler of Dask, or none
+        return
+    loop.add_callback(loop.call_later, _DROP_S, without_frames, exc)
 
 
 def keep_user_frames(exc: BaseException) -> None:

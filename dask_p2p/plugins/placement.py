@@ -115,10 +115,10 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
         elements_of = count_held_elements(
             ts.run_spec, {dep.key: dep.who_has or () for dep in ts.dependencies}
         )
-        most, total = max(elements_of.values(), default=0), sum(elements_of.values())
-        enough = most - _TOLERANCE * total
+        most_elements, total = max(elements_of.values(), default=0), sum(elements_of.values())
+        enough = most_elements - _TOLERANCE * total
         preferred = [ws for ws, elements in elements_of.items() if elements >= enough]
-        if len(preferred) < len(elements_of) and most < _NEARLY_ALL * total:
+        if len(preferred) < len(elements_of) and most_elements < _NEARLY_ALL * total:
             threads = sum(ws.nthreads for ws in elements_of)
             if all(_has_share(ts, ws, threads) for ws in preferred):
                 enough = 0

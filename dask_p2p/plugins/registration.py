@@ -76,7 +76,12 @@ def register(client: Any = None) -> Any:
     >>> dask_p2p.register(client)  # doctest: +SKIP
     """
     client = checked_client(client)
-    return client.sync(_register, client)
+    if client.asynchronous:
+        return _register_async(client)
+    connection = connection_of(client)
+    _report(client.sync(ask, client.scheduler))
+    _remember(connection)
+    return None
 
 
 def register_cluster(cluster: Any) -> None:
@@ -160,7 +165,7 @@ async def ask_later(worker: Any) -> None:
             return
 
 
-async def _register(client: Any) -> None:
+async def _register_async(client: Any) -> None:
     connection = connection_of(client)
     _report(await ask(client.scheduler))
     _remember(connection)
@@ -176,7 +181,7 @@ async def register_later(client: Any) -> None:
     """Register an asynchronous client; if that fails, warn its user."""
     connection = connection_of(client)
     try:
-        await _register(client)
+        await _register_async(client)
     except (P2PError, OSError) as exc:
         if connection is not None:
             _registered.discard(connection)

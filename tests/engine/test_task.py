@@ -13,14 +13,7 @@ from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.remote import BlockRef
-from dask_p2p.engine.task import (
-    AssembleTask,
-    Blocks,
-    WaitTask,
-    assemble_block,
-    is_fusable,
-    run_name,
-)
+from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
 
@@ -31,9 +24,8 @@ KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 @pytest.fixture
 def task():
-    return AssembleTask(
-        ("y", 1, 0), assemble_block, ("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS)
-    )
+    key, function = ("y", 1, 0), module.assemble_block
+    return AssembleTask(key, function, key, PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
 
 
 @pytest.mark.parametrize(
