@@ -304,16 +304,6 @@ def test_all_leases_end_whatever_else_fails(quick, peers, monkeypatch, failing_p
     assert quick.open_now == []
 
 
-def test_what_may_be_wrong_is_not_returned(quick, peers, monkeypatch):
-    def confirm(self):
-        raise TransferError("the holder died under the reader")
-
-    monkeypatch.setattr(FakeReading, "confirm", confirm)
-    with pytest.raises(TransferError, match="died under"):
-        assembly(peers).run()
-    assert quick.open_now == []
-
-
 def test_what_does_not_come_whole_is_brought_by_another_way(quick, slow, peers, monkeypatch):
     regions = FakeReading.__iter__
 

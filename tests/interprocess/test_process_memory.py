@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import errno
 import mmap
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 from dask_p2p.transports.process_memory import (
     RemoteArray,
     holds,
-    is_supported,
     obstacle,
     own_token,
     read,
@@ -92,34 +88,6 @@ def test_a_region_that_is_nowhere():
 
 def test_items_without_bytes():
     assert read_view(np.empty((3, 2), "V0"))[1].shape == (3, 2)
-
-
-CHILD = """
-import numpy, sys
-from dask_p2p.transports.process_memory import own_token
-from tests.support import tune
-own_token()
-array = numpy.arange(1000.0)
-print(array.ctypes.data, flush=True)
-sys.stdin.read()
-"""
-
-
-def test_another_process_that_ends():
-    assert is_supported()
-    array = np.arange(1000.0)
-    with subprocess.Popen(
-        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        address = int(child.stdout.readline())
-        runs = runs_of(address, array.shape, array.strides, 8)
-        memory = np.empty(array.nbytes, np.uint8)
-        np.testing.assert_array_equal(read(child.pid, runs, array.dtype, memory), array)
-        child.kill()
-        child.wait()
-        with pytest.raises(OSError, match="No such process") as caught:
-            read(child.pid, runs, array.dtype, memory)
-        assert caught.value.errno == errno.ESRCH
 
 
 def test_a_token_proves_which_process_is_read():
