@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -78,6 +79,39 @@ def test_slabs_come_back(axis, sizes):
     chunks = tuple(sizes if a == axis else (12,) for a in range(3))
     forward_chunks, _ = turned(chunks, (12, 12, 12), False)
     assert turned(forward_chunks, (12, 12, 12), True) == (chunks, 1)
+
+
+def fewest(chunks, remaining, exchanges_left):
+    """Return the fewest exchanges, `exchanges_left` at most, by trial of all moves."""
+    remaining = {axis for axis in remaining if chunks[axis] > 1}
+    if not remaining:
+        return 0
+    if not exchanges_left:
+        return 99
+    undivided = [axis for axis, n in enumerate(chunks) if n == 1]
+    best = 99
+    # The target of each remaining divided axis: a whole axis of its own, or none.
+    for targets in product([None, *undivided], repeat=len(remaining)):
+        used = [target for target in targets if target is not None]
+        if not used or len(set(used)) < len(used):
+            continue
+        new = list(chunks)
+        for axis, target in zip(sorted(remaining), targets, strict=True):
+            if target is not None:
+                new[axis], new[target] = 1, chunks[axis]
+        still = {axis for axis in remaining if new[axis] > 1}
+        best = min(best, 1 + fewest(new, still, exchanges_left - 1))
+    return best
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4])
+def test_no_other_path_takes_fewer_exchanges(ndim):
+    for parts in product((1, 2, 3), repeat=ndim):
+        if 1 not in parts:
+            continue
+        chunks = tuple(split_evenly(12, n) for n in parts)
+        _, exchanges = turned(chunks, (12,) * ndim, False)
+        assert exchanges <= fewest(list(parts), set(range(ndim)), ndim), parts
 
 
 def test_chunks_of_the_result_that_leave_the_axis_whole_cost_nothing():
