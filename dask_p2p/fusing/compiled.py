@@ -369,8 +369,9 @@ def _compiled(
     programs = programs_of(read.tasks, size, sizes_of(read.tasks, graph.declared), owners)
     kept_tasks = {key: task for key, task in read.dask_tasks.items() if name_of(key) not in names}
     first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)
-    output_names = [x.name for x in outputs]
-    gang_arguments = read.tasks, programs, output_names, first, kind, options, outputs, kept_tasks
-    gang = fused_gang(*gang_arguments, arguments=[x.name for x in arrays])
+    gang = fused_gang(
+        read.tasks, programs, [x.name for x in outputs], first, kind, options, outputs, kept_tasks,
+        arguments=[x.name for x in arrays],
+    )  # fmt: skip
     signature = Signature(declared, gang.arrays, returns_several, arrays[0])
     return CompiledFunction(func, signature, gang, names)
