@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask.task_spec import Task, TaskRef
 from dask.utils import key_split
@@ -40,9 +40,11 @@ from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import RankAddress
-from dask_p2p.transports.ucx import UcxTransport
 from dask_p2p.transports.ucx_messenger import Messenger
 from dask_p2p.types import Key, Kind
+
+if TYPE_CHECKING:
+    from dask_p2p.transports.ucx import UcxTransport
 
 _SECEDE_S = 0.05  # time that a rank waits for its gang before it leaves its worker's thread pool
 _LOOK_S = 0.02  # interval between checks for free units of a resource
