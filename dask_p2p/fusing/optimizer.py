@@ -6,7 +6,6 @@ The client sends such a function with the graph. The scheduler calls it, in a th
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from dask.base import collections_to_expr, unpack_collections
 from dask.core import flatten
 from dask.highlevelgraph import HighLevelGraph
 from dask.utils import ensure_dict
+from distributed import Scheduler
 
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
@@ -322,10 +322,6 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
 
 
 def _scheduler(identity: str) -> Any:
-    if "distributed" not in sys.modules:
-        return None
-    from distributed import Scheduler
-
     schedulers = {str(scheduler.id): scheduler for scheduler in Scheduler._instances}
     return schedulers.get(identity)
 

@@ -12,7 +12,9 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import List, TaskRef
 from dask.utils import format_bytes
+from distributed import get_worker
 from distributed.protocol.pickle import dumps, loads
+from distributed.utils import sync
 
 from dask_p2p.config import Options
 from dask_p2p.engine.task import current_worker
@@ -290,9 +292,6 @@ class _RunProgram:
 
 def _give_back() -> None:
     """Ask the scheduler to run Dask's tasks in place of the gang, whose attempt then ends."""
-    from distributed import get_worker
-    from distributed.utils import sync
-
     worker: Any = get_worker()
     gang = worker.get_current_task()[0]
 

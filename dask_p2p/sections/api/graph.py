@@ -350,7 +350,7 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
 
 
 def most_ranks(ranks: int | None, size_bytes: int = 0) -> int:
-    """Return the largest number of ranks; None: as the workers can run at a time.
+    """Return the largest number of ranks; by default the number that the workers can run at a time.
 
     By default each worker that has the annotated resources runs one, or more in its threads if the
     local blocks of an array of this size are large. The scheduler refuses a section with more ranks

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import cloudpickle  # Dask's functions would log an error for each object without a pickle
 import numpy as np
 from dask.utils import format_bytes
+from distributed import warn
 
 from dask_p2p.backends import as_array, backend_named, checked_block
 from dask_p2p.engine.context import MemoryNeed, in_memory_bytes, where_is
@@ -334,8 +335,6 @@ def warned_of_global_random(is_shared: bool) -> Iterator[None]:
     yield
     if before is None or _state() == before:
         return
-    from distributed import warn
-
     warn(
         "a function drew NumPy's global random numbers (np.random.seed, np.random.rand), which "
         "ranks in threads of one worker share: each rank gets other numbers in each run, and with "

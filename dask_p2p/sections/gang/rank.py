@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dask.task_spec import Task, TaskRef
 from dask.utils import key_split
+from distributed import Reschedule
+from distributed.protocol.pickle import dumps, loads
+from distributed.utils import sync
+from distributed.worker import thread_state
+from tblib import pickling_support
 
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext, pause_s, record_attempt
@@ -28,22 +32,19 @@ from dask_p2p.engine.task import (
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
 from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.plugins.dask_internals import Units
-from dask_p2p.plugins.gangs.coordinator import COMMIT
-from dask_p2p.sections.gang.worker import LINK, Progress
+from dask_p2p.plugins.dask_internals import PoolThread, Units
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Order
+from dask_p2p.plugins.worker import part_on
+from dask_p2p.sections.gang.worker import LINK, Progress, RankAttempt, WorkerRanks
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import RankAddress
+from dask_p2p.transports.ucx_messenger import Messenger
 from dask_p2p.types import Key, Kind
 
 if TYPE_CHECKING:
-    from dask_p2p.plugins.dask_internals import PoolThread
-    from dask_p2p.plugins.gangs.coordinator import Order
-    from dask_p2p.sections.gang.worker import RankAttempt
     from dask_p2p.transports.ucx import UcxTransport
-    from dask_p2p.transports.ucx_messenger import Messenger
-
 
 _SECEDE_S = 0.05  # time that a rank waits for its gang before it leaves its worker's thread pool
 _LOOK_S = 0.02  # interval between checks for free units of a resource
@@ -110,8 +111,6 @@ class _RankRun:
         Dask renames the tasks of arguments of `dask.delayed`. A task that computes with another
         scheduler than the cluster's runs a rank's function under its own key.
         """
-        from distributed.worker import thread_state
-
         key = getattr(thread_state, "key", None)
         if not isinstance(key, tuple) or key[1:] != (self.rank,):
             return None
@@ -119,12 +118,6 @@ class _RankRun:
 
     def in_gang(self) -> Any:
         """Wait for the other ranks of the gang, and run the function together with them."""
-        from distributed.utils import sync
-
-        from dask_p2p.plugins.dask_internals import PoolThread
-        from dask_p2p.plugins.worker import part_on
-        from dask_p2p.sections.gang.worker import WorkerRanks
-
         worker: Any = current_worker()[0]
         worker_ranks = sync(worker.loop, part_on, worker, WorkerRanks)
         _, context = current_worker()  # with the plugin, if it was missing
@@ -307,9 +300,7 @@ def _raise_user_errors(rank: int) -> Iterator[None]:
 
 def as_user_error(exc: BaseException, rank: int) -> Exception:
     """Return an exception itself; a `SectionError` for one that Dask does not pass to the user."""
-    distributed = sys.modules.get("distributed")  # without it the function cannot raise Reschedule
-    of_dask = () if distributed is None else (distributed.Reschedule,)
-    if isinstance(exc, Exception) and not isinstance(exc, (StopIteration, *of_dask)):
+    if isinstance(exc, Exception) and not isinstance(exc, (StopIteration, Reschedule)):
         return exc
     # SystemExit would end the worker, StopIteration a coroutine of the client. Dask would
     # restart a task that raises Reschedule without end.
@@ -320,9 +311,6 @@ def as_user_error(exc: BaseException, rank: int) -> Exception:
 
 def _raise_end(order: Order, options: Options) -> NoReturn:
     """End a stopped attempt: all ranks raise the same error, or all are rescheduled."""
-    from distributed import Reschedule
-    from distributed.protocol.pickle import loads
-
     if order.error is not None:
         raise loads(order.error)
     if order.reason:
@@ -338,11 +326,8 @@ def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
 
     Exceptions that cannot be pickled, or are too large, become a `SectionError`.
     """
-    from distributed.protocol.pickle import dumps, loads
-    from tblib import pickling_support  # of Dask, for exceptions with arguments of their own
-
     keep_user_frames(exc)
-    pickling_support.install(exc)
+    pickling_support.install(exc)  # for exceptions with arguments of their own
     with suppress(Exception):
         copy = loads(dumps(exc))
         str(copy)  # Dask formats it later, so it must not fail

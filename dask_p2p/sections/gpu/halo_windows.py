@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,13 +48,11 @@ from dask_p2p.sections.exchange.regions import (
     send_layouts,
     text_of,
 )
+from dask_p2p.sections.gpu.streams import GpuStreams
 from dask_p2p.sections.gpu.windows import SLOTS, DeviceBarrier, OwnWindow, PeerWindow, opened
 from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array
-
-if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.streams import GpuStreams
 
 
 class _ByteRun(NamedTuple):

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from dask_p2p.geometry import box_slices, whole_box
 from dask_p2p.sections.exchange.redistribution import along
 from dask_p2p.sections.exchange.regions import ExchangeCall, RegionExchange, begin_in_order
 from dask_p2p.sections.exchange.values import in_host_memory
+from dask_p2p.sections.gpu.streams import GpuStreams
 from dask_p2p.sections.gpu.windows import (
     OwnEvents,
     PeerMemory,
@@ -31,9 +32,6 @@ from dask_p2p.sections.gpu.windows import (
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.types import Array
-
-if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.streams import GpuStreams
 
 
 class GpuMessages:

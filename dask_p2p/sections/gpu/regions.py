@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from dask_p2p import tuning
 from dask_p2p.backends import memory_order
@@ -52,6 +52,7 @@ from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Pieces, along
 from dask_p2p.sections.exchange.regions import ExchangeCall, regions_of
 from dask_p2p.sections.gpu.messages import GpuMessages
+from dask_p2p.sections.gpu.streams import GpuStreams
 from dask_p2p.sections.gpu.windows import (
     SLOTS,
     OwnEvents,
@@ -68,10 +69,6 @@ from dask_p2p.sections.wire.connection import Buffer
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.types import Array
-
-if TYPE_CHECKING:
-    from dask_p2p.sections.gpu.streams import GpuStreams
-
 
 #: Limit of a local block with pending acknowledgements: memory may be short, and the host is ahead
 #: anyway.

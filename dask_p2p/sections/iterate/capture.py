@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -17,11 +17,9 @@ from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gpu.device import Gpu, can_wait_for_peers, captured, own_gpu, share_gpus
 from dask_p2p.sections.iterate.functions import is_replayable
+from dask_p2p.sections.iterate.iteration import Iteration
 from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connection import AttemptEndedError
-
-if TYPE_CHECKING:
-    from dask_p2p.sections.iterate.iteration import Iteration
 
 
 class Captured:

@@ -64,8 +64,8 @@ class Connections(PointToPoint):
 
     def reserve_files(self) -> None:
         """Raise the limit of open files so that each connection fits, or raise `SectionError`."""
-        here = self._count_here()
-        reserve_files(here, len(self._peers) - here)
+        local_count = self._count_here()
+        reserve_files(local_count, len(self._peers) - local_count)
 
     def _count_here(self) -> int:
         return sum(self._endpoint.is_here(peer.endpoint) for peer in self._peers)
@@ -264,11 +264,11 @@ class Connections(PointToPoint):
     def _wait(self) -> list[int]:
         """Wait until a connection is ready; return the ranks whose connections may be."""
         has_messages = self.has_messages and not self._is_finishing
-        others = self._connections.keys() - self._waiting if has_messages else set()
-        ranks = [*self._waiting, *others]
-        ready = self._poll({rank: self._connections[rank] for rank in ranks}, others)
-        self._move_some(ready & others)
-        return [*(ready - others)]
+        sender_ranks = self._connections.keys() - self._waiting if has_messages else set()
+        ranks = [*self._waiting, *sender_ranks]
+        ready = self._poll({rank: self._connections[rank] for rank in ranks}, sender_ranks)
+        self._move_some(ready & sender_ranks)
+        return [*(ready - sender_ranks)]
 
     def _broken(self, rank: int, why: object) -> AttemptEndedError:
         self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
@@ -290,17 +290,17 @@ class Connections(PointToPoint):
         return self._connections[rank]
 
     def _is_taken(self, rank: int, connection: Connection) -> bool:
-        """Wait for a lower rank's answer; return whether it takes a connection."""
-        answer = bytearray(len(TAKEN))
-        connection.receiving, connection.has_received = memoryview(answer), False
+        """Wait for a lower rank's reply; return whether it takes a connection."""
+        reply = bytearray(len(TAKEN))
+        connection.receiving, connection.has_received = memoryview(reply), False
         try:
             while not (connection.send() and connection.fill()):
                 self._poll({rank: connection})
         finally:
-            if answer != TAKEN:
+            if reply != TAKEN:
                 connection.close()
         connection.receiving, connection.has_received = None, True
-        return answer == TAKEN
+        return reply == TAKEN
 
     def _admit_arrivals(self) -> None:
         """Admit the connections that other ranks have made."""

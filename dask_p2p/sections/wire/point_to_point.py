@@ -226,15 +226,15 @@ class PointToPoint(ABC):
             raise self._broken(rank, exc) from exc
 
     def _poll(
-        self, connections: Mapping[int, Connection], others: Collection[int] = ()
+        self, connections: Mapping[int, Connection], sender_ranks: Collection[int] = ()
     ) -> set[int]:
         """Wait until a message arrives, or can be sent, or a rank connects: see `Polling.wait`.
 
-        `others` are ranks that may send messages.
+        `sender_ranks` are ranks that may send messages.
         """
         awake, most_s = set[int](), inf
         for rank, connection in connections.items():
-            connection.listens = rank in others
+            connection.listens = rank in sender_ranks
             slots = connection.mailbox.slots
             if slots is not None and not slots.sleeps:
                 # The peer may fill them before it sees that this rank sleeps.

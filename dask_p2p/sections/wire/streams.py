@@ -153,7 +153,7 @@ _REMEDY = (
 _raising = threading.Lock()
 
 
-def reserve_files(ranks: int, others: int) -> None:
+def reserve_files(ranks: int, remote_ranks: int) -> None:
     """Raise the limit of open files for the connections of this process's ranks to others.
 
     Raises
@@ -164,15 +164,15 @@ def reserve_files(ranks: int, others: int) -> None:
     with _raising:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
-        needed = len(os.listdir("/proc/self/fd")) + ranks * others
-        if needed > hard:
+        file_count = len(os.listdir("/proc/self/fd")) + ranks * remote_ranks
+        if file_count > hard:
             raise SectionError(
-                f"expected room for {needed} open files in a worker's process, where {ranks} of "
-                f"{ranks + others} ranks run, got a hard limit of {hard}. {_REMEDY}"
+                f"expected room for {file_count} open files in a worker's process, where {ranks} "
+                f"of {ranks + remote_ranks} ranks run, got a hard limit of {hard}. {_REMEDY}"
             )
-        wanted = min(hard, needed + _SPARE)
-        if soft < wanted:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (int(wanted), limits[1]))
+        new_limit = min(hard, file_count + _SPARE)
+        if soft < new_limit:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (int(new_limit), limits[1]))
 
 
 def check_files(exc: OSError) -> None:

@@ -28,6 +28,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from distributed import warn
 
 from dask_p2p.errors import FileError, InputError, P2PWarning
 from dask_p2p.geometry import Box
@@ -392,8 +393,6 @@ class CheckpointFiles:
             raise
 
     def _warn(self, text: str) -> None:
-        from distributed import warn
-
         if self.ctx.rank == 0:
             warn(text, P2PWarning)
 
