@@ -97,19 +97,23 @@ NOT_FOR_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("way", ["one", "several", "by Dask"])
+@pytest.mark.parametrize("way", ["one", "several", "by Dask", "installed"])
 def test_all_other_keywords_are_for_the_function(way):
     names = parameter_names(
         *(f"dask_p2p.ops.{name}" for name in ("overlap", "arguments", "rechunk")),
+        *("dask_p2p.graph.arrays", "dask_p2p.tools.dropin", "dask_p2p.tools.zarr_stores"),
         *("dask.array.core", "dask.array.blockwise", "dask.blockwise", "functools"),
     )
     x = da.from_array(X, chunks=(6, 10))
     arrays = [x] * (2 if way == "several" else 1)
     extra = {"token": "added"} if way == "by Dask" else {}
-    assert {"func", "x", "plan", "self", "concatenate", "output"} <= {*names}
+    assert {"func", "x", "plan", "make", "verb", "self", "concatenate", "output"} <= {*names}
     for name in {*names} - NOT_FOR_FUNCTIONS:
         options = {"depth": {0: 1}, "dtype": float, **extra, name: 3}
-        y = dask_p2p.map_overlap(added, *arrays, **options)
+        with dask_p2p.install() as used:
+            map_overlap = da.map_overlap if way == "installed" else dask_p2p.map_overlap
+            y = map_overlap(added, *arrays, **options)
+        assert used.count == (way == "installed"), name
         np.testing.assert_array_equal(y.compute(scheduler="sync"), X * len(arrays) + 3, name)
 
 

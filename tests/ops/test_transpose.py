@@ -194,7 +194,3 @@ def test_blocks_in_another_byte_order_than_declared_are_converted(dtype):
 
 def to_native(block):
     return block.astype(block.dtype.newbyteorder("="))
-
-
-def test_input_errors_are_value_errors():
-    assert issubclass(InputError, ValueError)
