@@ -32,16 +32,6 @@ def test_a_log_is_bounded_in_records_and_their_stages():
     assert len(log) == 1, "the newest one is there in any case"
 
 
-def test_only_what_is_new_is_given():
-    log = RecordLog(3)
-    assert log.since(0) == (0, [])
-    for i in range(5):
-        log.append(record(i))
-    assert log.since(0) == (2, [record(2), record(3), record(4)])
-    assert log.since(4) == (4, [record(4)])
-    assert log.since(5) == log.since(9) == (5, [])
-
-
 def test_the_newest_of_a_log():
     log = RecordLog(100)
     assert log.newest(10) == []
