@@ -16,6 +16,7 @@ import dask.array as da
 import pytest
 
 import dask_p2p
+from dask_p2p import monitoring as module
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import add_pages
 from tests.support import in_process, own_client
@@ -172,8 +173,17 @@ def log(own_log):
     logging.getLogger("distributed").removeHandler(own_log.handler)
 
 
+def test_without_bokeh_there_is_a_line_in_the_log(log, monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    add_pages(SimpleNamespace(), lambda: None)
+    (message,) = set(log.messages)
+    assert message.startswith(
+        "dask_p2p: no page /p2p on the dashboard, which needs bokeh. Run: pip"
+    )
+
+
 def test_with_another_dask_there_is_a_warning(log):
-    assert not add_pages(SimpleNamespace(), lambda: None)
+    add_pages(SimpleNamespace(), lambda: None)
     assert "no page /p2p on the dashboard: 'types.SimpleNamespace' object" in log.messages[0]
 
 
