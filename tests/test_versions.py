@@ -170,25 +170,6 @@ def test_a_client_of_another_version_harms_nobody(bare, other_version, programs)
         np.testing.assert_array_equal(result_of(bare, bare.compute(y)), x.T)
 
 
-def test_a_cluster_of_another_version_is_not_harmed(other_version, programs):
-    x = indexed((40, 12))
-    with (
-        cluster_of(programs / "cluster.py", other_version) as address,
-        Client(address) as client,
-    ):
-        precious = client.scatter({"a": 1, "b": 2}, broadcast=True)
-        workers = set(workers_of(client))
-        for _ in range(2):
-            with pytest.raises(RegistrationError) as refused:
-                x_and_lazy()
-            assert names_both(str(refused.value))
-        assert set(workers_of(client)) == workers
-        assert client.gather(precious) == {"a": 1, "b": 2}
-        process = python(programs / "client.py", other_version, address, other_version)
-        output, _ = process.communicate(timeout=200)
-        assert output.splitlines() == [str(x.T.shape)]
-
-
 def test_a_scheduler_that_lacks_what_the_plugin_is_read_by_is_named(other_version, programs):
     def hide():
         sys.modules["dask_p2p.versions"] = None

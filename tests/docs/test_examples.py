@@ -7,7 +7,6 @@ import importlib
 import re
 import shlex
 import warnings
-from dataclasses import replace
 from functools import cache
 
 import dask.array as da
@@ -136,35 +135,6 @@ def test_programs_of_the_gallery_have_the_same_values_on_several_ranks(program, 
     run_program(program)
     newest = dask_p2p.last_runs(client)[0]
     assert len({record.worker for record in newest.records}) == ranks > 1
-
-
-GUIDES = [page for page in BLOCKS if page.parent.name == "how-to"]
-OF_DASK_ONLY = {"existing-code"}  # `install` leaves rechunks and overlaps of `dask_array` to it
-IMPORT = "import dask.array as da\n"
-#: Names in blocks of a guide that need `dask.array`: an error has the name of a layer, and
-#: `dask_array` takes shards by another keyword.
-OF_LAYERS = {"fused": ("__notes__",), "files": ("shards=",)}
-
-
-@pytest.mark.filterwarnings(f"ignore:{CONSOLIDATED}")
-@pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize(
-    "page",
-    [
-        page
-        for page in GUIDES
-        if IMPORT in page.read_text("utf-8") and page.stem not in OF_DASK_ONLY
-    ],
-    ids=name,
-)
-def test_a_guide_holds_for_arrays_of_dask_array(page, dask_array):
-    importlib.import_module("dask_array.xarray").register()
-    require_libraries(page)
-    run_all(
-        replace(block, text=block.text.replace(IMPORT, "import dask_array as da\n"))
-        for block in BLOCKS[page]
-        if not any(name in block.text for name in OF_LAYERS.get(page.stem, ()))
-    )
 
 
 def run_all(blocks):

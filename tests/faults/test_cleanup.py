@@ -1,11 +1,9 @@
-"""Nothing stays behind: after cancelling, a client's death, a restart, an error, a worker's end."""
+"""Nothing stays behind: after cancelling, a restart, an error, a worker's end."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from glob import glob
 
 import numpy as np
@@ -78,37 +76,6 @@ def test_after_cancelling(client, gate):
     assert_nothing_is_held(client)
     wait_until(lambda: not any(client.run(blocks_held).values()))
     assert tasks(client) == 0
-    works(client)
-
-
-PROGRAM = """
-import sys, time
-import dask
-from distributed import Client
-import dask_p2p
-from tests.faults.support import addresses, one_block_each, source
-
-dask.config.set({"p2p.transports.order": ["comm"]})
-with Client(sys.argv[1]) as client:
-    x = one_block_each(client, source((48, 48), (16, 48)), addresses(client))
-    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
-    time.sleep(600)
-"""
-
-
-@pytest.mark.slow
-def test_after_a_clients_death(client, gate):
-    in_the_middle(client, gate)
-    address = client.cluster.scheduler_address
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, address]) as program:
-        try:
-            assert all_hold_something(client, gate)
-        finally:
-            program.kill()
-    wait_until(lambda: tasks(client) == 0, BOUND_S)
-    gate.open()
-    assert_nothing_is_held(client)
-    wait_until(lambda: not any(client.run(blocks_held).values()))
     works(client)
 
 

@@ -107,20 +107,6 @@ def test_a_bystander(client, number):
     transposed_while(client, act)
 
 
-def test_a_bystander_that_closes(client, gate):
-    *workers, bystander = addresses(client)
-    x = one_block_each(client, source(SHAPE, (16, 48)), workers)
-    wait(x)
-    client.run(set_trap, "placed", 5, "wait", gate.path, workers=workers[:1])
-    y = one_block_each(client, dask_p2p.transpose(x), workers)
-    gate.wait_until_reached()
-    client.retire_workers([bystander])
-    assert bystander not in addresses(client)
-    gate.open()
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-    assert_nothing_is_held(client)
-
-
 @pytest.mark.parametrize("transport", HOLDER)
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_after_the_result_is_done(client, how, transport):

@@ -200,26 +200,6 @@ def test_leased_bytes_are_among_a_workers_metrics(shared):
     wait_until(lambda: shown() == [0, 0])
 
 
-def test_what_dask_releases_is_not_kept_for_readers(shared):
-    def directory(dask_worker):
-        return dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
-
-    def publish(key, dask_worker):
-        block = dask_worker.data[key]
-        directory(dask_worker).publish(key, lambda: block, lambda block: b"{}")
-
-    def published(dask_worker):
-        return len(directory(dask_worker))
-
-    first, _ = addresses(shared)
-    x = shared.persist(source((8, 8), (8, 8)), workers=[first])
-    wait(x)
-    shared.run(publish, (x.name, 0, 0), workers=[first])
-    assert shared.run(published, workers=[first]) == {first: 1}
-    del x
-    wait_until(lambda: shared.run(published, workers=[first]) == {first: 0})
-
-
 def test_the_metric_goes_with_the_plugin():
     with cluster_of(1) as client:
         named = "dask-p2p-leased-bytes"

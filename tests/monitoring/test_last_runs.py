@@ -75,13 +75,8 @@ def test_a_transpose(client, x):
 @pytest.mark.usefixtures("without_stealing")
 def test_halos(client, x):
     y = dask_p2p.map_overlap(lambda block: block * 1.0, x, {0: 1}, "periodic")
-    run, readers = compute_in_place(client, y)
-    expected = 0
-    for row in range(4):
-        for neighbour in (row - 1, row + 1):
-            if holder_of(client, x, neighbour % 4) != readers[run.name, row, 0]:
-                expected += 64 * 8
-    assert run.moved_bytes == expected == 8 * 64 * 8
+    run, _ = compute_in_place(client, y)
+    assert run.moved_bytes == 8 * 64 * 8
     assert (run.operation, run.shape, run.blocks) == ("p2p-overlap", (64, 64), (4, 1))
     assert {record.shape for record in run.made} == {(16, 64)}, "without the halos"
 
@@ -318,6 +313,7 @@ def test_failed_runs_are_marked(client, x):
             newest_run(client, lambda run, name=operation: run.operation == name)
             wait_until(lambda: dask_p2p.last_runs(client, 1)[0].state == "failed")
             assert "failed" in repr(dask_p2p.last_runs(client, 1))
+            wait_until(lambda: not dask_p2p.last_runs(client, 1)[0].under_way)
     spmd_run = dask_p2p.last_runs(client, 4)[-1]
     assert (spmd_run.operation, spmd_run.dtype, spmd_run.steps) == ("p2p-spmd", "float64", 3)
     assert spmd_run.moved_bytes > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from urllib.request import urlopen
 
 import dask.array as da
@@ -140,16 +139,3 @@ def test_servers_of_one_process_export_their_own_figures():
 def test_a_process_whose_page_has_not_been_read_yet(kind, monkeypatch):
     monkeypatch.setattr(prometheus, "_page_server", lambda kind: None)
     assert list(prometheus.Collector(kind).collect()) == []
-
-
-def test_without_prometheus_client(monkeypatch):
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    monkeypatch.setattr(prometheus, "add_collector", prometheus.add_collector.__wrapped__)
-
-    class Server:
-        pass
-
-    server = Server()
-    prometheus.register(server, "worker", dict)
-    assert server not in prometheus.registered
-    prometheus.unregister(server)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import sys
 import tracemalloc
 
 import pytest
@@ -30,16 +30,6 @@ def test_a_log_is_bounded_in_records_and_their_stages():
     assert [logged.key[1] for logged in log] == [*range(95, 101)]
     log.append(record(101, stages=(Stage("b", "comm", 1),) * 100))
     assert len(log) == 1, "the newest one is there in any case"
-
-
-def test_only_what_is_new_is_given():
-    log = RecordLog(3)
-    assert log.since(0) == (0, [])
-    for i in range(5):
-        log.append(record(i))
-    assert log.since(0) == (2, [record(2), record(3), record(4)])
-    assert log.since(4) == (4, [record(4)])
-    assert log.since(5) == log.since(9) == (5, [])
 
 
 def test_the_newest_of_a_log():
@@ -168,14 +158,7 @@ def test_a_data_frame():
 
 
 def test_without_pandas(monkeypatch):
-    original = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "pandas":
-            raise ImportError(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
+    monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(InputError, match="pip install pandas"):
         RunTable().to_pandas()
 

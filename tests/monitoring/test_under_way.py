@@ -7,14 +7,12 @@ import asyncio
 import dask
 import dask.array as da
 import pytest
-from distributed import Event
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring.records import unpacked
 from dask_p2p.plugins.registration import workers_of
-from tests.support import BOUND_S, indexed, spread
-from tests.transports.loopback import wait_until
+from tests.support import indexed, spread
 
 TILE_BYTES = 16 * 16 * 8
 
@@ -81,41 +79,3 @@ def test_bytes_in_place_by_holder(client, slabs):
     (run,) = dask_p2p.last_runs(client, n=1)
     assert (run.least_bytes, run.attempts, run.under_way) == (3 * TILE_BYTES, 1, ())
     assert running(client, reader) == []
-
-
-def test_a_function_of_the_user_is_part_of_the_task(client, slabs):
-    _, x = slabs
-    gate = Event("under-way", client=client)
-
-    def wait_at_gate(block):
-        Event("under-way").wait(BOUND_S)
-        return block
-
-    y = client.compute(dask_p2p.map_overlap(wait_at_gate, x, {0: 1}, "periodic", dtype=float))
-    try:
-        records = []
-        while len(records) < 4 or not all(map(is_in_place, records)):
-            records = [
-                record for worker in workers_of(client) for record in running(client, worker)
-            ]
-            assert not y.done()
-    finally:
-        gate.set()
-    assert y.result().shape == (64, 64)
-
-
-def is_in_place(record):
-    return sum(stage.nbytes for stage in record.stages) == record.wanted_bytes > 0
-
-
-def test_a_failed_task_is_no_longer_running(client, slabs):
-    _, x = slabs
-
-    def fail(block):
-        raise ValueError("on purpose")
-
-    y = dask_p2p.map_overlap(fail, x, {0: 1}, "periodic", dtype=float)
-    with pytest.raises(ValueError, match="on purpose"):
-        client.compute(y).result()
-    # The other tasks may still run when the first has failed.
-    wait_until(lambda: [running(client, worker) for worker in workers_of(client)] == [[]] * 4)

@@ -38,17 +38,6 @@ def test_values_are_those_of_map_overlap(case, axis, part_bytes):
     np.testing.assert_array_equal(computed(y), computed(expected))
 
 
-@pytest.mark.parametrize("part_bytes", [1, 100, "1 GiB"])
-def test_what_is_overwritten_is_the_function_s_own(part_bytes):
-    def doubled(part):
-        part *= 2
-        return part
-
-    x = da.from_array(X.copy(), chunks=(5, 4)).persist(scheduler="sync")
-    np.testing.assert_array_equal(computed(on_gpu(doubled, x, part_bytes=part_bytes)), 2 * X)
-    np.testing.assert_array_equal(computed(x), X)
-
-
 def test_parts_are_as_large_as_asked():
     lengths = []
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import sys
-
 import dask
 import dask.array as da
 import numpy as np
@@ -53,23 +51,6 @@ def test_parameters_in_the_order_of_dasks(chunks):
     assert dask_p2p.rechunk(short, (2, 4)).chunks == da.rechunk(short, (2, 4)).chunks
     with pytest.raises(InputError, match=r"expected method 'tasks' or 'p2p'.*got 'MPI'.*Leave"):
         dask_p2p.rechunk(x, 2, method="MPI")
-
-
-@pytest.mark.parametrize("axes", [None, (1, 0)])
-def test_in_the_place_of_dasks_function(monkeypatch, axes):
-    """What it leaves to Dask does not come back to it."""
-    module = sys.modules["dask.array.rechunk"]  # `da.rechunk` is the function
-    monkeypatch.setattr(module, "rechunk", dask_p2p.rechunk)
-    monkeypatch.setattr(da, "rechunk", dask_p2p.rechunk)
-    monkeypatch.setattr(da, "transpose", dask_p2p.transpose)
-    x = da.from_array(X[0], chunks=(2, 3))
-    rows = x[x[:, 0] > 6]
-    result = dask_p2p.rechunk(rows, {0 if axes else 1: 5}, axes=axes)
-    np.testing.assert_array_equal(
-        result.compute(scheduler="sync"), X[0][X[0][:, 0] > 6].transpose(axes or (0, 1))
-    )
-    with dask.config.set({"p2p.groups": 2}):
-        assert_eq(x.rechunk((1, 5)), X[0], scheduler="sync")
 
 
 @st.composite

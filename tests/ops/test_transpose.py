@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.geometry import split_evenly
 from tests.plans.support import chunks_of
 from tests.support import indexed, layers_of
 
@@ -45,26 +44,6 @@ def test_equals_numpy_for_any_chunks(case):
     same(y, np.transpose(x, axes))
     if dst is not None:
         assert y.chunks == dst
-
-
-@st.composite
-def cut_arrays(draw):
-    """An array and its chunks. One axis may have more blocks than another has rows."""
-    shape = tuple(draw(st.lists(st.integers(1, 12), min_size=1, max_size=3)))
-    return np.cos(indexed(shape)), tuple(split_evenly(n, draw(st.integers(1, n))) for n in shape)
-
-
-@settings(suppress_health_check=[HealthCheck.too_slow], max_examples=25)
-@given(cut_arrays())
-def test_what_is_derived_from_the_result_equals_numpy(case):
-    x, chunks = case
-    y = dask_p2p.transpose(da.from_array(x, chunks=chunks))
-    reduced = [getattr(y, name)() for name in ("std", "var", "max", "min", "argmax", "sum", "mean")]
-    derived = y.map_blocks(lambda block: block + 0 * block.max())
-    *numbers, same_again = dask.compute(*reduced, derived, scheduler="synchronous")
-    expected = [x.T.std(), x.T.var(), x.max(), x.min(), x.T.argmax(), x.sum(), x.mean()]
-    np.testing.assert_allclose(numbers, expected, rtol=1e-12)
-    np.testing.assert_array_equal(same_again, x.T)
 
 
 DTYPES = [
@@ -194,7 +173,3 @@ def test_blocks_in_another_byte_order_than_declared_are_converted(dtype):
 
 def to_native(block):
     return block.astype(block.dtype.newbyteorder("="))
-
-
-def test_input_errors_are_value_errors():
-    assert issubclass(InputError, ValueError)

@@ -120,13 +120,6 @@ def test_what_is_as_it_should_be_is_no_problem(code):
     assert find_problems([GOOD], [link], VERSIONS) == []
 
 
-def test_a_pair_that_nothing_joins():
-    link = replace(LINK, transport=None, error="TransferError: no answer")
-    (problem,) = find_problems([GOOD], [link], VERSIONS)
-    assert "no transport brings blocks from b: TransferError: no answer" in problem.fault
-    assert "TransferError: no answer" in str(Report([GOOD], [link], [problem]))
-
-
 FAR_LINKS = [
     Link("a", "b", "cma", 3.0, 1e-4),
     Link("b", "a", "cma", 5.0, 1e-4),

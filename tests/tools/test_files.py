@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import resource
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -53,15 +51,6 @@ def convert(client, source, target, operation=dask_p2p.transpose, stopped=lambda
 def same(out, array):
     assert (out.dtype, out.shape) == (array.dtype, array.shape)
     assert out.tobytes() == array.tobytes()
-
-
-@pytest.mark.parametrize("kinds", [*itertools.product(KINDS, KINDS)])
-def test_images(client, tmp_path, kinds):
-    image, axes = data.astronaut(), (2, 0, 1)
-    source, target = tmp_path / f"in{kinds[0]}", tmp_path / f"out{kinds[1]}"
-    convert(client, write_file(source, image), target, axes=axes)
-    same(read_file(target), image.transpose(axes))
-    assert sorted(os.listdir(tmp_path)) == sorted([source.name, target.name])
 
 
 ARRAYS = {
@@ -201,11 +190,6 @@ def test_pickles_are_refused(tmp_path, dtype, place):
     }
     (tmp_path / ".zarray").write_text(json.dumps(metadata))
     cannot_open(tmp_path)
-
-
-def test_without_zarr_it_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "zarr", None)
-    cannot_open(tmp_path, "the package zarr", "Run: pip install 'dask-p2p[zarr] @")
 
 
 def cannot_write(path, *words, **options):

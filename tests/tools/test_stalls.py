@@ -36,9 +36,12 @@ def function(ctx, x, folder):
 
 
 def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
+    """Each wait is logged once, too."""
     assert stalled(client, after=0) == []
+    client.run(_listen)
     x = da.from_array(X, chunks=4)
-    future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
+    with dask.config.set({"p2p.timeouts.request": "200 ms"}):
+        future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
     reports = wait_until(lambda: found_stalled(client))
     assert stalled(client, after="1 hour") == []
     assert {report.size for report in reports.values()} == {3}
@@ -51,9 +54,17 @@ def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
         "waits for rank " in str(report) and 'allreduce("sum")' in str(report) for report in waiting
     )
     assert {report.worker for report in reports.values()} == {*client.scheduler_info()["workers"]}
+    wait_until(lambda: {line[:11] for line in logged(client)} >= {"Rank 0 of 3", "Rank 2 of 3"})
     (tmp_path / "go").touch()
     future.result()
     wait_until(lambda: stalled(client, after=0) == [])
+    assert all("dask_p2p.stalled(client)" in line for line in logged(client))
+    exchanges = 20  # of each of the two
+    assert len(logged(client)) <= 2 * exchanges
+
+
+def logged(client):
+    return [line for lines in client.run(_lines).values() for line in lines]
 
 
 def found_stalled(client):
@@ -68,35 +79,6 @@ def found_stalled(client):
     return {}
 
 
-def test_a_wait_is_logged_once(client, tmp_path):
-    client.run(_listen)
-    client.run(_log_no_wait)
-    x = da.from_array(X, chunks=4)
-    with dask.config.set({"p2p.timeouts.request": "200 ms"}):
-        future = client.compute(spmd(function, x, ranks=3, folder=tmp_path))
-    lines = []
-
-    def logged():
-        lines[:] = [
-            line
-            for lines in client.run(_lines).values()
-            for line in lines
-            if "has waited" in line and "for ranks [1]" in line
-        ]
-        return len(lines) == 2
-
-    wait_until(lambda: found_stalled(client))
-    client.run(_log_waits)
-    wait_until(logged)
-    assert {line[:11] for line in lines} == {"Rank 0 of 3", "Rank 2 of 3"}
-    assert "dask_p2p.stalled(client)" in lines[0]
-    client.run(_log_no_wait)
-    (tmp_path / "go").touch()
-    future.result()
-    assert logged()
-    client.run(_log_waits)
-
-
 def _listen():
     class Listening(logging.Handler):
         def emit(self, record):
@@ -105,20 +87,8 @@ def _listen():
     waits.logger.addHandler(Listening())
 
 
-_LOG_IF_LONG = waits.CurrentWait.log_if_long
-
-
-def _log_no_wait():
-    """Ignore waits, such as those of a busy machine before the ranks stall and afterwards."""
-    waits.CurrentWait.log_if_long = lambda *_: None
-
-
-def _log_waits():
-    waits.CurrentWait.log_if_long = _LOG_IF_LONG
-
-
 def _lines():
-    return list(_KEPT)
+    return [line for line in _KEPT if "has waited" in line and "for ranks [1]" in line]
 
 
 _KEPT: list[str] = []

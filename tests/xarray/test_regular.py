@@ -28,16 +28,6 @@ def written(data, path, **options):
     return xr.open_zarr(path, consolidated=False)
 
 
-def test_one_exchange_makes_chunks_of_one_size(tmp_path):
-    stored = written(array(), tmp_path / "a.zarr").a
-    assert stored.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
-    np.testing.assert_array_equal(stored, VALUES)
-    assert stored.attrs == {"units": "m"}
-    lazy = array().p2p.to_zarr(tmp_path / "b.zarr", compute=False, consolidated=False)
-    keys = " ".join(map(str, lazy.__dask_graph__()))
-    assert len({*re.findall(r"p2p-\w+-\w+", keys)}) == 1
-
-
 def test_chunks_by_dimension(tmp_path):
     assert written(array(), tmp_path / "a.zarr", chunks={"x": 5}).a.chunks[0] == (5, 5)
     assert written(array(), tmp_path / "b.zarr", chunks=-1).a.chunks == ((10,), (7,))

@@ -10,8 +10,6 @@ import pytest
 from dask_p2p import fft
 from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.ops.fft.long_axes import LongAxis, find_long
-from dask_p2p.plans.fft import Transform, plan_stages
 from tests.support import layers_of, pairwise, persisted, run_of, spread
 from tests.test_fft import assert_close, numbers
 
@@ -95,21 +93,6 @@ def test_not_on_gpus(monkeypatch):
     x = da.from_array(numbers(4096), chunks=512)
     monkeypatch.setattr(NumpyBackend, "on_device", True)
     assert fft.fft(x).numblocks == (1,)
-
-
-def test_which_axes_are_too_long():
-    def find_long_axis(n, parts, chunk_bytes=LIMIT_BYTES):
-        with dask.config.set({"array.chunk-size": chunk_bytes}):
-            chunks = ((n // parts,) * parts,)
-            return find_long(plan_stages(chunks, Transform({0: n})), {0: n}, 16)
-
-    assert find_long_axis(4096, 8) == LongAxis(0, 64, 64, 8)
-    assert find_long_axis(4096, 8, "64 kiB") is None, "it fits"
-    assert find_long_axis(4096, 2) is None, "it is twice a block of the input"
-    assert find_long_axis(2 * 4099, 2, "1 kB") is None
-    assert find_long_axis(3 * 2 * 2003, 6) == LongAxis(0, 6, 2003, 6)
-    prime = plan_stages(((1400, 1400, 1203),), Transform({0: 4003}))
-    assert find_long(prime, {0: 4003}, 16) is None
 
 
 def test_on_workers(client):
