@@ -148,7 +148,8 @@ def test_a_message_of_another_communicator_is_refused(path, count):
         column = ctx.along(0)
         ctx.isend(np.zeros(count), 1) if ctx.rank == 0 else column.recv(0)
 
-    with pytest.raises(SectionError, match="got one of another communicator"):
+    error = r"got one of another communicator\. Send and receive by the same one"
+    with pytest.raises(SectionError, match=error):
         run_gang(grid(2), mixed)
 
 

@@ -29,16 +29,6 @@ def constants(ctx, x):
     return s.x
 
 
-def numbers(ctx, x):
-    s = ctx.state(x=x, t=0.5, n=0, z=np.float32(0), flags=(False, 1j))
-    for step in ctx.steps(STEPS, s, every=1):
-        assert (s.t, s.n, s.z, s.flags) == (0.5 + step, step, step, (step % 2 == 1, 1j + step))
-        assert [type(number) for number in (s.t, s.n, s.z)] == [float, int, np.float32]
-        s.x, s.t, s.n, s.z = s.x + 1, s.t + 1, s.n + 1, s.z + np.float32(1)
-        s.flags = (not s.flags[0], s.flags[1] + 1)
-    return s.x
-
-
 def other_shapes(ctx, x):
     """Particles that come and go."""
     s = ctx.state(x=x, some=np.zeros((1, 2), "f4"))
@@ -65,7 +55,7 @@ def values_after(step):
     values = [
         *(np.arange(6.0).reshape(2, 3), np.arange(6).reshape(2, 3).T[::-1], np.array(3.5)),
         *(np.zeros(3, [("a", "i4"), ("b", ">f8", 2)]), np.array(["2020-01-01"], "M8[D]")),
-        *(np.arange(3, dtype=">i2"), "abc" == "abd", 2**62, np.complex64(3 + 1j)),
+        *(np.arange(3, dtype=">i2"), "abc" == "abd", 2**62, 0.5, 1j, np.complex64(3 + 1j)),
     ]
     return values[step % len(values) :] + values[: step % len(values)]
 
@@ -125,16 +115,9 @@ def of_a_function(ctx, x):
 
 
 RIGHT = [
-    *(in_place_by_another_name, constants, numbers, other_shapes),
+    *(in_place_by_another_name, constants, other_shapes),
     *(dicts, all_kinds, random_numbers, halo_arrays, without_end, of_a_function),
 ]
-
-
-def copy_worked_on(ctx, x):
-    s = ctx.state(x=x)
-    for _ in ctx.steps(STEPS, s, every=1):
-        x += 1
-    return x
 
 
 def argument_worked_on(ctx, x):
@@ -142,16 +125,6 @@ def argument_worked_on(ctx, x):
     for _ in ctx.steps(STEPS, s, every=1):
         x = x + 1
     return x
-
-
-def number_not_used(ctx, x):
-    s = ctx.state(x=x, n=0)
-    n = s.n
-    for _ in ctx.steps(STEPS, s, every=1):
-        s.x = s.x + 1
-        n += 1
-    assert n == STEPS
-    return s.x
 
 
 def number_of_the_loop(ctx, x):
@@ -162,7 +135,7 @@ def number_of_the_loop(ctx, x):
     return s.x
 
 
-AT_THE_START = [constants, copy_worked_on, argument_worked_on, number_not_used, number_of_the_loop]
+AT_THE_START = [constants, argument_worked_on, number_of_the_loop]
 
 
 def attempts(size):
@@ -329,18 +302,11 @@ def inner_loop(ctx, s):
         s.u = s.u + total + sum([number for number in range(2)])  # noqa: C416
 
 
-def attribute(ctx, s):
-    for _ in ctx.steps(3, s):
-        s.t += 0.5
-        s.u = s.u + s.t
-
-
 @pytest.mark.parametrize(
     ("function", "names"),
     [
         *((time, ["t"]), (previous, ["scale", "before"]), (closing, ["t"]), (residual, [])),
-        (swapped, ["u", "v"]),
-        *((views_of_the_state, []), (inner_loop, []), (attribute, [])),
+        *((swapped, ["u", "v"]), (views_of_the_state, []), (inner_loop, [])),
     ],
 )
 def test_values_that_a_loop_carries_are_named(alone, function, names, own_log):
