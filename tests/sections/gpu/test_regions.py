@@ -340,29 +340,6 @@ def test_calls_that_differ_are_found(gpu, monkeypatch, window_bytes):
 # --- events
 
 
-def one_after_the_other(gpu, slow):
-    """The second rank reads from the first, then exchanges with the third, repeatedly."""
-    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
-
-    def function(ctx, local_block):
-        regions = ctx.device.region_mover(connections_of(ctx), False)
-        for number in range(6):
-            gives, gets = moves[number % 2]
-            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
-            sends, receives = (
-                {rank: [((0, 4), (0, 20))] for rank in side.get(ctx.rank, ())}
-                for side in (gives, gets)
-            )
-            local_block = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
-            call = ExchangeCall(f"call {number}", a.dtype, local_block, mean_elements=80)
-            regions.bring(call, a, out)
-            if ctx.rank in gets:
-                assert np.array_equal(out.get(), np.full((4, 20), number))
-        regions.settle()
-
-    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
-
-
 class Counted(list):
     """The numbers of waits for events that were recorded more or less often than the own event."""
 
@@ -414,5 +391,24 @@ def counted(monkeypatch):
 
 
 def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
-    one_after_the_other(gpu, counted)
+    """The second rank reads from the first, then exchanges with the third, repeatedly."""
+    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
+
+    def function(ctx, local_block):
+        regions = ctx.device.region_mover(connections_of(ctx), False)
+        for number in range(6):
+            gives, gets = moves[number % 2]
+            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
+            sends, receives = (
+                {rank: [((0, 4), (0, 20))] for rank in side.get(ctx.rank, ())}
+                for side in (gives, gets)
+            )
+            local_block = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
+            call = ExchangeCall(f"call {number}", a.dtype, local_block, mean_elements=80)
+            regions.bring(call, a, out)
+            if ctx.rank in gets:
+                assert np.array_equal(out.get(), np.full((4, 20), number))
+        regions.settle()
+
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
     assert not counted

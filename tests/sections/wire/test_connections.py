@@ -59,14 +59,11 @@ def test_an_exchange_proceeds_in_the_background(gang):
             "x", dict.fromkeys(others, bytes(LARGE)), others, in_background=True
         )
         arrived.wait(BOUND_S)
-        wait_until(lambda: is_here(connections, others))  # before the exchange is completed
+        # Before the exchange is completed.
+        wait_until(lambda: all(has_come(connections, other) for other in others))
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
-
-
-def is_here(connections, ranks):
-    return all(has_come(connections, rank) for rank in ranks)
 
 
 def test_failed_connections_keep_no_stack_frames(gang):
