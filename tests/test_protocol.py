@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.task import AssembleTask, Blocks
+from dask_p2p.engine.task import AssembleTask, Blocks, assemble_block
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans import redistribution
 from tests.simulation.actors import PLACES, GaveUpError, KilledError
@@ -189,7 +189,9 @@ class Protocol(RuleBasedStateMachine):
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
             return None  # no worker runs a task twice at a time
         output = OutputSpec(("x",), np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
-        spec = AssembleTask.create(("y", *index), PLAN, index, output, Blocks(*KEYS))
+        spec = AssembleTask(
+            ("y", *index), assemble_block, ("y", *index), PLAN, index, output, Blocks(*KEYS)
+        )
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
         if worker.started is None:

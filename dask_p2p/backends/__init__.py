@@ -102,20 +102,16 @@ def _backend_of(block: Array) -> Backend:
     kind = type(block)
     backend = BACKENDS.get(kind.__module__.partition(".")[0])
     if backend is None:
+        conversion = "map_blocks(np.asarray) or map_blocks(cupy.asarray)"
+        for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
+            if hasattr(block, method):
+                conversion = f"map_blocks(lambda block: block.{method}())"
+                break
         raise UnsupportedArrayError(
             f"expected an array of {' or '.join(b.title for b in BACKENDS.values())}, got "
-            f"{kind.__module__}.{kind.__qualname__}. Convert the blocks first: "
-            f"{_conversion(block)}."
+            f"{kind.__module__}.{kind.__qualname__}. Convert the blocks first: {conversion}."
         )
     return backend
-
-
-def _conversion(block: Array) -> str:
-    """Return the call of `map_blocks` that converts such blocks to plain arrays."""
-    for method in ("toarray", "todense"):  # sparse: of SciPy and CuPy, of PyData
-        if hasattr(block, method):
-            return f"map_blocks(lambda block: block.{method}())"
-    return "map_blocks(np.asarray) or map_blocks(cupy.asarray)"
 
 
 def checked_block(array: Array, key: Key, shape: tuple[int, ...], dtype: Any = None) -> Any:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,7 +158,7 @@ class DeviceQueue:
             )
             streams_by_device[device] = (first, second, third, last)
         self._all = streams_by_device[device]
-        self._stream, self._copies, self._concurrent, self._emptying = self._all
+        self._stream, self._copies, self.concurrent, self._emptying = self._all
         self._slots: deque[Slot] = deque()  # least recently used first
         self._in_place = False  # true without memory for slots
         self._unread = UnreadArrays(MOST_UNREAD)
@@ -205,7 +205,7 @@ class DeviceQueue:
         if src.device.id != self._device:
             self._permute_from_device(dst, src, axes)
         else:
-            self._permute_on(self._concurrent if concurrent else self._stream, dst, src, axes)
+            self._permute_on(self.concurrent if concurrent else self._stream, dst, src, axes)
 
     def _permute_on(self, stream: Any, dst: Array, src: Array, axes: Sequence[int]) -> None:
         self._timings.begin(stream)
@@ -309,10 +309,6 @@ class DeviceQueue:
     def reading(self) -> Sequence[Any]:
         return self._copies, self._stream
 
-    @property
-    def concurrent(self) -> Any:
-        return self._concurrent
-
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
         # A copy engine slows UCX's concurrent copies less than a kernel does.
         pitch = engine_pitch(src.shape, src.strides, src.itemsize)
@@ -361,20 +357,17 @@ class DeviceQueue:
         if not self._slots and not self._in_place:
             try:
                 slots = self._kept_slots.take(self._device, slot_bytes)
-                self._slots.extend(slots or self._new_slots(slot_bytes))
+                if not slots:
+                    # One call for all slots, which takes as long as the transfer of a part. The
+                    # stream that fills them allocates them, and therefore does not wait.
+                    layout = Layout(SLOTS * [(slot_bytes,)], alignment=_ALIGNMENT_BYTES)
+                    with self._copies:
+                        memory = self._cupy.empty((layout.size_bytes,), np.uint8)
+                    event = partial(self._cupy.cuda.Event, disable_timing=True)
+                    parts = layout.views(memory, np.uint8)
+                    slots = [Slot(part, event(), event()) for part in parts]
+                self._slots.extend(slots)
             except MemoryError as exc:  # from CuPy or RMM
                 logger.debug("no memory for slots, reading parts in place: %s", exc)
                 self._in_place = True
         return not self._in_place
-
-    def _new_slots(self, slot_bytes: int) -> Iterator[Slot]:
-        """Allocate all slots in one call, which takes as long as the transfer of a part.
-
-        The stream that fills them allocates them, and therefore does not wait.
-        """
-        layout = Layout(SLOTS * [(slot_bytes,)], alignment=_ALIGNMENT_BYTES)
-        event = self._cupy.cuda.Event
-        with self._copies:
-            memory = self._cupy.empty((layout.size_bytes,), np.uint8)
-        for part in layout.views(memory, np.uint8):
-            yield Slot(part, event(disable_timing=True), event(disable_timing=True))

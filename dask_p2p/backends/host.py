@@ -27,7 +27,7 @@ import platform
 import re
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -64,7 +64,11 @@ def permute_into(dst: Array, src: Array, axes: Sequence[int]) -> None:
     if block is None:
         dst[...] = view  # for small arrays twice as fast as np.copyto
         return
-    for box in _boxes(dst.shape, block):
+    along = (
+        [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
+        for extent, step in zip(dst.shape, block, strict=True)
+    )
+    for box in product(*along):
         dst[box] = view[box]
 
 
@@ -103,31 +107,18 @@ def block_shape(
         return None
     columns = min(shape[column_axis], sizes.block_columns)
     rows = max(min(cached_rows, most_rows), sizes.least_block_rows, sizes.block_items // columns)
-    return _grow(shape, by_dst, {column_axis: columns, row_axis: rows})
+    block = [1] * len(shape)
+    for axis, extent in ((column_axis, columns), (row_axis, rows)):
+        block[axis] = min(extent, shape[axis])
+    for axis in by_dst:
+        if axis not in (column_axis, row_axis):
+            block[axis] = max(1, min(shape[axis], sizes.grown_block_items // prod(block)))
+    return tuple(block)
 
 
 def competing_bytes(stride_bytes: int) -> int:
     """Return the distance of such rows in a cache way: if it is large, they share few lines."""
     return gcd(stride_bytes, _CACHE_WAY_BYTES)
-
-
-def _grow(shape: Sequence[int], by_dst: Sequence[int], tile: dict[int, int]) -> tuple[int, ...]:
-    block, most_items = [1] * len(shape), tuning.current.grown_block_items
-    for axis, extent in tile.items():
-        block[axis] = min(extent, shape[axis])
-    for axis in by_dst:
-        if axis not in tile:
-            block[axis] = max(1, min(shape[axis], most_items // prod(block)))
-    return tuple(block)
-
-
-def _boxes(shape: Sequence[int], block: Sequence[int]) -> Iterator[tuple[slice, ...]]:
-    return product(
-        *(
-            [slice(start, min(start + step, extent)) for start in range(0, extent, step)]
-            for extent, step in zip(shape, block, strict=True)
-        )
-    )
 
 
 # Threads fill slots of pinned memory. With 1, 2, 4, 8 and 12 of them, on an H200's host with 16
@@ -176,15 +167,14 @@ def register_from_bytes() -> float:
     return _REGISTER_FROM_BYTES if thread_count() < _FEW_THREADS else inf
 
 
-#: Makes a timer as `threading.Timer` does, of an interval in seconds and a function.
-MakeTimer = Callable[[float, Callable[[], None]], threading.Timer]
-
-
 class RepeatingTimer:
     """Calls a function, which may use the device, at intervals until it returns False."""
 
     def __init__(
-        self, interval_s: float, function: Callable[[], bool], timer: MakeTimer = threading.Timer
+        self,
+        interval_s: float,
+        function: Callable[[], bool],
+        timer: Callable[..., threading.Timer] = threading.Timer,
     ) -> None:
         self.interval_s = interval_s
         self._function, self._make_timer = function, timer
@@ -336,19 +326,15 @@ class IdentityCache(Generic[_T]):
         cached = self._results.get(identity)
         if cached is None:
             cached = instance, compute()
-            self._keep(identity, cached)
+            size = self._size(cached[1])
+            with self._lock:
+                if identity not in self._results:  # by another thread
+                    if self._sum + size > self._max_size:
+                        self._results.clear()
+                        self._sum = 0
+                    self._results[identity] = cached
+                    self._sum += size
         return cached[1]
-
-    def _keep(self, identity: tuple[int, Hashable], cached: tuple[Any, _T]) -> None:
-        size = self._size(cached[1])
-        with self._lock:
-            if identity in self._results:  # by another thread
-                return
-            if self._sum + size > self._max_size:
-                self._results.clear()
-                self._sum = 0
-            self._results[identity] = cached
-            self._sum += size
 
 
 class HostQueue:

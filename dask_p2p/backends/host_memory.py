@@ -263,25 +263,21 @@ def keep_temporaries() -> Iterator[None]:
     immediately if the process has grown by more than 256 MiB. The context changes a process only if
     its environment lowers the limits of the C library.
     """
+    global _keeping, _begun, _bytes_before
     glibc = _glibc()
     if glibc is None:
         yield
         return
-    _begin_context(glibc)
-    try:
-        yield
-    finally:
-        _end_context(glibc)
-
-
-def _begin_context(glibc: Any) -> None:
-    global _keeping, _begun, _bytes_before
     with _lock:
         if not _keeping and _timer is None:
             _bytes_before = _resident_bytes()
             _set(glibc, _KEPT)
         _keeping += 1
         _begun += 1
+    try:
+        yield
+    finally:
+        _end_context(glibc)
 
 
 def _end_context(glibc: Any) -> None:

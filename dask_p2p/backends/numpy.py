@@ -48,8 +48,7 @@ class NumpyBackend(Backend):
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> np.ndarray[Any, Any]:
         return np.empty(tuple(shape), dtype)
 
-    def permute_into(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        permute_into(dst, src, axes)
+    permute_into = staticmethod(permute_into)
 
     def queue(self, *, leave_bandwidth: bool = False) -> HostQueue:
         return HostQueue(self)
@@ -70,8 +69,7 @@ class NumpyBackend(Backend):
         limit_bytes = worker_limit_bytes or wanted_bytes
         return limit_bytes if limit_bytes < wanted_bytes else None
 
-    def device_name(self) -> str:
-        return cpu_name()
+    device_name = staticmethod(cpu_name)
 
     def checksum(self, array: Array) -> int:
         if not array.nbytes:

@@ -205,13 +205,8 @@ def connect(scheduler: str) -> Any:
         ) from exc
 
 
-def worker_count(client: Any) -> int:
-    """Return the number of workers, which is at least one.
-
-    Raises `P2PError` if no worker joins within some seconds.
-    """
-    from dask_p2p.plugins.registration import workers_of
-
+def wait_for_worker(client: Any) -> None:
+    """Wait until a worker has joined. Raises `P2PError` if none does within some seconds."""
     try:
         client.wait_for_workers(1, timeout=WORKERS_S)
     except TimeoutError as exc:
@@ -219,7 +214,6 @@ def worker_count(client: Any) -> int:
             f"the scheduler at {client.scheduler.address} has no workers; start some with "
             "`dask worker`"
         ) from exc
-    return len(workers_of(client))
 
 
 @contextlib.contextmanager

@@ -173,7 +173,7 @@ def check(ctx: click.Context, scheduler: str | None, workers: int | None, cpu: b
 
     with cli.one_line_errors(), _cluster(scheduler, workers, cpu) as client:
         if scheduler is not None:
-            cli.worker_count(client)  # there is at least one
+            cli.wait_for_worker(client)
         report = find(client)
     click.echo(report)
     if any(link.error for link in report.links):

@@ -132,7 +132,7 @@ def _cluster(scheduler: str | None, workers: int | None) -> Iterator[Any]:
         with ctrl_c_later():  # together the workers may use all of the memory
             cluster = cli.own_cluster(workers, gpus=False, memory_limit=1 / workers)
             client = stack.enter_context(cli.connect(scheduler) if scheduler else cluster)
-        cli.worker_count(client)  # raises without workers
+        cli.wait_for_worker(client)
         with client.as_current():
             yield client
 

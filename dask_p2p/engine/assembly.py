@@ -200,7 +200,11 @@ class Assembly:
                 if not (sources := self.sources.confirm_reads()):
                     return self._out
         finally:
-            self._finish(queue)
+            try:
+                queue.synchronize()
+            finally:  # after all kernels
+                self.local.release()
+                self.sources.close()
 
     def _kind(self, local: Mapping[int, Array]) -> Kind:
         """Return the kind of the local blocks, which may differ from their array's meta."""
@@ -229,14 +233,6 @@ class Assembly:
     def _remedy(self) -> str:
         limit = format_bytes(self.options.staging_limit_bytes)
         return f"{SMALLER_CHUNKS} It may also help to lower p2p.memory.staging-limit (now {limit})."
-
-    def _finish(self, queue: Queue) -> None:
-        """Wait for all kernels, then end the leases, even after an error."""
-        try:
-            queue.synchronize()
-        finally:
-            self.local.release()
-            self.sources.close()
 
     def _queue_local(self, queue: Queue) -> None:
         """Queue stage 0 once, while the first regions are in transfer."""
@@ -306,7 +302,7 @@ class Assembly:
             with queue.timing(fetch.kernels):
                 if array is not out:
                     queue.permute_and_drop(out, array, self.plan.axes)
-        fetch.record_written(region)
+        source.missing -= box_size(region.box)
         return True
 
 
@@ -411,18 +407,15 @@ class HeldBlocks:
                     region = block[box_slices(piece.src)]
                     target = out[box_slices(piece.dst)]
                     queue.permute(target, region, self._plan.axes, concurrent=True)
-            else:
-                self._put_by_parts(out, queue, self._load_block(number), block_pieces)
-
-    def _put_by_parts(
-        self, out: Array, queue: Queue, block: Array, pieces: Sequence[Piece]
-    ) -> None:
-        if backend_for(block).on_device:  # unspilled as a whole
-            queue.wait_until_written([block], any_stream=self._any_stream)
-        for piece in pieces:
-            for box in self._parts(piece, queue):
-                target = box_slices(self._plan.destination(piece, box))
-                queue.permute_and_drop(out[target], block[box_slices(box)], self._plan.axes)
+                continue
+            block = self._load_block(number)
+            if backend_for(block).on_device:  # unspilled as a whole
+                queue.wait_until_written([block], any_stream=self._any_stream)
+            for piece in block_pieces:
+                for box in self._parts(piece, queue):
+                    target = box_slices(self._plan.destination(piece, box))
+                    queue.permute_and_drop(out[target], block[box_slices(box)], self._plan.axes)
+            del block  # Dask may spill it while the next one is read
 
     def _parts(self, piece: Piece, queue: Queue) -> Iterator[Any]:
         if not backend_named(queue.kind).on_device:

@@ -47,15 +47,19 @@ def pause_s(attempt: int) -> float:
     return min(LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (attempt - 1))
 
 
-class AttemptLog:
-    """The failed attempts of one worker: their number and their last causes, by task.
+class TaskContext:
+    """The worker of a task, as tasks use it; here that of a process without the plugin.
 
-    The size of the log is bounded.
+    Without the plugin all input blocks are arrays of this process, and no attempt is recorded. A
+    task with references to blocks was prepared by a plugin that has left: each use of them raises
+    `TransferError`, so that the scheduler prepares the task again.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str = "") -> None:  # of the worker; "" on a thread scheduler
         self.address = address
-        #: By task: first and last number of successive attempts with one cause, and the cause.
+        self.running: dict[Any, Callable[[], TaskRecord]] = {}  # records so far, by key of the task
+        #: Failed attempts, by task, of a bounded number of tasks: first and last number of
+        #: successive attempts with one cause, and the cause.
         self.failed: OrderedDict[Any, deque[tuple[int, int, str]]] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -80,19 +84,6 @@ class AttemptLog:
     def forget_attempts(self, key: Key) -> None:
         with self._lock:
             self.failed.pop(key, None)
-
-
-class TaskContext(AttemptLog):
-    """The worker of a task, as tasks use it; here that of a process without the plugin.
-
-    Without the plugin all input blocks are arrays of this process, and no attempt is recorded. A
-    task with references to blocks was prepared by a plugin that has left: each use of them raises
-    `TransferError`, so that the scheduler prepares the task again.
-    """
-
-    def __init__(self, address: str = "") -> None:  # of the worker; "" on a thread scheduler
-        super().__init__(address)
-        self.running: dict[Any, Callable[[], TaskRecord]] = {}  # records so far, by key of the task
 
     @cached_property
     def router(self) -> Router:

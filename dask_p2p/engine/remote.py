@@ -61,8 +61,8 @@ class RemoteSource:
             self.wasted += self.size - self.missing
         self.error, self.fetch = without_frames(error), None
 
-    def leave_route(self) -> None:
-        """Drop the failed route, and all others that this error rules out.
+    def leave_route(self) -> Route:
+        """Drop the failed route, and all others that this error rules out; return the route.
 
         Afterwards `routes` may be empty.
         """
@@ -74,6 +74,7 @@ class RemoteSource:
                 alternative for alternative in self.routes if alternative.holder != route.holder
             ]
         self.error = None
+        return route
 
 
 @dataclass(slots=True, eq=False)
@@ -145,9 +146,6 @@ class Fetch:
         finally:
             self.last_s = perf_counter()
             self.waited_s += self.last_s - start_s
-
-    def record_written(self, region: Region) -> None:
-        self.sources[region.request].missing -= box_size(region.box)
 
     def give_up(self, region: Region, error: TransferError) -> None:
         """Give up the source of a failed region. Its next route reads it again.
@@ -283,23 +281,20 @@ class RemoteSources:
 
         Raises `TransferError` if a source has no route left.
         """
-        given_up = [source for source in sources if source.error is not None]
-        for source in given_up:
-            self._next_route(source)
+        given_up = []
+        for source in sources:
+            if (error := source.error) is None:
+                continue
+            route = source.leave_route()
+            if error.scope == "route":
+                last = not any(other_route.holder == route.holder for other_route in source.routes)
+                self.context.router.record_failure(route, error, last)
+            if not source.routes:
+                causes = "; ".join(source.causes)
+                failure = type(error) if len(source.causes) == 1 else TransferError
+                raise failure(f"block {source.key!r} could not be read: {causes}")
+            given_up.append(source)
         return given_up
-
-    def _next_route(self, source: RemoteSource) -> None:
-        assert source.error is not None
-        route, error = source.route, source.error
-        source.leave_route()
-        router = self.context.router
-        if error.scope == "route":
-            last = not any(alternative.holder == route.holder for alternative in source.routes)
-            router.record_failure(route, error, last)
-        if not source.routes:
-            causes = "; ".join(source.causes)
-            failure = type(error) if len(source.causes) == 1 else TransferError
-            raise failure(f"block {source.key!r} could not be read: {causes}")
 
     def confirm_reads(self) -> list[RemoteSource]:
         """End all reads. Return the sources to read again, each on its next route.

@@ -77,20 +77,12 @@ def drops_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
             return function(*args, **kwargs)
         except BaseException as exc:
             keep_user_frames(exc)
-            _drop_soon(exc)
+            worker, _ = current_worker()
+            if worker is not None:  # else another scheduler of Dask, or none
+                worker.loop.add_callback(worker.loop.call_later, _DROP_S, without_frames, exc)
             raise
 
     return run
-
-
-def _drop_soon(exc: BaseException) -> None:
-    try:
-        from distributed import get_worker
-
-        loop = get_worker().loop
-    except (ImportError, ValueError):  # another scheduler of Dask, or none
-        return
-    loop.add_callback(loop.call_later, _DROP_S, without_frames, exc)
 
 
 def keep_user_frames(exc: BaseException) -> None:
@@ -218,9 +210,11 @@ class WaitTask(ReferenceTask):
 
 
 class AssembleTask(ReferenceTask):
-    """A task that assembles one output block. The method `create` makes one."""
+    """A task that assembles one output block: `assemble_block`, whose arguments it names."""
 
     __slots__ = ()
+
+    block_fusion = True  # it would rename the task, and hide its class from the plugin
 
     #: Plan of the whole output. A worker derives the pieces of its own block from it. The pieces
     #: of all blocks grow with the square of the number of blocks: too many for one client.
@@ -245,24 +239,6 @@ class AssembleTask(ReferenceTask):
             task = type(self)(task.key, task.func, task.key, *task.args[1:])
         return task
 
-    @property
-    def block_fusion(self) -> bool:
-        """True: fusing would rename the task, and hide its class from the plugin."""
-        return True
-
-    @classmethod
-    def create(
-        cls,
-        key: Key,
-        plan: Plan,
-        index: Index,
-        output: OutputSpec,
-        blocks: Blocks,
-        on_missing: OnMissing | None = None,
-    ) -> AssembleTask:
-        callbacks = () if on_missing is None else (on_missing,)
-        return cls(key, assemble_block, key, plan, index, output, blocks, *callbacks)
-
 
 class RankTask(Task):  # type: ignore[misc]
     """A task that runs one rank of a gang; see `dask_p2p.sections`. Its key is ``(gang, rank)``."""
@@ -271,10 +247,7 @@ class RankTask(Task):  # type: ignore[misc]
 
     body: Any = _argument(3)  # function of the ranks, the same for all
 
-    @property
-    def block_fusion(self) -> bool:
-        """True: fusing would rename the task, and the scheduler finds it by its name."""
-        return True
+    block_fusion = True  # it would rename the task, and the scheduler finds it by its name
 
 
 def unwrap_task(task: Any) -> Any:

@@ -12,7 +12,6 @@ from itertools import compress, count
 from typing import Any
 
 import dask
-from dask.base import tokenize
 from dask.delayed import Delayed
 from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
 
@@ -43,7 +42,7 @@ from dask_p2p.fusing.planning.tasks import check_arrays, kind_of, kinds_of, name
 from dask_p2p.fusing.resident.client import ResidentGang, Signature
 from dask_p2p.fusing.resident.client_streams import ClientStreams, HandleMemory
 from dask_p2p.fusing.resident.rank import RunResident
-from dask_p2p.fusing.running.gang import PREFIX, FusedGang, rank_programs
+from dask_p2p.fusing.running.gang import PREFIX, FusedGang, fused_gang
 from dask_p2p.graph.libraries import check_one_library, is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import current_client, register_if_possible
@@ -368,12 +367,11 @@ def _compiled(
     # Without locations: arguments differ, and results, which lie in order, become arguments.
     owners = pinned(arrays, outputs, graph.keys, size)
     programs = programs_of(read.tasks, size, sizes_of(read.tasks, graph.declared), owners)
-    token = tokenize([x.name for x in outputs], len(programs), options, str([*read.tasks.nodes]))
     kept_tasks = {key: task for key, task in read.dask_tasks.items() if name_of(key) not in names}
     first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)
-    ranks = rank_programs(programs, first, kind, runs_again=True)
-    results = [Declared.from_array(x) for x in outputs]
-    signature = Signature(declared, results, returns_several, arrays[0])
-    of_arrays = tuple(x.name for x in arrays)
-    gang = FusedGang(token, ranks, options, results, of_arrays, kept_tasks)
+    gang = fused_gang(
+        read.tasks, programs, [x.name for x in outputs], first, kind, options, outputs, kept_tasks,
+        arguments=[x.name for x in arrays],
+    )  # fmt: skip
+    signature = Signature(declared, gang.arrays, returns_several, arrays[0])
     return CompiledFunction(func, signature, gang, names)

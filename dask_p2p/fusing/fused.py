@@ -201,16 +201,6 @@ def argument(
     return array_of_tasks(like, name, chunks, meta, tasks)
 
 
-def reading_values(tasks: Mapping[Key, Any], values: Sequence[DaskArray]) -> dict[Key, Any]:
-    """Return tasks that read the values of a call also where they are keywords of `map_blocks`.
-
-    Dask copies the tasks of such keywords into others, or leaves them out of the graph.
-    """
-    argument_tasks = {key: task for x in values for key, task in x.__dask_graph__().items()}
-    without_copies = {key: _without_copies(task, argument_tasks) for key, task in tasks.items()}
-    return argument_tasks | without_copies
-
-
 def _without_copies(task: Any, argument_tasks: Container[Any]) -> Any:
     if not argument_tasks or not isinstance(task, Task) or not _has_copy(task):
         return task
@@ -337,7 +327,11 @@ def graph_of(
         tasks_of = {name: tasks_of_layer(layer, options) for name, layer in layers.layers.items()}
         declared = blocks_of_layers(layers.layers)
     tasks = {key: task for layer_tasks in tasks_of.values() for key, task in layer_tasks.items()}
-    read = read_graph(reading_values(tasks, values), keys)
+    # Dask copies the tasks of values that are keywords of `map_blocks` into others, or leaves them
+    # out of the graph.
+    value_tasks = {key: task for x in values for key, task in x.__dask_graph__().items()}
+    without_copies = {key: _without_copies(task, value_tasks) for key, task in tasks.items()}
+    read = read_graph(value_tasks | without_copies, keys)
     check_tasks(read)
     check_annotations(layers.layers, read.tasks)
     return ArraysGraph(tasks_of, keys, layers, read, declared)

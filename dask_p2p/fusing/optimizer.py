@@ -235,23 +235,18 @@ def explain(*collections: Any) -> str:
             raise UnsupportedArrayError(obstacle)
         cluster = cluster_of(workers_of(current_client()).values())
         options, kinds = checked_options(), optimizers[0].kinds
-        graph, keys, declared = _graph_of(explained, expr)
+        # The graph that the scheduler gets, before it is fused.
+        declared: Mapping[str, DeclaredBlocks] = {}
+        if arrays_of(expr):
+            planned = expr.optimize()
+            graph, keys = planned.__dask_graph__(), list(flatten(planned.__dask_keys__()))
+            declared = blocks_of_expression(planned)
+        else:
+            graph = HighLevelGraph.merge(*(x.__dask_graph__() for x in explained))
+            keys = [x.__dask_keys__() for x in explained]
         return str(choice_of(graph, keys, cluster, options, kinds, declared=declared))
     except UnsupportedArrayError as exc:
         return f"by Dask's tasks: {exc}"
-
-
-def _graph_of(collections: Sequence[Any], expr: Any) -> tuple[Any, Any, dict[str, DeclaredBlocks]]:
-    """Return the graph that the scheduler gets, before it is fused, and the keys of its outputs.
-
-    The third value has the declared blocks of expressions, by name.
-    """
-    if arrays_of(expr):
-        planned = expr.optimize()
-        keys = list(flatten(planned.__dask_keys__()))
-        return planned.__dask_graph__(), keys, blocks_of_expression(planned)
-    graph = HighLevelGraph.merge(*(collection.__dask_graph__() for collection in collections))
-    return graph, [collection.__dask_keys__() for collection in collections], {}
 
 
 def cluster_of(workers: Iterable[Mapping[str, Any]]) -> Cluster:
@@ -301,9 +296,6 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
             "expected a synchronous client of a cluster with dask_p2p for p2p.fuse, got none. Make "
             "one, distributed.Client(...), or set the option to auto."
         )
-    obstacle = "" if instance is None else _obstacle(mode, instance)
-    if obstacle and mode == "on":
-        raise UnsupportedArrayError(obstacle)
     annotations = [name for name in dask.get_annotations() if name in ANNOTATIONS]
     if mode == "auto" and annotations:
         raise UnsupportedArrayError(
@@ -319,20 +311,14 @@ def optimizer_for(mode: str, instance: Any) -> Optimizer:
     optimizer = Optimizer(mode == "auto", checked_options(), client._scheduler_identity["id"])
     call = threading.get_ident(), optimizer.is_auto, optimizer.options, optimizer.scheduler
     present = _present.setdefault(call, optimizer)
-    if obstacle:
-        present.obstacles.append(obstacle)
     if instance is not None:
         present.kinds.add(type(instance._meta).__module__.partition(".")[0])
+        try:
+            backend_for(instance._meta)
+        except UnsupportedArrayError as exc:  # ranks send such blocks as pickles: Dask is as good
+            if mode == "auto":
+                present.obstacles.append(str(exc))
     return present
-
-
-def _obstacle(mode: str, x: Any) -> str:
-    """Return an error for blocks that ranks send as pickles, where Dask is as good."""
-    try:
-        backend_for(x._meta)
-    except UnsupportedArrayError as exc:
-        return str(exc) if mode == "auto" else ""
-    return ""
 
 
 def _scheduler(identity: str) -> Any:

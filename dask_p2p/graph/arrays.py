@@ -21,7 +21,7 @@ from dask.tokenize import normalize_token, tokenize
 from dask_p2p.backends import backend_for
 from dask_p2p.config import Options, checked_options
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.task import AssembleTask, Blocks
+from dask_p2p.engine.task import AssembleTask, Blocks, assemble_block
 from dask_p2p.geometry import Chunks, Index, block_indices
 from dask_p2p.graph.libraries import fix_blocks, is_of_dask_array, rechunk_by_tasks
 from dask_p2p.plans import GridPlan, Plan, group_blocks, redistribution
@@ -256,11 +256,6 @@ def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any], Any]:
     return tasks, list(flatten(expr.__dask_keys__())), expr
 
 
-def layer_of(x: Any) -> Any:
-    """Return the `LazyLayer` of an array that is an expression; None for other arrays."""
-    return getattr(getattr(x, "expr", None), "lazy_layer", None)
-
-
 # --- layers
 
 
@@ -348,7 +343,7 @@ def assemble_tasks(name: str, plan: Plan, output: OutputSpec) -> dict[Any, Assem
         blocks = shared.get(sources)
         if blocks is None:
             blocks = shared[sources] = Blocks(*map(output.key, sources))
-        tasks[key] = AssembleTask.create(
-            key, plan, index, output, blocks, on_missing=on_missing_plugin
+        tasks[key] = AssembleTask(
+            key, assemble_block, key, plan, index, output, blocks, on_missing_plugin
         )
     return tasks

@@ -16,8 +16,8 @@ from dask.array.core import Array as GraphArray
 
 from dask_p2p.errors import UnsupportedArrayError
 
-# Bound at import: `install` may replace Dask's functions by this package's.
-_transpose, _rechunk = da.transpose, partial(da.rechunk, method="tasks")
+# Bound at import: `install` may replace Dask's function by this package's.
+_rechunk = partial(da.rechunk, method="tasks")
 
 
 def is_dask_array(x: Any) -> bool:
@@ -67,8 +67,3 @@ def rechunk_by_tasks(x: Any, chunks: Any, **options: Any) -> Any:
     if is_of_dask_array(x):
         return x.rechunk(chunks, method="tasks", **options)
     return _rechunk(x, chunks, **options)
-
-
-def transpose_by_tasks(x: Any, axes: tuple[int, ...]) -> Any:
-    """Return the array with permuted axes, by one task of its own library for each block."""
-    return x.transpose(axes) if is_of_dask_array(x) else _transpose(x, axes)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distributed.scheduler")  # Dask's logger, which logs the page's address
 
 
-def add_pages(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
-    """Add the pages to a scheduler's dashboard, once. Return whether they are there.
+def add_pages(scheduler: Any, feed: Callable[[], Feed | None]) -> None:
+    """Add the pages to a scheduler's dashboard, once.
 
     Logs the reason if the pages cannot be added, except without a dashboard. `feed` returns the
     data source of the pages, or None.
@@ -31,16 +31,14 @@ def add_pages(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
         logger.info("dask_p2p: no page /p2p on the dashboard, which needs bokeh. Run: %s", command)
         with suppress(AttributeError):  # another server of HTTP than Dask's
             _add_advice(scheduler.http_application, command)
-        return False
+        return
     try:
-        if not scheduler.http_application.applications:  # before the slow import
-            return False
-        from dask_p2p.monitoring.dashboard import connect
+        if scheduler.http_application.applications:  # before the slow import
+            from dask_p2p.monitoring.dashboard import connect
 
-        return connect(scheduler, feed)
+            connect(scheduler, feed)
     except Exception as exc:  # data transfers do not depend on the pages
         logger.warning("dask_p2p: no page /p2p on the dashboard: %s", exc, exc_info=True)
-        return False
 
 
 def _add_advice(application: Any, command: str) -> None:

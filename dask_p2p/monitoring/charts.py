@@ -309,7 +309,10 @@ def section_of(runs: Sequence[Run]) -> Run | None:
 
 
 def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
-    """Return the speed of a section over time, a `Speed` for each interval."""
+    """Return the speed of a section over time, a `Speed` for each interval.
+
+    The title has its steps, and while it runs its speeds and the time left.
+    """
     if run is None:
         return Chart("Steps: no section has made any yet", [], as_columns([], Speed._fields))
     points = speeds.add(run)
@@ -318,11 +321,6 @@ def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
         Speed(at_s - begun_s, (step - before) / (at_s - before_s), step)
         for (before_s, before), (at_s, step) in pairwise(points)
     ]
-    return Chart(_title(run, points), [], as_columns(intervals, Speed._fields))
-
-
-def _title(run: Run, points: Sequence[tuple[float, int]]) -> str:
-    """Return the steps of a section, and while it runs its speeds and the time left."""
     (old_s, old), (new_s, new) = points[-_RECENT - 1 :][0], points[-1]
     rate = (new - old) / (new_s - old_s) if new > old else 0.0
     is_running = run.state == "running"
@@ -331,7 +329,7 @@ def _title(run: Run, points: Sequence[tuple[float, int]]) -> str:
         text += f", {run.state}"
     elif not rate:
         text += ", no step for a while" if points[1:] else ", begun"
-    return f"{run.operation}: {text}"
+    return Chart(f"{run.operation}: {text}", [], as_columns(intervals, Speed._fields))
 
 
 def waiting_chart(run: Run | None) -> Chart:

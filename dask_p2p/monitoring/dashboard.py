@@ -314,14 +314,12 @@ _PAGE_TEMPLATE = env.from_string(
 _PLOT_TEMPLATE = "{% block postamble %}" + _HEAD + "{% endblock %}"
 
 
-def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
-    """Add the pages to a scheduler's dashboard, once. Return whether they are there."""
+def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> None:
+    """Add the pages to a scheduler's dashboard, once."""
     applications = scheduler.http_application.applications
     dashboards = [app for app in applications if isinstance(app, BokehTornado)]
-    if not dashboards:
-        return False
-    if any(f"/{_PAGE}" in app.app_paths for app in dashboards):
-        return True
+    if not dashboards or any(f"/{_PAGE}" in app.app_paths for app in dashboards):
+        return
     documents = {f"/{_PLOT}{name}": partial(_fill, feed, plot) for name, plot in _PLOTS.items()}
     documents[f"/{_PAGE}"] = partial(_fill, feed, Page)
     shared = template_variables(scheduler)  # the same dict for all of Dask's pages
@@ -336,7 +334,6 @@ def connect(scheduler: Any, feed: Callable[[], Feed | None]) -> bool:
     shared["pages"].append(_PAGE)
     shared["plots"] += [{"url": _PLOT + name, "name": f"P2P {name.title()}"} for name in _PLOTS]
     shared["plots"].sort(key=lambda plot: plot["name"])
-    return True
 
 
 def _fill(feed: Callable[[], Feed | None], kind: Any, scheduler: Any, extra: Any, doc: Any) -> None:

@@ -134,7 +134,6 @@ class Feed:
             request.cancel()
 
     def close(self) -> None:
-        """Cancel all pending requests."""
         for worker in [*self._requests]:
             self.forget(worker)
 

@@ -75,7 +75,6 @@ class Counters:
         self._new.append(record)
 
     def values(self) -> Values:
-        """Return a copy of all values."""
         with self._lock:
             while self._new:
                 _count(self._values, self._new.popleft())
@@ -102,7 +101,6 @@ class Totals:
         sum_into(self._ended, self._latest.pop(worker, {}))
 
     def values(self) -> Values:
-        """Return the sums."""
         sums = _no_values()
         for values in (self._ended, *self._latest.values()):
             sum_into(sums, values)

@@ -269,11 +269,9 @@ class RunLog:
         return self._starts.get(name, [0])[-1]
 
     def is_open(self, name: str) -> bool:
-        """Return whether a run of this array is in progress."""
         return name in self._open
 
     def end(self, name: str) -> None:
-        """Record that no task of an array is left."""
         self._open.discard(name)
 
     def set_outcome(self, name: str, outcome: str) -> None:

@@ -114,7 +114,8 @@ def _waiting_context(worker: Any, context: TaskContext, block: GpuMapBlock) -> O
     Returns None for small blocks, where this costs more than it saves. Returns None also for fused
     tasks, which continue after the call: too many tasks would run concurrently.
     """
-    if worker is None or block.up_bytes < tuning.current.task_ahead_bytes:
+    size_bytes = sum(array.nbytes for array in block.arrays)
+    if worker is None or size_bytes < tuning.current.task_ahead_bytes:
         return None
     spec = getattr(worker.state.tasks.get(worker.get_current_task()), "run_spec", None)
     return context.only_waiting if isinstance(getattr(spec, "func", None), GpuMapFunction) else None
@@ -175,11 +176,6 @@ class GpuMapBlock:
         inputs = [view.copy() for view in self.views(part)]
         with self.copied.run:
             return self.call(part, inputs)
-
-    @property
-    def up_bytes(self) -> int:
-        """Bytes of all inputs."""
-        return sum(array.nbytes for array in self.arrays)
 
     def run_through_gpu(
         self, context: TaskContext, where: str, on_issued: OnIssued | None = None

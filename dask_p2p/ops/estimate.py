@@ -17,7 +17,7 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import FUSABLE, AssembleTask, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
-from dask_p2p.graph.arrays import is_expression, layer_of, plan_redistribution
+from dask_p2p.graph.arrays import is_expression, plan_redistribution
 from dask_p2p.graph.libraries import is_dask_array
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_array
@@ -236,7 +236,7 @@ def _find_section(x: Any) -> Any:
     if not is_dask_array(x) or key_split(x.name) not in ("p2p-iterate", "p2p-spmd"):
         return None
     if is_expression(x):
-        layer = layer_of(x)  # None if x is already computed
+        layer = getattr(x.expr, "lazy_layer", None)  # None if x is already computed
         return None if layer is None else layer.work.body
     graph = x.__dask_graph__()
     output = graph[(x.name, *[0] * x.ndim)]

@@ -173,9 +173,18 @@ def map_with_halos(
     ]
     register_if_possible()
     is_plain = not (kwargs.keys() & _OF_MAP_BLOCKS or has_keyword(func, "block_info") or lazy)
+    # The function gets its keywords before Dask's `map_blocks`, whose own may have the same names.
+    for_dask = {
+        name: value
+        for name, value in kwargs.items()
+        if name in _FOR_DASK or unpack_collections(value)[0]
+    }
+    func_kwargs = {name: value for name, value in kwargs.items() if name not in for_dask}
+    has_block_id = has_keyword(func, "block_id") and "block_id" not in func_kwargs
+    function = partial(func, **func_kwargs) if func_kwargs else func
     if len(arrays) == 1 and is_plain:
-        return _map_in_assembly(func, arrays[0], plans[0], trim, kwargs)
-    return _map_by_dask(func, arrays, plans, trim, kwargs)
+        return _map_in_assembly(function, arrays[0], plans[0], trim, for_dask, has_block_id)
+    return _map_by_dask(function, arrays, plans, trim, for_dask, has_block_id)
 
 
 def _widen(x: DaskArray, widths: Sequence[tuple[int, int]], allow_rechunk: bool) -> DaskArray:
@@ -221,12 +230,14 @@ def _split_arguments(
 
 
 def _map_in_assembly(
-    func: Callable[..., Any], x: DaskArray, plan: GridPlan, trim: bool, kwargs: Mapping[str, Any]
+    function: Callable[..., Any],
+    x: DaskArray,
+    plan: GridPlan,
+    trim: bool,
+    kwargs: Mapping[str, Any],
+    has_block_id: bool,
 ) -> DaskArray:
     dtype, meta = kwargs.get("dtype"), kwargs.get("meta")
-    func_kwargs = {name: value for name, value in kwargs.items() if name not in ("dtype", "meta")}
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in func_kwargs
-    function = partial(func, **func_kwargs) if func_kwargs else func
     if meta is None and dtype is None:
         # Dask calls the function with an empty array, which takes milliseconds on a GPU.
         meta = functions_of(x).map_blocks(function, x)._meta
@@ -245,8 +256,8 @@ def _map_by_dask(
     plans: Sequence[GridPlan],
     trim: bool,
     kwargs: dict[str, Any],
+    has_block_id: bool,
 ) -> DaskArray:
-    func, kwargs, has_block_id = _bind_keywords(func, kwargs)
     map_blocks = functions_of(arrays[0]).map_blocks
     meta = arrays[0]._meta
     if kwargs.get("dtype") is not None and "meta" not in kwargs and backend_for(meta).on_device:
@@ -273,20 +284,6 @@ def _map_by_dask(
     )
     map_blocks = functions_of(y).map_blocks
     return map_blocks(Trim(halo), y, chunks=chunks, dtype=y.dtype, meta=y._meta)
-
-
-def _bind_keywords(
-    func: Callable[..., Any], kwargs: Mapping[str, Any]
-) -> tuple[Callable[..., Any], dict[str, Any], bool]:
-    """Return the function with its keywords bound, which Dask's may be named like, and Dask's."""
-    for_dask = {
-        name: value
-        for name, value in kwargs.items()
-        if name in _FOR_DASK or unpack_collections(value)[0]
-    }
-    func_kwargs = {name: value for name, value in kwargs.items() if name not in for_dask}
-    has_block_id = has_keyword(func, "block_id") and "block_id" not in func_kwargs
-    return partial(func, **func_kwargs) if func_kwargs else func, for_dask, has_block_id
 
 
 def _chunks_with_empty(arrays: Sequence[DaskArray], kwargs: Mapping[str, Any]) -> Chunks | None:

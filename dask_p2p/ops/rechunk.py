@@ -12,7 +12,7 @@ from dask.array.core import broadcast_dimensions, common_blockdim
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import redistribute
-from dask_p2p.graph.libraries import rechunk_by_tasks, transpose_by_tasks
+from dask_p2p.graph.libraries import rechunk_by_tasks
 from dask_p2p.ops.arguments import (
     check_array,
     check_known_array,
@@ -192,7 +192,7 @@ def _rechunk_unknown(
 ) -> DaskArray:
     """Return an array rechunked by Dask's tasks, along axes of known chunk sizes only."""
     if axes != tuple(range(x.ndim)):
-        x = transpose_by_tasks(x, axes)
+        x = x.transpose(axes)
     try:
         return rechunk_by_tasks(x, chunks, balance=balance, block_size_limit=block_size_limit)
     except (TypeError, ValueError) as exc:

@@ -1,7 +1,7 @@
 """Plans: each output block assembled from regions of input blocks. Pure, no arrays, no I/O.
 
-`base` defines plans. `grid` has plans with independent axes, and the default chunks of a transpose.
-`halo` has plans of blocks with halos, `groups` has plans for large graphs.
+`base` defines plans. `grid` has plans with independent axes, the default chunks of a transpose, and
+groups of blocks for large graphs. `halo` has plans of blocks with halos.
 """
 
 from __future__ import annotations

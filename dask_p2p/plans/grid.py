@@ -365,8 +365,13 @@ def group_blocks(
     """Return the plan of the groups, or the plan itself without groups."""
     blocks = prod(map(len, plan.chunks))
     if groups is None:
-        groups = _choose_group_count(plan, threads) if plan.edges > FEW_EDGES else 0
-        allowed = plan.edges // _LEAST_GAIN - blocks
+        groups, allowed = 0, plan.edges // _LEAST_GAIN - blocks
+        if plan.edges > FEW_EDGES:
+            small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
+            if plan.edges > MOST_EDGES:
+                small = min(small, MANY_GROUPS)
+            thread_count = threads()
+            groups = max(small, MANY_GROUPS if thread_count is None else 2 * thread_count)
     else:
         allowed = plan.edges - 1
     if not groups:
@@ -377,14 +382,6 @@ def group_blocks(
     plans = [_merge_blocks(plan, axis, together) for axis in range(len(plan.axes))]
     best = min(plans, key=lambda merged: merged.edges)
     return best if best.edges <= allowed else plan
-
-
-def _choose_group_count(plan: GridPlan, threads: Callable[[], int | None]) -> int:
-    small = ceil(prod(map(sum, plan.chunks)) / SMALL_GROUP)
-    if plan.edges > MOST_EDGES:
-        small = min(small, MANY_GROUPS)
-    thread_count = threads()
-    return max(small, MANY_GROUPS if thread_count is None else 2 * thread_count)
 
 
 def _merge_blocks(plan: GridPlan, axis: int, together: int) -> GridPlan:

@@ -217,7 +217,12 @@ def plan_halo_exchange(
 
     It may reach over several other ranks.
     """
-    shares = _HaloBlocks.from_ranks(ranks, depth, boundary, has_corners)
+    plan = plan_halo(ranks.local_sizes, depth, boundary)
+    groups = [[axis] for axis in range(len(ranks.grid))]
+    if has_corners:
+        divided = [axis for axis, count in enumerate(ranks.grid) if count > 1]
+        groups = [*([axis] for (axis,) in groups if axis not in divided), divided]
+    shares = _HaloBlocks(plan.mappings, halo_widths_of(plan), groups, has_corners)
     at = ranks.indices[rank]
     local, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
     for piece in shares.pieces(at):
@@ -260,22 +265,6 @@ class _HaloBlocks:
     groups: list[list[int]]  # groups of axes, one for each phase of an exchange
     has_corners: bool
 
-    @classmethod
-    def from_ranks(
-        cls,
-        ranks: RankGrid,
-        depth: Sequence[tuple[int, int]],
-        boundary: Sequence[Any],
-        has_corners: bool,
-    ) -> _HaloBlocks:
-        plan = plan_halo(ranks.local_sizes, depth, boundary)
-        axes = range(len(ranks.grid))
-        groups = [[axis] for axis in axes]
-        if has_corners:
-            divided = [axis for axis in axes if ranks.grid[axis] > 1]
-            groups = [*([axis] for axis in axes if axis not in divided), divided]
-        return cls(plan.mappings, halo_widths_of(plan), groups, has_corners)
-
     def shape(self, at: Index) -> tuple[int, ...]:
         return tuple(m.sizes[i] for m, i in zip(self.mappings, at, strict=True))
 
@@ -283,16 +272,13 @@ class _HaloBlocks:
         of_axes = zip(self.widths, at, self.shape(at), strict=True)
         return tuple((w[i][0], size - w[i][1]) for w, i, size in of_axes)
 
-    def _full_box(self, at: Index) -> Box:
-        return whole_box(self.shape(at))
-
     @cached_property
     def _pieces(self) -> dict[Index, list[_HaloPiece]]:
         return {}
 
     def pieces(self, at: Index) -> list[_HaloPiece]:
         if at not in self._pieces:
-            inner, full_box, filled = self.inner(at), self._full_box(at), set[int]()
+            inner, full_box, filled = self.inner(at), whole_box(self.shape(at)), set[int]()
             pieces = self._pieces[at] = []
             for group in self.groups:
                 base = tuple(full_box[a] if a in filled else inner[a] for a in range(len(at)))
@@ -323,7 +309,7 @@ class _HaloBlocks:
         return all(i == source or source in mapping.blocks(i) for mapping, i, source in along)
 
     def fills(self, at: Index) -> list[Fill]:
-        base = self._full_box(at) if self.has_corners else self.inner(at)
+        base = whole_box(self.shape(at)) if self.has_corners else self.inner(at)
         fills = [
             Fill((*base[:axis], part.dst, *base[axis + 1 :]), part.value)
             for axis, (mapping, i) in enumerate(zip(self.mappings, at, strict=True))

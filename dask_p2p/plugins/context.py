@@ -26,7 +26,7 @@ from dask_p2p.backends.base import Queue
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
-from dask_p2p.errors import DeviceLostError, Obstacle, P2PWarning, UnsupportedArrayError
+from dask_p2p.errors import DeviceLostError, Obstacle, UnsupportedArrayError
 from dask_p2p.monitoring.metrics import Counters, meter, record_transfer
 from dask_p2p.monitoring.records import RecordLog, TaskRecord, packed
 from dask_p2p.plugins.dask_internals import only_waiting, warn_client
@@ -93,7 +93,13 @@ class DaskWorkerContext(TaskContext):
             with suppress(KeyError):
                 return self.from_disk[key]
             with suppress(KeyError):
-                return self._cache_block(key, read_spilled(data, key))
+                block = read_spilled(data, key)
+                if not is_mapped(block):  # requests for its other regions follow soon
+                    self.from_disk[key] = block
+                    _evict_oldest(self.from_disk, _SERVING_THREADS)
+                    forget = partial(self.from_disk.pop, key, None)
+                    self.loop.call_soon_threadsafe(self.loop.call_later, _KEEP_S, forget)
+                return block
         raise KeyError(key)
 
     def is_on_disk(self, key: Key) -> bool:
@@ -112,16 +118,6 @@ class DaskWorkerContext(TaskContext):
         task = self._worker.state.tasks.get(key)
         package = getattr(getattr(task, "type", None), "__module__", "").partition(".")[0]
         return package if package in BACKENDS else None
-
-    def _cache_block(self, key: Key, block: Array) -> Any:
-        """Keep a block that was read from disk: requests for its other regions follow soon."""
-        if is_mapped(block):
-            return block
-        self.from_disk[key] = block
-        _evict_oldest(self.from_disk, _SERVING_THREADS)
-        forget = partial(self.from_disk.pop, key, None)
-        self.loop.call_soon_threadsafe(self.loop.call_later, _KEEP_S, forget)
-        return block
 
     async def call(self, address: str, op: str, **kwargs: Any) -> dict[str, Any]:
         if address in self._gone:
@@ -145,7 +141,7 @@ class DaskWorkerContext(TaskContext):
     only_waiting = staticmethod(only_waiting)
 
     def warn(self, text: str) -> None:
-        warn_client(self._worker, text, P2PWarning)
+        warn_client(self._worker, text)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
         event = {
@@ -300,29 +296,25 @@ def close_lost_worker(worker: Worker, reason: str) -> None:
     """Warn users, and close the worker. Idempotent; call it on the worker's event loop."""
     if worker not in _leaving:
         logger.critical("Worker %s leaves the cluster: %s", worker.address, reason)
-        warn_client(worker, f"dask_p2p: worker {worker.address} left: {reason}", P2PWarning)
+        warn_client(worker, f"dask_p2p: worker {worker.address} left: {reason}")
         _leaving[worker] = asyncio.ensure_future(_end_process(worker))
 
 
-async def _wait_for_reports(worker: Worker) -> None:
-    """Wait up to `_REPORT_S` until a running task has failed and so reported the cause.
-
-    Dask reruns all other tasks elsewhere, so these must not fail because of this GPU.
-    """
-    worker.status = Status.closing_gracefully  # no other task starts
-    running = set(worker.state.executing)
-    deadline_s = time.monotonic() + _REPORT_S
-    while running and time.monotonic() < deadline_s:
-        await asyncio.sleep(_POLL_S)
-        if any(task.state == "error" for task in running):
-            break
-        running &= worker.state.executing
-
-
 async def _end_process(worker: Worker) -> None:
-    """Close a worker, and end its process even if closing hangs or fails, as with a lost GPU."""
+    """Close a worker, and end its process even if closing hangs or fails, as with a lost GPU.
+
+    Before, wait up to `_REPORT_S` until a running task has failed and so reported the cause. Dask
+    reruns all other tasks elsewhere, so these must not fail because of this GPU.
+    """
     try:
-        await _wait_for_reports(worker)
+        worker.status = Status.closing_gracefully  # no other task starts
+        running = set(worker.state.executing)
+        deadline_s = time.monotonic() + _REPORT_S
+        while running and time.monotonic() < deadline_s:
+            await asyncio.sleep(_POLL_S)
+            if any(task.state == "error" for task in running):
+                break
+            running &= worker.state.executing
         closing = worker.close(nanny=False, executor_wait=False, reason="its GPU is lost")
         await asyncio.wait_for(closing, _LEAVE_S)
     finally:

@@ -71,15 +71,15 @@ def warn_of_whole_blocks(worker: Any, keys: Sequence[Any]) -> None:
         f"for one block of a result, because the worker lacked the dask_p2p plugin. Call "
         f"dask_p2p.register(client) first, or start the scheduler with --preload dask_p2p.preload."
     )
-    warn_client(worker, text, P2PWarning)
+    warn_client(worker, text)
 
 
-def warn_client(worker: Any, text: str, category: type[Warning]) -> None:
-    """Issue a warning in all clients, as `distributed.warn` does, but not in the worker itself.
+def warn_client(worker: Any, text: str) -> None:
+    """Issue a `P2PWarning` in all clients, as `distributed.warn` does, but not in the worker.
 
     Python shows a warning once, even if several workers send the same text.
     """
-    event = {"message": pickle.dumps(text), "category": pickle.dumps(category)}
+    event = {"message": pickle.dumps(text), "category": pickle.dumps(P2PWarning)}
     worker.log_event("warn", event)
 
 

@@ -394,26 +394,16 @@ def _augment(
             visited.add(worker)
             if free[worker] > 0:
                 free[worker] -= 1
-                _shift_ranks(group, worker, predecessors, seats)
+                # On the way to it, a rank of each group takes the seat that one of the next left.
+                while (step := predecessors[group]) is not None:
+                    before, freed_worker = step
+                    seats[group][worker] += 1
+                    seats[group][freed_worker] -= 1
+                    group, worker = before, freed_worker
+                seats[group][worker] += 1
                 return True
             for neighbour, seat_counts in seats.items():
                 if neighbour not in predecessors and seat_counts[worker] > 0:
                     predecessors[neighbour] = group, worker
                     queue.append(neighbour)
     return False
-
-
-def _shift_ranks(
-    group: frozenset[str],
-    worker: str,
-    predecessors: Mapping[frozenset[str], tuple[frozenset[str], str] | None],
-    seats: Mapping[frozenset[str], Counter[str]],
-) -> None:
-    """Seat a rank of each group on the way where one of the next has left."""
-    while True:
-        seats[group][worker] += 1
-        if (step := predecessors[group]) is None:
-            return
-        before, freed_worker = step
-        seats[group][freed_worker] -= 1
-        group, worker = before, freed_worker

@@ -76,12 +76,7 @@ def register(client: Any = None) -> Any:
     >>> dask_p2p.register(client)  # doctest: +SKIP
     """
     client = checked_client(client)
-    if client.asynchronous:
-        return _register_async(client)
-    connection = connection_of(client)
-    _report(client.sync(ask, client.scheduler))
-    _remember(connection)
-    return None
+    return client.sync(_register, client)
 
 
 def register_cluster(cluster: Any) -> None:
@@ -165,7 +160,7 @@ async def ask_later(worker: Any) -> None:
             return
 
 
-async def _register_async(client: Any) -> None:
+async def _register(client: Any) -> None:
     connection = connection_of(client)
     _report(await ask(client.scheduler))
     _remember(connection)
@@ -181,7 +176,7 @@ async def register_later(client: Any) -> None:
     """Register an asynchronous client; if that fails, warn its user."""
     connection = connection_of(client)
     try:
-        await _register_async(client)
+        await _register(client)
     except (P2PError, OSError) as exc:
         if connection is not None:
             _registered.discard(connection)

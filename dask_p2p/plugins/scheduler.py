@@ -92,12 +92,8 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         prometheus.register(scheduler, "scheduler", self.figures)
         self._overlay()
         self._set_up_all()
-        self._gangs = Gangs(scheduler, self._is_registered, self._put_back)
+        self.gangs = Gangs(scheduler, self._is_registered, self._put_back)
         add_pages(scheduler, lambda: getattr(scheduler.plugins.get(PLUGIN_NAME), "feed", None))
-
-    @property
-    def gangs(self) -> Gangs:
-        return self._gangs
 
     def _overlay(self) -> None:
         overlay_placement(self.scheduler, self._is_registered)
@@ -110,7 +106,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             self.scheduler.add_plugin(self, name=PLUGIN_NAME)
 
     async def close(self) -> None:
-        self._gangs.close()
+        self.gangs.close()
         self.feed.close()
         prometheus.unregister(self.scheduler)
         self._background.cancel()
@@ -118,7 +114,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             set_up.task.cancel()
 
     def add_worker(self, scheduler: Any, worker: str) -> None:
-        self._gangs.add_worker()
+        self.gangs.add_worker()
         if PLUGIN_NAME in scheduler.worker_plugins:
             self._begin_set_up(worker)
 
@@ -136,14 +132,14 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         """Watch the gangs of a graph, and recognise all tasks of this package."""
         for task in map(scheduler.tasks.__getitem__, tasks):
             task.run_spec = unwrap_task(task.run_spec)
-        self._gangs.update_graph(tasks)
+        self.gangs.update_graph(tasks)
 
     def log_event(self, topic: str, msg: Any) -> None:
-        self._gangs.log_event(topic, msg)
+        self.gangs.log_event(topic, msg)
 
     def transition(self, key: Any, start: str, finish: str, *args: Any, **kwargs: Any) -> None:
         """Record starts and ends of runs, and flush the streams that idle workers wait for."""
-        self._gangs.transition(key, start, finish)
+        self.gangs.transition(key, start, finish)
         if finish == "processing":
             task = self.scheduler.tasks[key]
             if _is_ours(task):
@@ -183,7 +179,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         await asyncio.gather(*waiting)
         silent = [worker for worker, set_up in self._set_ups.items() if not set_up.task.done()]
         ready = set(self._set_ups) - {*silent, *self._failed}
-        self._background.start(self._probe_peers(sorted(ready)))
+        request = {"op": "run", "function": dumps(probe_peers), "args": dumps((sorted(ready),))}
+        probing = self.scheduler.broadcast(msg=request, workers=sorted(ready), on_error="ignore")
+        self._background.start(probing)
         return {"failed": dict(self._failed), "silent": silent, "workers": len(self._set_ups)}
 
     @rpc_handler
@@ -340,10 +338,6 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
             else:
                 self._failed[worker] = reply["exception_text"]
             return
-
-    async def _probe_peers(self, workers: list[str]) -> None:
-        request = {"op": "run", "function": dumps(probe_peers), "args": dumps((workers,))}
-        await self.scheduler.broadcast(msg=request, workers=workers, on_error="ignore")
 
 
 def _is_ours(task: Any) -> bool:

@@ -79,7 +79,13 @@ def read_spilled(data: Any, key: Key) -> Any:
     """
     for level in (*_memory_levels(data), *_slow_levels(data)):
         with suppress(KeyError, FileNotFoundError):  # just moved to the next level
-            return _restore(_map_file(level, key))
+            block = _map_file(level, key)
+            if not _is_serialized(block):
+                return block
+            if (view := _host_view(block)) is not None:
+                return view
+            with private_stream():
+                return _device_host_file().host_to_device(block)
     raise KeyError(key)
 
 
@@ -141,16 +147,6 @@ def _map_file(level: Mapping[Any, Any], key: Key) -> Any:
 def _is_serialized(block: Array) -> bool:
     module = _device_host_file()
     return module is not None and isinstance(block, module.DeviceSerialized)
-
-
-def _restore(block: Array) -> Any:
-    if not _is_serialized(block):
-        return block
-    if (view := _host_view(block)) is not None:
-        return view
-    restore: Callable[[Any], Any] = _device_host_file().host_to_device
-    with private_stream():
-        return restore(block)
 
 
 def _host_view(block: Any) -> np.ndarray[Any, Any] | None:

@@ -21,7 +21,7 @@ from dask_p2p.backends.base import check_plain, unread_value
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box
-from dask_p2p.sections.comparison import Comparison, FunctionCopies, PositionWatch, watch_positions
+from dask_p2p.sections.comparison import Comparison, FunctionCopies, Watch, watch_positions
 from dask_p2p.types import Array, DType
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class StepChecks:
         """Make a call of a step for the whole local block, and compare it."""
         comparison, fields = self._comparisons[id(call.phase)], self._local.fields
 
-        def compute(copies: tuple[Any, ...], box: Box, watch: PositionWatch) -> list[Array]:
+        def compute(copies: tuple[Any, ...], box: Box, watch: Watch) -> list[Array]:
             function, keywords = copies
             parts = {name: fields[name].parts(box)[0] for name in call.changed}
             outs = {

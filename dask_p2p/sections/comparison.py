@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import cloudpickle
 import numpy as np
@@ -41,18 +41,10 @@ _ROUNDING = 2**10  # largest difference of rounding errors, in units of the last
 _MOST_COPIED_BYTES = 2**26  # larger arrays of a function are lent to its copies, read-only
 
 
-class PositionWatch(NamedTuple):
-    """Notes reads of a function's position, or moves the position."""
-
-    reads: list[str] | None = None  # gets "rank", and "at" for any other position
-    shift: Sequence[int] = ()  # by axis
-
-    def __call__(self, at: Any) -> Any:
-        return at.watched(self.reads, self.shift)
-
-
+#: Returns a function's position such that it notes its reads, or moved.
+Watch: TypeAlias = Callable[[Any], Any]
 #: Computes arrays for a box by copies of values, at a position that a watch returns.
-Compute: TypeAlias = Callable[[tuple[Any, ...], Box, PositionWatch], Any]
+Compute: TypeAlias = Callable[[tuple[Any, ...], Box, Watch], Any]
 
 
 class FunctionCopies:
@@ -201,7 +193,7 @@ class Comparison:
         """Return whether values depend on the division of the array into blocks."""
         if self._is_same(part, cut):
             return False
-        reads: list[str] = []
+        reads: list[str] = []  # "rank", and "at" for any other position
         again = self._of_parts(compute, reads)
         cut = self._of_whole(compute)
         if "rank" in reads or not self._is_same(again, part) or self._is_same(part, cut):
@@ -217,10 +209,10 @@ class Comparison:
     def _of_parts(
         self, compute: Compute, reads: list[str] | None = None, shift: Sequence[int] = ()
     ) -> list[Array]:
-        return [*compute(self._copies(), self._part, PositionWatch(reads, shift))]
+        return [*compute(self._copies(), self._part, lambda at: at.watched(reads, shift))]
 
     def _of_whole(self, compute: Compute, shift: Sequence[int] = ()) -> list[Array]:
-        return self._cut(compute(self._copies(), self._box, PositionWatch(None, shift)))
+        return self._cut(compute(self._copies(), self._box, lambda at: at.watched(None, shift)))
 
     def _cut(self, arrays: Sequence[Array]) -> list[Array]:
         lows = zip(self._part, self._box, strict=True)
@@ -252,9 +244,6 @@ def _subtract(a: Array, b: Array) -> Array:
     return a.astype(np.result_type(a.dtype, np.float64)) - b
 
 
-def watch_positions(values: Mapping[str, Any], watch: PositionWatch | None) -> dict[str, Any]:
+def watch_positions(values: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
     """Return the arguments of a copy, whose reads of its position a watch notes."""
-    if watch is None:
-        return {**values}
-    positions = {name for name, value in values.items() if hasattr(value, "watched")}
-    return {name: watch(value) if name in positions else value for name, value in values.items()}
+    return {name: watch(x) if hasattr(x, "watched") else x for name, x in values.items()}

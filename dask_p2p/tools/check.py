@@ -375,73 +375,60 @@ async def _measure_from(
     """Return the measured link from this worker's holder; runs in a thread, as tasks do."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
-    pair = _WorkerPair(context, holders[dask_worker.address], kind, nbytes, options)
-    return await asyncio.to_thread(pair.link)
+    holder = holders[dask_worker.address]
+    return await asyncio.to_thread(_measure_link, context, holder, kind, nbytes, options)
 
 
-@dataclass(frozen=True, slots=True)
-class _WorkerPair:
-    """A reader, given by its worker context, and the holder whose blocks it reads."""
+def _measure_link(
+    context: DaskWorkerContext,  # the reader's
+    holder: str,
+    kind: Kind,
+    nbytes: int,  # size of the large block
+    options: Options,
+) -> Link:
+    """Return the measured link, with a transport that takes less than half the time, if any."""
+    order, repeats = options.order(kind), tuning.current.check_repeats
+    router, pair = context.router, (context, holder, kind)
 
-    context: DaskWorkerContext
-    holder: str
-    kind: Kind
-    nbytes: int  # size of the large block
-    options: Options
+    def obstacle_to(transport: str) -> Obstacle | None:
+        obstacle: Obstacle | None = router.transports[transport].obstacle(holder, kind, PROBE_DTYPE)
+        return obstacle or router.failures.get((holder, transport))
 
-    def link(self) -> Link:
-        """Return the measured link, with a transport that is much faster, if any."""
-        context, holder = self.context, self.holder
-        order = self.options.order(self.kind)
-        try:
-            # Probe the routes before any timing.
-            context.router.find_routes([holder], self.kind, PROBE_DTYPE, order)
-            latency_s, _ = replace(self, nbytes=_LATENCY_BYTES)._time(tuning.current.check_repeats)
-            time_s, transport = self._time(tuning.current.check_repeats)
-            quicker = self._faster_transport(time_s, transport)
-        except P2PError as exc:
-            error = f"{type(exc).__name__}: {exc}"
-            return Link(context.address, holder, None, 0.0, 0.0, error=error)
-        better = order[: order.index(transport)]
-        obstacles = {
-            name: why for name in better if (why := self._transport_error(name)) is not None
-        }
-        gbs = self.nbytes / time_s / 1e9
-        return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=quicker)
+    try:
+        router.find_routes([holder], kind, PROBE_DTYPE, order)  # probes them before any timing
+        latency_s, _ = _time_read(*pair, _LATENCY_BYTES, options, repeats)
+        time_s, transport = _time_read(*pair, nbytes, options, repeats)
+    except P2PError as exc:
+        error = f"{type(exc).__name__}: {exc}"
+        return Link(context.address, holder, None, 0.0, 0.0, error=error)
+    used, times_s = order.index(transport), {}
+    for name in order[used + 1 :]:
+        if obstacle_to(name) is None:
+            alone = replace(options, transports=(name,))
+            with contextlib.suppress(P2PError):
+                times_s[name], _ = _time_read(*pair, nbytes, alone, _FEW_REPEATS)
+    best = min(times_s, key=lambda name: times_s[name], default=None)
+    if best is not None and tuning.current.check_speed_up * times_s[best] >= time_s:
+        best = None
+    obstacles = {name: why for name in order[:used] if (why := obstacle_to(name)) is not None}
+    gbs = nbytes / time_s / 1e9
+    return Link(context.address, holder, transport, gbs, latency_s, obstacles, quicker=best)
 
-    def _transport_error(self, transport: str) -> Obstacle | None:
-        router = self.context.router
-        obstacle: Obstacle | None = router.transports[transport].obstacle(
-            self.holder, self.kind, PROBE_DTYPE
-        )
-        return obstacle or router.failure(self.holder, transport)
 
-    def _faster_transport(self, time_s: float, transport: str) -> str | None:
-        """Return the fastest later transport, if it takes less than half the time; else None."""
-        order = self.options.order(self.kind)
-        times_s = {}
-        for name in order[order.index(transport) + 1 :]:
-            if self._transport_error(name) is None:
-                alone = replace(self, options=replace(self.options, transports=(name,)))
-                with contextlib.suppress(P2PError):
-                    times_s[name], _ = alone._time(_FEW_REPEATS)
-        best = min(times_s, key=lambda name: times_s[name], default=None)
-        if best is None or tuning.current.check_speed_up * times_s[best] >= time_s:
-            return None
-        return best
-
-    def _time(self, repeats: int) -> tuple[float, str]:
-        """Return the least time of a probe block, read as a task would, and its transport."""
-        key: tuple[Any, ...] = probe_key(self.kind, self.nbytes)
-        name, index = key[0], key[1:]  # as for a block of an array with this name
-        shape, box = (self.nbytes,), ((0, self.nbytes),)
-        plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, box, box),))
-        output = OutputSpec((name,), PROBE_DTYPE, self.kind, self.options)
-        best_s, transport = float("inf"), ""
-        for _ in range(repeats):
-            start_s = time.perf_counter()
-            assembly = Assembly(plan, output, [BlockRef(key, (self.holder,))], self.context)
-            region, transport = assembly.run(), assembly.sources.stages[-1].transport
-            best_s = min(best_s, time.perf_counter() - start_s)
-        check_probe(region)
-        return best_s, transport
+def _time_read(
+    context: DaskWorkerContext, holder: str, kind: Kind, nbytes: int, options: Options, repeats: int
+) -> tuple[float, str]:
+    """Return the least time of a probe block, read as a task would, and its transport."""
+    key: tuple[Any, ...] = probe_key(kind, nbytes)
+    name, index = key[0], key[1:]  # as for a block of an array with this name
+    shape, box = (nbytes,), ((0, nbytes),)
+    plan = BlockPlan(shape, (0,), (index,), (shape,), (Piece(0, box, box),))
+    output = OutputSpec((name,), PROBE_DTYPE, kind, options)
+    best_s, transport = float("inf"), ""
+    for _ in range(repeats):
+        start_s = time.perf_counter()
+        assembly = Assembly(plan, output, [BlockRef(key, (holder,))], context)
+        region, transport = assembly.run(), assembly.sources.stages[-1].transport
+        best_s = min(best_s, time.perf_counter() - start_s)
+    check_probe(region)
+    return best_s, transport

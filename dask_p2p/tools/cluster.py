@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,9 +41,7 @@ def usable_gpus() -> list[str]:
 
     Empty without GPUs, a driver, CuPy or dask-cuda. Creates no CUDA context.
     """
-    from importlib.util import find_spec
-
-    if any(find_spec(name) is None for name in _FOR_GPUS):
+    if any(importlib.util.find_spec(name) is None for name in _FOR_GPUS):
         return []
     try:
         import pynvml
@@ -159,7 +158,14 @@ def _register_plugins(cluster: LocalCluster) -> LocalCluster:
 def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any]) -> LocalCluster:
     gpu_count = len(usable) if n_workers is None else n_workers
     if not usable or gpu_count > len(usable):
-        raise _too_few_gpus(max(gpu_count, 1), len(usable))
+        missing = [name for name in _FOR_GPUS if importlib.util.find_spec(name) is None]
+        text = f"expected {max(gpu_count, 1)} usable GPU(s), found {len(usable)}"
+        if missing:
+            text += f", as there is no package {' and no '.join(missing)}"
+            remedy = f"Run: {install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]"
+        else:
+            remedy = "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        raise InputError(f"{text}. {remedy}; or use CPU workers with gpus=False.")
     from dask_cuda import LocalCUDACluster
 
     options: dict[str, Any] = {
@@ -175,20 +181,6 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
         options["rmm_pool_size"] = round_down(int(_POOL_FRACTION * free_bytes))
         options["rmm_allocator_external_lib_list"] = ["cupy"]
     return start_cluster(LocalCUDACluster, options, kwargs)
-
-
-def _too_few_gpus(gpu_count: int, usable_count: int) -> InputError:
-    """Return the error, with the packages to install if some are missing."""
-    from importlib.util import find_spec
-
-    missing = [name for name in _FOR_GPUS if find_spec(name) is None]
-    text = f"expected {gpu_count} usable GPU(s), found {usable_count}"
-    if missing:
-        text += f", as there is no package {' and no '.join(missing)}"
-        remedy = f"Run: {install_command('cuda13')}, or with a driver of CUDA 12 for [cuda12]"
-    else:
-        remedy = "Check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return InputError(f"{text}. {remedy}; or use CPU workers with gpus=False.")
 
 
 def free_gpu_bytes(names: Iterable[str]) -> list[int]:
@@ -326,29 +318,25 @@ def check_main_program() -> None:
             f"expected a main program in a file, since workers import it, got {path}. Save it in a "
             "file, and run that."
         )
-    if not _checks_name(main, path):
-        _probe(path)
-
-
-def _text(path: Any) -> str:
-    return f"{path} starts a cluster when it is imported, and each worker imports it. {_REMEDY}"
-
-
-def _probe(path: str) -> None:
-    """Import the main program in a process, as workers do; raise `ConfigError` if that fails."""
+    if _checks_name(main, path):
+        return
     from distributed.utils import get_mp_context
 
-    process = get_mp_context().Process(target=int, name=_PROBE)
-    process.start()
-    process.join()
-    if process.exitcode == _STARTS_A_CLUSTER:
+    probe = get_mp_context().Process(target=int, name=_PROBE)  # imports it, as workers do
+    probe.start()
+    probe.join()
+    if probe.exitcode == _STARTS_A_CLUSTER:
         raise ConfigError(_text(path))
-    if process.exitcode:
+    if probe.exitcode:
         raise ConfigError(
             f"expected a program that workers can import, but the import of {path} failed with the "
             f"error above. Move code that workers cannot run below `if __name__ == "
             '"__main__":`.'
         )
+
+
+def _text(path: Any) -> str:
+    return f"{path} starts a cluster when it is imported, and each worker imports it. {_REMEDY}"
 
 
 def _imported_file(main: Any) -> str | None:

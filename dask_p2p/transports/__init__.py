@@ -6,7 +6,7 @@ an entry point of the group ``dask_p2p.transports`` takes the place of that line
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
 from dask_p2p.config import Options, transport_classes, transport_finders
@@ -27,26 +27,22 @@ def all_transports() -> dict[str, type[Transport]]:
 
     Raises `ConfigError` if an entry point names no transport.
     """
-    foreign_classes = [
-        _load_class(entry_point) for entry_point in entry_points(group="dask_p2p.transports")
-    ]
+    foreign_classes = []
+    for entry_point in entry_points(group="dask_p2p.transports"):
+        try:
+            transport: type[Transport] = entry_point.load()
+            if not issubclass(transport, Transport):
+                raise TypeError(f"expected a subclass of Transport, got {transport}")
+        except Exception as exc:  # importing another package may raise any error
+            raise ConfigError(
+                f"the entry point {entry_point.name} of dask_p2p.transports, {entry_point.value}, "
+                f"is no transport: {type(exc).__name__}: {exc}. Repair or uninstall its package"
+            ) from exc
+        foreign_classes.append(transport)
     return {transport.name: transport for transport in (*foreign_classes, *OWN)}
 
 
 transport_finders.append(all_transports)
-
-
-def _load_class(entry_point: EntryPoint) -> type[Transport]:
-    try:
-        transport: type[Transport] = entry_point.load()
-        if not issubclass(transport, Transport):
-            raise TypeError(f"expected a subclass of Transport, got {transport}")
-    except Exception as exc:  # importing another package may raise any error
-        raise ConfigError(
-            f"the entry point {entry_point.name} of dask_p2p.transports, {entry_point.value}, is "
-            f"no transport: {type(exc).__name__}: {exc}. Repair or uninstall its package"
-        ) from exc
-    return transport
 
 
 def make_transports(worker: WorkerContext, options: Options) -> dict[str, Transport]:

@@ -29,7 +29,6 @@ Threads
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -47,7 +46,7 @@ from dask_p2p.config import Options
 from dask_p2p.errors import Obstacle, TransferError, without_frames
 from dask_p2p.geometry import Box, ContiguousRuns, box_size, split_box, taper_last
 from dask_p2p.transports.buffers import Buffers, ByteBudget, Footprint
-from dask_p2p.transports.rpc import Caller, Handler
+from dask_p2p.transports.rpc import Background, Caller, Handler
 from dask_p2p.types import Array, DType, Key, Kind
 
 PROBE_TIMEOUT_S = 10.0  # of the first request to a worker
@@ -125,7 +124,7 @@ class Region:
 class Reading(ABC):
     """Regions of one holder's blocks in transfer. Each step of the iteration requests the next."""
 
-    def __init__(self, requests: Sequence[Request], footprint: Footprint, options: Options) -> None:
+    def __init__(self, requests: Sequence[Request], footprint: Footprint) -> None:
         self.requests = requests
         self.part_bytes = footprint.part_bytes  # upper bound of a part's size; None: unlimited
         # A part has at least one item. Items larger than a part are transferred one at a time.
@@ -195,7 +194,7 @@ class Transport(ABC):
         self.packed = ByteBudget(options.staging_limit_bytes)
         self.pools: list[Buffers] = []  # the transport's buffers
         self.is_closed = False
-        self._in_background: set[asyncio.Future[Any]] = set()
+        self._background = Background()
 
     @abstractmethod
     def handlers(self) -> Mapping[str, Handler]:
@@ -278,9 +277,7 @@ class Transport(ABC):
 
     def offload(self, function: Callable[..., Any], *args: Any) -> None:
         """Run a blocking function on a thread, without waiting. Call it on the event loop."""
-        running = asyncio.ensure_future(self.worker.offload(function, *args))
-        self._in_background.add(running)  # the loop itself keeps only a weak reference
-        running.add_done_callback(self._in_background.discard)
+        self._background.start(self.worker.offload(function, *args))
 
     @abstractmethod
     async def close(self) -> None:

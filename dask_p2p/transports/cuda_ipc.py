@@ -215,7 +215,12 @@ class Mappings:
             with self._lock:
                 if (mapping := self._find_open(process, ipc_handle)) is not None:
                     return mapping
-                freed = self._take_freed(process, ipc_handle)
+                mappings = self._open.values()
+                freed = [mapping for mapping in mappings if mapping.overlaps(process, ipc_handle)]
+                if any(mapping.users for mapping in freed):
+                    message = "the holder freed an allocation that is still being read here"
+                    raise TransferError(message)
+                self._forget(freed)
             _close(freed)
             PROCESSES.watch(process, peer.pid, self._on_end, last=True)
             if PROCESSES.has_ended(process):
@@ -247,15 +252,6 @@ class Mappings:
         if mapping is not None:
             mapping.users += 1
         return mapping
-
-    def _take_freed(self, process: str, ipc_handle: IpcHandle) -> list[MappedAllocation]:
-        freed = [
-            mapping for mapping in self._open.values() if mapping.overlaps(process, ipc_handle)
-        ]
-        if any(mapping.users for mapping in freed):
-            raise TransferError("the holder freed an allocation that is still being read here")
-        self._forget(freed)
-        return freed
 
     def _map(self, process: str, handle: bytes) -> int:
         import cupy

@@ -90,11 +90,27 @@ class CmaTransport(SameHostTransport):
         _check_runs(request, descriptor)
         unread = sum(map(_weight, request.boxes))
 
+        def take_buffer(nbytes: int) -> Any:
+            return self.buffers.take((nbytes,), np.uint8)
+
         def read(box: Box, timeout_s: float | None, into: Array | None) -> Any:
             nonlocal unread
             if number not in reading.ending:
                 raise TransferError(f"{request} was closed before it was read")
-            region = self._copy_region(reading, request, address, descriptor.strides, box, into)
+            shape, strides, pid = box_shape(box), descriptor.strides, reading.peer.pid
+            start = address + sum(n * s for (n, _), s in zip(box, strides, strict=True))
+            remote_array = RemoteArray(pid, start, shape, strides, request.dtype)
+            try:
+                if 0 in shape:
+                    region: Any = np.empty(shape, request.dtype)
+                else:
+                    region = remote_array.read(into, take_buffer)
+            except (OSError, OverflowError) as exc:
+                reading.confirm()
+                if getattr(exc, "errno", None) == errno.ESRCH:
+                    message = f"{request.holder} ended while {request} was read"
+                    raise TransferError(message, scope="block") from exc
+                raise TransferError(f"{request} cannot be read: {exc}") from exc
             unread -= _weight(box)
             if not unread:
                 # All regions have been read: the holder need not keep its block any longer.
@@ -103,29 +119,6 @@ class CmaTransport(SameHostTransport):
             return region
 
         return read
-
-    def _copy_region(
-        self,
-        reading: SameHostReading,
-        request: Request,
-        address: int,
-        strides: tuple[int, ...],
-        box: Box,
-        into: Array | None,
-    ) -> Any:
-        shape = box_shape(box)
-        if 0 in shape:
-            return np.empty(shape, request.dtype)
-        address += sum(first * s for (first, _), s in zip(box, strides, strict=True))
-        remote_array = RemoteArray(reading.peer.pid, address, shape, strides, request.dtype)
-        try:
-            return remote_array.read(into, lambda nbytes: self.buffers.take((nbytes,), np.uint8))
-        except (OSError, OverflowError) as exc:
-            reading.confirm()
-            if getattr(exc, "errno", None) == errno.ESRCH:
-                message = f"{request.holder} ended while {request} was read"
-                raise TransferError(message, scope="block") from exc
-            raise TransferError(f"{request} cannot be read: {exc}") from exc
 
 
 def _weight(box: Box) -> int:

@@ -204,7 +204,13 @@ class PublishedBlocks(_LockFile):
             if len(text) > DESCRIPTOR_BYTES:  # a dtype with many fields
                 message = f"its descriptor has {len(text)} bytes, more than {DESCRIPTOR_BYTES}"
                 raise TransferError(message, scope="region")
-            entry = self._reserve(digest)
+            bucket = bucket_of(digest)
+            entries = range(bucket, bucket + _BUCKET_BYTES, _ENTRY_BYTES)
+            entry = next((entry for entry in entries if entry not in self._used), None)
+            if entry is None:
+                message = "too many blocks are published: no entry is free for this one"
+                raise TransferError(message, scope="region")
+            self._used.add(entry)
             self.published[key] = _Published(entry, block, time.monotonic())
             self._write(len(text).to_bytes(_LENGTH_BYTES) + text, slot_of(entry))
             self._write(digest, entry)  # last: readers that find the entry find a valid slot
@@ -224,23 +230,17 @@ class PublishedBlocks(_LockFile):
             published.touched_s = time.monotonic()
             return True
 
-    def withdraw(self, key: Key) -> None:
-        """Withdraw a block. Its memory is freed as soon as no lease is left."""
+    def withdraw(self, key: Key, *, also_unfinished: bool = True) -> None:
+        """Withdraw a block. Its memory is freed as soon as no lease is left.
+
+        Publications in progress end too, unless `also_unfinished` is false.
+        """
         with self._lock:
-            for publication in [
-                publication
-                for publication, published_key in self.publications.items()
-                if published_key == key
-            ]:
-                del self.publications[publication]
+            for publication, published_key in list(self.publications.items()):
+                if published_key == key and also_unfinished:
+                    del self.publications[publication]
             dropped = self._withdraw(self.published.pop(key, None))
         del dropped  # outside of the lock, since freeing GPU memory may wait for the GPU
-
-    def retire(self, key: Key) -> None:
-        """Withdraw a published block. A publication in progress is not affected."""
-        with self._lock:
-            dropped = self._withdraw(self.published.pop(key, None))
-        del dropped  # see `withdraw`
 
     def expire(self, ttl_s: float, is_spilled: Callable[[Any], bool] = lambda key: False) -> int:
         """Withdraw old and spilled blocks. Drop unleased ones. Return the number of those left."""
@@ -280,16 +280,6 @@ class PublishedBlocks(_LockFile):
 
     def __len__(self) -> int:
         return len(self.published) + len(self.withdrawn)
-
-    def _reserve(self, digest: bytes) -> int:
-        bucket = bucket_of(digest)
-        for entry in range(bucket, bucket + _BUCKET_BYTES, _ENTRY_BYTES):
-            if entry not in self._used:
-                self._used.add(entry)
-                return entry
-        raise TransferError(
-            "too many blocks are published: no entry is free for this one", scope="region"
-        )
 
     def _write(self, data: bytes, start: int) -> None:
         if os.pwrite(self.fd, data, start) != len(data):

@@ -224,7 +224,7 @@ class PackedTransport(Transport):
                 if not send_buffer.can_join(block):
                     break  # the reader requests regions without a reply again
                 with device_of(block):
-                    replies += self._pack(send_buffer, request.blocks[number][0], block, boxes)
+                    replies += self._pack(send_buffer, block, boxes)
                 del block
             if any(reply["status"] == "ok" for reply in replies):
                 send_buffer.send()
@@ -248,7 +248,7 @@ class PackedTransport(Transport):
         return queue
 
     def _pack(
-        self, send_buffer: SendBuffer, key: Key, block: Array, boxes: Sequence[tuple[int, Box]]
+        self, send_buffer: SendBuffer, block: Array, boxes: Sequence[tuple[int, Box]]
     ) -> list[dict[str, Any]]:
         queue = self._queue_for(block)
         try:

@@ -110,7 +110,7 @@ class PackedReading(Reading):
         options: Options,
         rate: RateController,
     ) -> None:
-        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
+        super().__init__(requests, transport.footprint(options, requests[0].kind))
         self._transport = transport
         self._rate = rate
         self.worker = transport.worker

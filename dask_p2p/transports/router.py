@@ -52,6 +52,7 @@ class Router:
         self.transports = transports
         self._warn = warn
         self._on_fallback = on_fallback
+        #: Obstacles that ended the use of a transport for a holder.
         self.failures: dict[tuple[str, str], Obstacle] = {}  # by holder and transport
         self._warned: set[str] = set()  # texts of warnings sent so far
         self._lock = threading.Lock()
@@ -150,10 +151,6 @@ class Router:
             self._warned.add(text)
         self._warn(text)
 
-    def failure(self, holder: str, transport: str) -> Obstacle | None:
-        """Return the obstacle that ended the use of a transport for a holder; None without one."""
-        return self.failures.get((holder, transport))
-
     def list_failed(
         self, holder: str, used: str, order: tuple[str, ...]
     ) -> list[tuple[str, Obstacle]]:
@@ -161,7 +158,7 @@ class Router:
         if not self.failures:
             return []
         better = takewhile(lambda name: name != used, order)
-        failures = ((name, self.failure(holder, name)) for name in better)
+        failures = ((name, self.failures.get((holder, name))) for name in better)
         return [(name, failure) for name, failure in failures if failure is not None]
 
     def on_worker_left(self, holder: str) -> None:

@@ -157,7 +157,7 @@ class SameHostTransport(Transport):
 
     def on_spilled(self, key: Key) -> None:
         """Withdraw a spilled block, which frees its memory. Any thread may call this."""
-        self.directory.retire(key)
+        self.directory.withdraw(key, also_unfinished=False)
 
     def on_worker_left(self, holder: str) -> None:
         self._peers.pop(holder, None)
@@ -218,8 +218,7 @@ class SameHostTransport(Transport):
 
     def _expire_later(self) -> None:
         if self.expiring is None and not self.is_closed:
-            after_s = EXPIRY_S
-            self.expiring = self.worker.loop.call_later(after_s, self._expire)
+            self.expiring = self.worker.loop.call_later(EXPIRY_S, self._expire)
 
     def _expire(self) -> None:
         self.expiring = None
@@ -288,7 +287,7 @@ class SameHostReading(Reading):
         peer: Peer,
         options: Options,
     ) -> None:
-        super().__init__(requests, transport.footprint(options, requests[0].kind), options)
+        super().__init__(requests, transport.footprint(options, requests[0].kind))
         self.peer = peer
         #: By number of the request: closes the block, and ends the lease on it.
         self.ending: dict[int, ExitStack] = {}
@@ -339,24 +338,21 @@ class SameHostReading(Reading):
                 if request_count == PUBLISH_REQUESTS:
                     break
                 request_count += 1
-                self._ask_to_publish(self.requests[number:][:_MOST_PUBLISHED])
+                # All blocks that are in memory are published, and the first one in any case.
+                transport, about = self._transport, f"block {request.key!r}"
+                timeout_s = self._options.request_timeout_s
+                requests = self.requests[number:][:_MOST_PUBLISHED]
+                reply = ask_and_wait(
+                    transport.worker, request.holder, transport.publish_op, timeout_s, about,
+                    blocks=[(other.key, other.shape) for other in requests],
+                )  # fmt: skip
+                check_reply(reply, request.holder, request)
         except OSError as exc:
             message = f"the descriptors of {request.holder} cannot be read: {exc}"
             raise TransferError(message) from exc
         # The blocks of a holder that spills are withdrawn often. Another transport reads this one.
         message = f"{request.holder} published and withdrew {request} {request_count} times"
         raise TransferError(message, scope="region")
-
-    def _ask_to_publish(self, requests: Sequence[Request]) -> None:
-        """Request the publication of the first block, and of all others that are in memory."""
-        first_request, host, op = requests[0], self._transport.worker, self._transport.publish_op
-        blocks, about = (
-            [(request.key, request.shape) for request in requests],
-            f"block {first_request.key!r}",
-        )
-        timeout_s = self._options.request_timeout_s
-        reply = ask_and_wait(host, first_request.holder, op, timeout_s, about, blocks=blocks)
-        check_reply(reply, first_request.holder, first_request)
 
     def confirm(self) -> None:
         # All blocks are of one process. Blocks without a lease were confirmed before.

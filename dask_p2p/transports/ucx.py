@@ -32,7 +32,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import count, groupby, islice
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
@@ -173,24 +174,37 @@ class StreamedReading(PackedReading):
                 yield part.mark_failed(exc)
                 continue
             self.expected.add(recv_buffer)
-            streamed = _StreamedRegion(self, recv_buffer, call, number)
-            yield part.mark_requested(streamed.result, streamed.has_arrived)
+            yield part.mark_requested(
+                partial(self._wait_for_message, recv_buffer, call, number),
+                partial(_is_decided, recv_buffer, call),
+            )
 
-    def record_arrival(self, call: Future[Sequence[Any]]) -> None:
-        """Record the arrival of a message of a row.
-
-        When all messages of a row have arrived, its reply has no new information. Still, `close`
-        does not cancel the call: this would close the connection, and a new one takes longer.
-        """
+    def _wait_for_message(
+        self, recv_buffer: UcxRecvBuffer, call: Future[Sequence[Any]], number: int, *_: Any
+    ) -> Any:
+        """Return the region of this message of a row, whose request is the call."""
+        about, deadline_s = recv_buffer.about, time.monotonic() + self.timeout_s
+        while not recv_buffer.has_arrived:
+            if call.done():
+                replies = call.result()  # raises the error of the whole row, if any
+                if number >= len(replies):  # the row ended before this message: ask again
+                    self.expected.discard(recv_buffer)
+                    recv_buffer.abandon()
+                    limit_s = self.timeout_s + tuning.current.event_loop_grace_s
+                    return wait_for_region(self._call(recv_buffer.parts), 0, limit_s)
+                check_reply(replies[number], about.holder, about)  # raises if it was not sent
+            if time.monotonic() > deadline_s:
+                raise TransferError(f"no message of {about.holder} came in time", is_silence=True)
+            time.sleep(NAP_S)
+        self.expected.discard(recv_buffer)
+        if recv_buffer.message is not None:
+            recv_buffer.message.result(0.0)
+        # When all messages of a row have arrived, its reply has no new information. Still, `close`
+        # does not cancel the call: this would close the connection, and a new one takes longer.
         self._missing[call] -= 1
         if not self._missing[call]:
             self.calls.discard(call)
-
-    def ask_again(self, recv_buffer: UcxRecvBuffer) -> Any:
-        self.expected.discard(recv_buffer)
-        recv_buffer.abandon()
-        limit_s = self.timeout_s + tuning.current.event_loop_grace_s
-        return wait_for_region(self._call(recv_buffer.parts), 0, limit_s)
+        return recv_buffer.region(recv_buffer.memory, 0)
 
     def close(self) -> None:
         super().close()
@@ -198,42 +212,8 @@ class StreamedReading(PackedReading):
             self.expected.pop().abandon()
 
 
-@dataclass(slots=True)
-class _StreamedRegion:
-    """A region whose message is part of a row."""
-
-    reading: StreamedReading
-    recv_buffer: UcxRecvBuffer
-    call: Future[Sequence[Any]]
-    number: int  # index in the row
-
-    def has_arrived(self) -> bool:
-        return self.recv_buffer.has_arrived or self.call.done()
-
-    def result(self, *_: Any) -> Any:
-        recv_buffer, deadline_s = self.recv_buffer, time.monotonic() + self.reading.timeout_s
-        while not recv_buffer.has_arrived:
-            if self.call.done() and not self._is_sent():
-                return self.reading.ask_again(recv_buffer)
-            if time.monotonic() > deadline_s:
-                raise TransferError(
-                    f"no message of {recv_buffer.about.holder} came in time", is_silence=True
-                )
-            time.sleep(NAP_S)
-        self.reading.expected.discard(recv_buffer)
-        if recv_buffer.message is not None:
-            recv_buffer.message.result(0.0)
-        self.reading.record_arrival(self.call)
-        return recv_buffer.region(recv_buffer.memory, 0)
-
-    def _is_sent(self) -> bool:
-        """Return whether the holder has sent this message. Raise its error if it failed."""
-        replies = self.call.result()  # raises the error of the whole row, if any
-        if self.number >= len(replies):  # the row ended before this message
-            return False
-        about = self.recv_buffer.about
-        check_reply(replies[self.number], about.holder, about)
-        return True
+def _is_decided(recv_buffer: UcxRecvBuffer, call: Future[Any]) -> bool:
+    return recv_buffer.has_arrived or call.done()
 
 
 class UcxSendBuffer(FlatSendBuffer):
@@ -422,7 +402,12 @@ class UcxTransport(PackedTransport):
                 send_buffer.begin(one, self._reserve_message(one, sending))
                 sending.append(send_buffer)
                 try:
-                    self._begin_to_pack(send_buffer)
+                    number, box = part
+                    block = self._find(request, *request.blocks[number])
+                    with device_of(block):
+                        send_buffer.pack(0, self._queue_for(block), block[box_slices(box)])
+                    send_buffer.block = block
+                    del block  # the buffer drops it when it is packed
                 except Exception:
                     send_packed()  # the messages before have not failed
                     raise
@@ -437,13 +422,6 @@ class UcxTransport(PackedTransport):
             while sending:
                 sending.popleft().close()
         return replies
-
-    def _begin_to_pack(self, send_buffer: UcxSendBuffer) -> None:
-        request, (number, box) = send_buffer.request, send_buffer.request.parts[0]
-        block = self._find(request, *request.blocks[number])
-        with device_of(block):
-            send_buffer.pack(0, self._queue_for(block), block[box_slices(box)])
-        send_buffer.block = block
 
     def _reserve_message(
         self, request: ReadRequest, sending: deque[UcxSendBuffer]
@@ -465,20 +443,15 @@ class UcxTransport(PackedTransport):
         return {"address": (await self._ensure_messenger()).address}
 
     async def make_send_buffer(self, request: ReadRequest, where: MessageTags) -> UcxSendBuffer:
-        return UcxSendBuffer(
-            self, where, await self._ensure_messenger(), await self._address_of(where.reader)
-        )
+        messenger, address = await self._ensure_messenger(), self.addresses.get(where.reader)
+        if address is None:
+            reader, about = where.reader, "its UCX address"
+            reply = await ask(self.worker, reader, _PEER_OP, PROBE_TIMEOUT_S, about)
+            address = self.addresses[reader] = check_reply(reply, reader, about)["address"]
+        return UcxSendBuffer(self, where, messenger, address)
 
     def own_bytes(self, request: ReadRequest) -> list[int]:
         return [buffer_bytes(request.layout().size_bytes)]
-
-    async def _address_of(self, reader: str) -> bytes:
-        address = self.addresses.get(reader)
-        if address is None:
-            about = "its UCX address"
-            reply = await ask(self.worker, reader, _PEER_OP, PROBE_TIMEOUT_S, about)
-            address = self.addresses[reader] = check_reply(reply, reader, about)["address"]
-        return address
 
 
 def _finish(sending: deque[UcxSendBuffer]) -> None:

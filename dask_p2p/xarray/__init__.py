@@ -18,6 +18,7 @@ from dask_p2p.tools.dropin import install
 
 with needs("xarray", "xarray"):
     import xarray as xr
+    from xarray.groupers import Resampler
 
 from dask_p2p.xarray.by_name import (
     add_chunks_of_shards,
@@ -34,7 +35,7 @@ from dask_p2p.xarray.variables import (
     check_dimensions,
     chunk_variable,
     is_in_memory,
-    sizes_by_name,
+    sizes_of_groups,
 )
 
 __all__ = ["P2PAccessor"]
@@ -450,7 +451,10 @@ class P2PAccessor(Generic[T]):
         return tuple(self._data.sizes)
 
     def _sizes(self, chunks: Any) -> dict[Hashable, Any]:
-        return sizes_by_name(by_dimension(self._dims, "chunks", chunks, InputError), self._data)
+        return {
+            dim: sizes_of_groups(self._data[dim], size) if isinstance(size, Resampler) else size
+            for dim, size in by_dimension(self._dims, "chunks", chunks).items()
+        }
 
     def _transformed(
         self, dim: Any, real_dim: Any, transform: Callable[[Any], Any], prefix: str = ""

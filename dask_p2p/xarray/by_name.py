@@ -39,16 +39,14 @@ _OF_NAMES = "record", "save", "checkpoint", "max_time"
 _LABELS = "expected the sizes and labels of the newest field along its dimensions"
 
 
-def by_dimension(
-    dims: Sequence[Hashable], subject: str, value: Any, error: type[InputError] = InputError
-) -> Mapping[Any, Any]:
+def by_dimension(dims: Sequence[Hashable], subject: str, value: Any) -> Mapping[Any, Any]:
     """Return values by dimension, from a mapping or from one value for all dimensions."""
     if not isinstance(value, (Mapping, tuple, list)):
         return dict.fromkeys(dims, value)
     if isinstance(value, Mapping):
-        check_dimensions(value, dims, error, subject)
+        check_dimensions(value, dims, subject)
     else:
-        raise error(
+        raise InputError(
             f"expected {subject} of the dimensions {tuple(dims)}, got {value!r}. Use names "
             f"of dimensions as keys, like {{{next(iter(dims), 'x')!r}: ...}}."
         )
@@ -292,7 +290,10 @@ def make_regular(
     def change(before: Any, _: Any, name: Hashable) -> Any:
         named = {dim: sizes[dim] for dim in before.dims if dim in sizes}
         if is_in_memory(before):
-            return _checked(chunk_variable(before, named, name), name) if named else before
+            if named:
+                before = chunk_variable(before, named, name)
+                _check_one_size(before.chunks, before.dims, name)
+            return before
         x = as_dask(before, name)
         check_chunks_are_known(x)
         if not named and not {*existing_dims}.isdisjoint(before.dims):
@@ -331,11 +332,6 @@ def add_chunks_of_shards(
             chunks = tuple(numbers.get(dim, n) for dim, n in zip(dims, shards, strict=True))
             result[name] = {**of_file, "chunks": chunks}
     return result
-
-
-def _checked(variable: Any, name: Hashable) -> Any:
-    _check_one_size(variable.chunks, variable.dims, name)
-    return variable
 
 
 def _check_one_size(chunks: Chunks, dims: Sequence[Hashable], name: Hashable) -> None:

@@ -34,14 +34,13 @@ Change: TypeAlias = Callable[[Any, Any, Hashable], Any]
 def check_dimensions(
     names: Iterable[Hashable],
     dims: Sequence[Hashable],
-    error: type[InputError] = InputError,
     subject: str = "",  # argument that has the names
 ) -> None:
     """Refuse names that are no dimensions, with a similar one."""
     for name in names:
         if name not in dims:
             similar = get_close_matches(str(name), map(str, dims), 1, _LEAST_SIMILAR)
-            raise error(
+            raise InputError(
                 f"{subject and f'{subject}: '}{name!r} is no dimension of the array; it has "
                 f"{', '.join(map(repr, dims)) or 'none'}. "
                 f"{f'Use {similar[0]!r}?' if similar else 'Use one of these.'}"
@@ -109,15 +108,7 @@ def check_labels(first: Any, second: Any, expected: str) -> None:
         ) from exc
 
 
-def sizes_by_name(chunks: Mapping[Any, Any], data: Any) -> dict[Hashable, Any]:
-    """Return chunks by dimension, with each resampler replaced by the sizes of its groups."""
-    return {
-        dim: _sizes_of_groups(data[dim], size) if isinstance(size, Resampler) else size
-        for dim, size in chunks.items()
-    }
-
-
-def _sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
+def sizes_of_groups(coordinate: Any, resampler: Resampler) -> tuple[int, ...]:
     """Return the sizes of the groups that a resampler makes along a coordinate, as xarray does."""
     name, n = coordinate.name, coordinate.size
     try:

@@ -4,7 +4,7 @@ import dask
 import pytest
 from distributed import Client, LocalCluster
 
-from dask_p2p.cli import own_cluster, worker_count
+from dask_p2p.cli import own_cluster, wait_for_worker
 from dask_p2p.errors import P2PError
 
 
@@ -40,4 +40,4 @@ def test_a_scheduler_without_workers(monkeypatch):
         Client(cluster, set_as_default=False) as client,
         pytest.raises(P2PError, match="has no workers"),
     ):
-        worker_count(client)
+        wait_for_worker(client)

@@ -84,7 +84,7 @@ class FakeReading(Reading):
     """Notes when each block is opened, and when each region of it is request_counts for."""
 
     def __init__(self, transport, requests, flow, options):
-        super().__init__(requests, flow, options)
+        super().__init__(requests, flow)
         self.transport = transport
         self.request_counts = Counter()
         transport.open_now.append(self)
@@ -350,7 +350,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
         ("a", "quick"),
         ("c", "slow"),
     ]
-    assert peers.router.failure("c", "quick").text == "quick: what came is not what was sent"
+    assert peers.router.failures.get(("c", "quick")).text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
 
 

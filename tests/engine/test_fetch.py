@@ -8,8 +8,9 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.engine.remote import Fetch, RemoteSource
 from dask_p2p.errors import TransferError
+from dask_p2p.geometry import box_size
 from dask_p2p.plans import Piece
-from dask_p2p.transports.base import Reading, Region, Request
+from dask_p2p.transports.base import Reading, Request
 from dask_p2p.transports.buffers import Footprint
 from dask_p2p.transports.router import Route
 
@@ -36,7 +37,7 @@ def begun(in_place=False, begun_s=5.0, start_s=4.5, dtype="f4"):
     transport = SimpleNamespace(name="ipc" if in_place else "cma", in_place=in_place)
     sources = [source(transport, "b"), source(transport, "b")]
     request = Request(("x", 0, 0), "b", (2, 4), np.dtype(dtype), "numpy", [BOX])
-    reading = FakeReading([request, request], Footprint(None, 1), options())
+    reading = FakeReading([request, request], Footprint(None, 1))
     return Fetch(sources, reading, options(), start_s, begun_s)
 
 
@@ -65,8 +66,8 @@ def test_what_a_failure_means_to_other_blocks_and_routes(failure, given_up, rout
 
 def test_a_block_that_has_arrived_is_kept_where_its_holder_falls_silent():
     fetch = begun()
-    for region in (Region(0, 0, ((0, 1), (0, 3))), Region(1, 0, BOX)):
-        fetch.record_written(region)
+    for source, box in zip(fetch.sources, (((0, 1), (0, 3)), BOX), strict=True):
+        source.missing -= box_size(box)
     fetch.give_up(next(fetch.regions()), TransferError("why", is_silence=True))
     assert [source.error is None for source in fetch.sources] == [False, True]
     assert [source.wasted for source in fetch.sources] == [3, 0], "elements to read again"

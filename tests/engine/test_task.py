@@ -11,9 +11,16 @@ from distributed import Reschedule
 from dask_p2p.config import options
 from dask_p2p.engine import task as module
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.context import AttemptLog
+from dask_p2p.engine.context import TaskContext
 from dask_p2p.engine.remote import BlockRef
-from dask_p2p.engine.task import AssembleTask, Blocks, WaitTask, is_fusable, run_name
+from dask_p2p.engine.task import (
+    AssembleTask,
+    Blocks,
+    WaitTask,
+    assemble_block,
+    is_fusable,
+    run_name,
+)
 from dask_p2p.errors import TransferError
 from dask_p2p.plans import redistribution
 
@@ -24,7 +31,9 @@ KEYS = [("x", 0, 0), ("x", 1, 0)]
 
 @pytest.fixture
 def task():
-    return AssembleTask.create(("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS))
+    return AssembleTask(
+        ("y", 1, 0), assemble_block, ("y", 1, 0), PLAN, (1, 0), OUTPUT, Blocks(*KEYS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +67,7 @@ def test_it_survives_pickling_and_renaming(task):
 
 
 def test_the_text_about_attempts_is_bounded():
-    log = AttemptLog("tcp://here")
+    log = TaskContext("tcp://here")
     for i in range(1000):
         count, causes = log.count_attempt("key", f"{i} {'x' * 10_000}")
     assert count == 1000
@@ -85,7 +94,7 @@ def test_failures_are_rescheduled_with_growing_pauses_and_then_raised(monkeypatc
     pauses_s = []
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=pauses_s.append))
     chosen = options()
-    runtime = AttemptLog("tcp://here")
+    runtime = TaskContext("tcp://here")
     error = TransferError("comm: tcp://there is deaf")
     for _ in range(2):  # whoever wants it again is given as many attempts again
         for _ in range(chosen.attempts - 1):

@@ -106,7 +106,7 @@ def warnings_of(client, caught):
     """Return the texts of this package's warnings that workers have sent so far."""
 
     def send_last(dask_worker):
-        warn_client(dask_worker, f"the last of {dask_worker.address}", P2PWarning)
+        warn_client(dask_worker, f"the last of {dask_worker.address}")
 
     def texts():
         return [

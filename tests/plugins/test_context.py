@@ -23,6 +23,7 @@ class DeafWorker:
 
     address = "tcp://here"
     local_directory = "/nowhere"
+    nanny = None
     state = SimpleNamespace(tasks={})
 
     def __init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import weakref
 
@@ -13,7 +14,7 @@ from dask.task_spec import TaskRef
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
-from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask
+from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask, assemble_block
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
@@ -25,7 +26,7 @@ from tests.transports.loopback import true_later
 
 def rewritten(who_has, folder, task=None):
     """Return a message as it was sent, and as Dask gets it on a worker "a" that holds "here"."""
-    task = task or AssembleTask.create("y", None, (0, 0), None, Blocks(*who_has))
+    task = task or AssembleTask("y", assemble_block, "y", None, (0, 0), None, Blocks(*who_has))
     sent = {"who_has": who_has, "nbytes": dict.fromkeys(who_has, 8), "run_spec": task, "key": 1}
     messages = []
 
@@ -76,7 +77,9 @@ def test_holders_that_a_message_names_are_in_the_cluster():
             worker.data[keys[0]] = np.ones((2, 4))
             own_address = worker.address
             worker.stream_handlers["compute-task"](
-                run_spec=AssembleTask.create("y", plan, (0, 0), output, Blocks(*keys)),
+                run_spec=AssembleTask(
+                    "y", assemble_block, "y", plan, (0, 0), output, Blocks(*keys)
+                ),
                 who_has={keys[0]: [own_address, "b"], keys[1]: ["b", "c"]},
                 nbytes=dict.fromkeys(keys, 64),
             )
@@ -106,6 +109,20 @@ async def test_a_block_that_dask_spills_is_free_at_once():
         assert reference() is None
         await worker.plugin_remove(name=PLUGIN_NAME)
         assert worker.data.fast_to_slow_callbacks == []
+
+
+async def test_full_collections_of_worker_processes_pass_over_modules(monkeypatch):
+    """Those of a user's process, which may hold any objects, do not."""
+    frozen = []
+    async with in_process(1) as (cluster, _):
+        (worker,) = cluster.workers.values()
+        monkeypatch.setattr(gc, "freeze", lambda: frozen.append(worker.nanny))
+        for worker.nanny in (None, "tcp://there"):
+            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+            await true_later(lambda: frozen or worker.nanny is None)
+            await worker.plugin_remove(name=PLUGIN_NAME)
+        worker.nanny = None
+    assert frozen == ["tcp://there"]
 
 
 async def test_an_error_of_the_plugin_keeps_nothing_from_dask():

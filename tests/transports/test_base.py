@@ -107,7 +107,7 @@ class _Nothing(Reading):
 def test_parts_for_gpus_keep_rows_of_the_output_whole(kind, fast_axis, shape):
     box = ((0, 256), (0, 256), (0, 64))
     request = Request("key", "holder", (256, 256, 64), np.dtype("f4"), kind, [box], fast_axis)
-    reading = _Nothing([request], Footprint(2**20, 1), options())
+    reading = _Nothing([request], Footprint(2**20, 1))
     parts = [part.box for part in reading.parts()]
     assert {box_shape(part) for part in parts} == {shape}
     assert sum(map(box_size, parts)) == 256 * 256 * 64
@@ -124,7 +124,7 @@ def test_parts_for_gpus_keep_rows_of_the_output_whole(kind, fast_axis, shape):
 def test_parts_of_a_part_of_a_block_are_what_copy_engines_copy(request_shape, block, part):
     box = tuple((0, length) for length in request_shape)
     request = Request("key", "holder", block, np.dtype("f4"), "cupy", [box], 0)
-    parts = [region.box for region in _Nothing([request], Footprint(2**20, 1), options()).parts()]
+    parts = [region.box for region in _Nothing([request], Footprint(2**20, 1)).parts()]
     assert {box_shape(box) for box in parts} == {part}
     strides = [4 * prod(block[axis + 1 :]) for axis in range(3)]
     assert engine_pitch(part, tuple(strides), 4) is not None

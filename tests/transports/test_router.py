@@ -66,7 +66,7 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(router, warnings_sent
     error = TransferError("ipc: a could not send block k: why", reason="why")
     router.record_failure(find_routes(router, ("a",))[0], error, last=False)
     assert warnings_sent == ["dask_p2p: ipc fails, another transport is used instead: why"]
-    assert router.failure("a", "ipc") == Obstacle("failed", str(error))
+    assert router.failures.get(("a", "ipc")) == Obstacle("failed", str(error))
     assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
     router.record_failure(
         find_routes(router, ("b",))[0], TransferError("of b", reason="why"), last=False
@@ -75,10 +75,10 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(router, warnings_sent
     (last_route,) = find_routes(router, ("b",))
     router.record_failure(last_route, error, last=True)
     assert last_route.transport.name == "comm"
-    assert router.failure("b", "comm") is None
+    assert router.failures.get(("b", "comm")) is None
     assert len(warnings_sent) == 1
     router.on_worker_left("a")
-    assert router.failure("a", "ipc") is None
+    assert router.failures.get(("a", "ipc")) is None
     assert routes(router, ("a",)) == [("a", "ipc"), ("a", "comm")]
 
 

@@ -69,13 +69,11 @@ class CudaSource(Generic[_T]):
             with self._loading:  # other threads wait for the compilation
                 kernels = self._loaded.get(device_id)
                 if kernels is None:
-                    kernels = self._loaded[device_id] = self._load(self._compiled())
+                    source = resources.files("dask_p2p.backends.kernels").joinpath(self._file)
+                    code = source.read_text("utf-8")  # CuPy keeps the binary on disk
+                    module = cupy.RawModule(code=code, options=self._options)
+                    kernels = self._loaded[device_id] = self._load(module)
         return kernels
-
-    def _compiled(self) -> Any:
-        """Compile for the current device; CuPy keeps the binary on disk."""
-        source = resources.files("dask_p2p.backends.kernels").joinpath(self._file)
-        return cupy.RawModule(code=source.read_text("utf-8"), options=self._options)
 
 
 def permute_into(
@@ -124,16 +122,16 @@ class _Kernel(NamedTuple):
 
 
 def _load_kernels(word_bytes: int, module: Any) -> dict[str, _Kernel]:
-    names = [name for name in ENTRIES if name.endswith(f"_{word_bytes}")]
-    return {name: _allow_low_occupancy(module.get_function(name)) for name in names}
-
-
-def _allow_low_occupancy(kernel: Any) -> _Kernel:
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
-    unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))
-    kernel.max_dynamic_shared_size_bytes = unused_bytes
-    return _Kernel(kernel.kernel, unused_bytes)
+    kernels = {}
+    for name in ENTRIES:
+        if name.endswith(f"_{word_bytes}"):
+            kernel = module.get_function(name)
+            room_bytes = device["sharedMemPerBlockOptin"] - kernel.shared_size_bytes
+            unused_bytes = max(0, min(LOW_OCCUPANCY_BYTES, room_bytes))
+            kernel.max_dynamic_shared_size_bytes = unused_bytes
+            kernels[name] = _Kernel(kernel.kernel, unused_bytes)
+    return kernels
 
 
 #: By word size: each is compiled for itself.

@@ -244,27 +244,22 @@ def reduce_copy(
 CopyAxis(extent=4, src_stride_bytes=160, dst_stride_bytes=32), \
 CopyAxis(extent=2, src_stride_bytes=16, dst_stride_bytes=16))
     """
-    axes = [
-        CopyAxis(*axis) for axis in zip(shape, src_strides, dst_strides, strict=True) if axis[0] > 1
-    ]
-    # An item is one more axis, of bytes, so that items of any size follow the rules of axes.
-    if itemsize > 1:
-        axes.append(CopyAxis(itemsize, 1, 1))
-    axes, src_offset, dst_offset = _reverse_axes(axes)
-    axes = _coalesce(axes)
-    axes, word_bytes = _widen_words(axes, alignment | src_offset | dst_offset)
-    return Geometry(tuple(axes), word_bytes, src_offset, dst_offset)
-
-
-def _reverse_axes(axes: list[CopyAxis]) -> tuple[list[CopyAxis], int, int]:
-    forward, src_offset, dst_offset = [], 0, 0
-    for extent, src_stride, dst_stride in axes:
+    axes: list[CopyAxis] = []
+    src_offset = dst_offset = 0
+    for extent, src_stride, dst_stride in zip(shape, src_strides, dst_strides, strict=True):
+        if extent == 1:
+            continue
         if dst_stride < 0:
             src_offset += (extent - 1) * src_stride
             dst_offset += (extent - 1) * dst_stride
             src_stride, dst_stride = -src_stride, -dst_stride
-        forward.append(CopyAxis(extent, src_stride, dst_stride))
-    return forward, src_offset, dst_offset
+        axes.append(CopyAxis(extent, src_stride, dst_stride))
+    # An item is one more axis, of bytes, so that items of any size follow the rules of axes.
+    if itemsize > 1:
+        axes.append(CopyAxis(itemsize, 1, 1))
+    axes = _coalesce(axes)
+    axes, word_bytes = _widen_words(axes, alignment | src_offset | dst_offset)
+    return Geometry(tuple(axes), word_bytes, src_offset, dst_offset)
 
 
 def _coalesce(axes: list[CopyAxis]) -> list[CopyAxis]:
@@ -382,18 +377,13 @@ def _tile_plane(geometry: Geometry) -> Tiling:
     side = VECTOR_TILE[word]
     # Tiles that reach out of the box are moved word by word; PLAIN_TILE is faster for them.
     large = min(k.extent, i.extent) >= side // 2
-    variant = "vector" if large and _takes_vectors(word, k, i, outer) else "tile"
+    # Vectors need rows that all start at the same offset modulo 16 bytes, in both arrays.
+    contiguous = k.src_stride_bytes == word and i.dst_stride_bytes == word
+    strides = [k.dst_stride_bytes, i.src_stride_bytes, *chain(*(axis[1:] for axis in outer))]
+    is_aligned = all(stride % VECTOR_BYTES == 0 for stride in strides)
+    variant = "vector" if large and contiguous and is_aligned else "tile"
     side = side if variant == "vector" else PLAIN_TILE
     return Tiling(variant, k, i, NO_AXIS, (side, side, 1), tuple(outer))
-
-
-def _takes_vectors(word: int, k: CopyAxis, i: CopyAxis, outer: Sequence[CopyAxis]) -> bool:
-    """Return true if all rows start at the same offset modulo 16 bytes, in both arrays."""
-    strides = [k.dst_stride_bytes, i.src_stride_bytes]
-    for axis in outer:
-        strides += axis[1:]
-    contiguous = k.src_stride_bytes == word and i.dst_stride_bytes == word
-    return contiguous and all(stride % VECTOR_BYTES == 0 for stride in strides)
 
 
 def _tile_copy(i: CopyAxis, outer_axes: list[CopyAxis]) -> Tiling:

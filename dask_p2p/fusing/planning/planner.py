@@ -48,58 +48,25 @@ def programs_of(
     locations: Locations = UNKNOWN,
 ) -> list[Program]:
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
-    return [
-        replace(program, declared_bytes=peak_bytes(program, sizes_bytes))
-        for program in _programs_of(tasks, size, sizes_bytes, pinned, locations)
-    ]
-
-
-def _programs_of(
-    tasks: FusedTasks,
-    size: int,
-    sizes_bytes: Mapping[Key, int],
-    pinned: Mapping[Key, int],
-    locations: Locations,
-) -> list[Program]:
     elements = SourceElements()
     owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
 
     supersteps = supersteps_of(tasks, owners)
-    programs = _written(tasks, size, owners, supersteps, sizes_bytes)
-    if size == 1 or len(programs[0].supersteps) > _FEW_EXCHANGES:
-        return programs
+    programs = _Writer(tasks, size, owners, supersteps).programs(sizes_bytes)
     # Ranks on GPUs read regions in place, so they need no smaller exchanges.
-    if any(map(_is_on_gpu, tasks.nodes.values())):
-        return programs
-    most_bytes = _most_bytes(programs, sizes_bytes, elements)
-    if most_bytes < _LARGE_EXCHANGES_BYTES:
-        return programs
-    part_bytes = max(_EXCHANGED_BYTES * size, most_bytes // _PARTS)
-    parts = divided(tasks, owners, supersteps, sizes_bytes, elements, part_bytes)
-    smaller = _written(tasks, size, owners, parts, sizes_bytes)
-    is_smaller = _most_bytes(smaller, sizes_bytes, elements) < _WORTHWHILE * most_bytes
-    return smaller if is_smaller else programs
-
-
-def _is_on_gpu(node: Any) -> bool:
-    return isinstance(node, AssembleTask) and node.output.kind != "numpy"
-
-
-def _written(
-    tasks: FusedTasks,
-    size: int,
-    owners: Mapping[Key, int],
-    supersteps: Mapping[Key, int],
-    sizes_bytes: Mapping[Key, int],
-) -> list[Program]:
-    writer = _Writer(tasks, size, owners, supersteps)
-    for key, node in tasks.nodes.items():
-        if isinstance(node, AssembleTask):
-            writer.add_assembly(key, node)
-        elif not isinstance(node, DataNode):
-            writer.add(key, node)
-    writer.add_wholes(sizes_bytes)
-    return writer.programs()
+    is_on_gpu = any(
+        isinstance(node, AssembleTask) and node.output.kind != "numpy"
+        for node in tasks.nodes.values()
+    )
+    if size > 1 and len(programs[0].supersteps) <= _FEW_EXCHANGES and not is_on_gpu:
+        most_bytes = _most_bytes(programs, sizes_bytes, elements)
+        if most_bytes >= _LARGE_EXCHANGES_BYTES:
+            part_bytes = max(_EXCHANGED_BYTES * size, most_bytes // _PARTS)
+            parts = divided(tasks, owners, supersteps, sizes_bytes, elements, part_bytes)
+            smaller = _Writer(tasks, size, owners, parts).programs(sizes_bytes)
+            if _most_bytes(smaller, sizes_bytes, elements) < _WORTHWHILE * most_bytes:
+                programs = smaller
+    return [replace(p, declared_bytes=peak_bytes(p, sizes_bytes)) for p in programs]
 
 
 def _most_bytes(
@@ -134,13 +101,25 @@ class _Writer:
         self._wholes: dict[tuple[Key, int], int] = {}  # superstep, by key and receiver
         self._largest_bytes = 0
 
-    def add(self, key: Key, node: Any) -> None:
+    def programs(self, sizes_bytes: Mapping[Key, int]) -> list[Program]:
+        for key, node in self._tasks.nodes.items():
+            if isinstance(node, AssembleTask):
+                self._add_assembly(key, node)
+            elif not isinstance(node, DataNode):
+                self._add(key, node)
+        for (key, rank), superstep in self._wholes.items():
+            self._send(WholeValue(key), rank, superstep)
+            self._largest_bytes = max(self._largest_bytes, sizes_bytes.get(key, 1))
+        reads_memory = self._largest_bytes >= tuning.current.read_bytes
+        return [self._program(rank, reads_memory) for rank in range(len(self._steps))]
+
+    def _add(self, key: Key, node: Any) -> None:
         rank, superstep = self._owners[key], self._supersteps[key]
         for read_key in self._tasks.reads[key]:
             self._read(read_key, rank, superstep)
         self._steps[rank][superstep].steps.append(node)
 
-    def add_assembly(self, key: Key, node: AssembleTask) -> None:
+    def _add_assembly(self, key: Key, node: AssembleTask) -> None:
         """Add the assembly of a block, and the regions that other ranks send for it."""
         rank, superstep = self._owners[key], self._supersteps[key]
         plan = self._plans.setdefault(node.plan, node.plan)
@@ -157,15 +136,6 @@ class _Writer:
         shape = block_shape(plan.chunks, node.index)
         size_bytes = prod(shape) * int(block.dtype.itemsize)
         self._largest_bytes = max(self._largest_bytes, size_bytes)
-
-    def add_wholes(self, sizes_bytes: Mapping[Key, int]) -> None:
-        for (key, rank), superstep in self._wholes.items():
-            self._send(WholeValue(key), rank, superstep)
-            self._largest_bytes = max(self._largest_bytes, sizes_bytes.get(key, 1))
-
-    def programs(self) -> list[Program]:
-        reads_memory = self._largest_bytes >= tuning.current.read_bytes
-        return [self._program(rank, reads_memory) for rank in range(len(self._steps))]
 
     def _program(self, rank: int, reads_memory: bool) -> Program:
         uses, owners = self._uses[rank], self._owners

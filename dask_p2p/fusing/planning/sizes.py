@@ -143,16 +143,12 @@ def peak_bytes(
         return 0 if uses[key] else sizes_bytes.get(key, 1)
 
     for superstep in program.supersteps:
-        live += sum(sizes_bytes.get(key, 1) for key in _received(superstep))
+        items = [item for items in superstep.receives.values() for item in items]
+        live += sum(sizes_bytes.get(key, 1) for key in {item.received_key for item in items})
         copied_bytes = 0 if elements is None else _copied_bytes(program, superstep, elements)
         peak = max(peak, live + copied_bytes)
         live -= sum(used(item.key) for items in superstep.sends.values() for item in items)
-        begun = {
-            item.block.key
-            for items in superstep.receives.values()
-            for item in items
-            if not isinstance(item, WholeValue)
-        }
+        begun = {item.block.key for item in items if not isinstance(item, WholeValue)}
         for step in superstep.steps:
             is_block = isinstance(step, AssembleStep)
             live += 0 if step.key in begun else sizes_bytes.get(step.key, 1)
@@ -160,10 +156,6 @@ def peak_bytes(
             reads = [source_key for _, source_key in step.local] if is_block else step.dependencies
             live -= sum(map(used, reads))
     return peak
-
-
-def _received(superstep: Superstep) -> set[Key]:
-    return {item.received_key for items in superstep.receives.values() for item in items}
 
 
 def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElements) -> int:

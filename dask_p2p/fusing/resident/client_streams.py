@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from math import isnan, prod
+from math import inf, isnan, prod
 from typing import Any
 from uuid import uuid4
 
@@ -74,7 +74,7 @@ class ClientStreams:
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
         self._changed = threading.Condition(threading.RLock())
-        self._keeping = KeepingRule()
+        self._kept_s = time.monotonic()  # when the last checkpoint was due
         self.log = CommandLog(size, tuning.current.logged_commands)
         self.attempt = 0  # number of attempts so far
         self.ranks: Ranks = ()  # of the newest attempt
@@ -100,8 +100,18 @@ class ClientStreams:
             self._memory.check(self.ranks)
             self._add(CALL, arguments, first)
             self._memory.live.update(range(self._memory.results))
-            if self._keeping.is_due(self.log, self.ranks):
+            if self._is_checkpoint_due():
+                self._kept_s = time.monotonic()
                 self._add(KEEP)
+
+    def _is_checkpoint_due(self) -> bool:
+        log, since_kept = self.log, self.log.last - self.log.last_checkpoint
+        if log.is_keeping:
+            return False
+        if len({address for address, *_ in self.ranks}) < 2:  # its loss would take all checkpoints
+            return since_kept >= log.command_limit
+        is_late = time.monotonic() - self._kept_s >= tuning.current.kept_s
+        return is_late or since_kept >= tuning.current.kept_commands
 
     def _add_dropped(self) -> None:
         if dropped := [self._dropped.popleft() for _ in range(len(self._dropped))]:
@@ -202,8 +212,8 @@ class ClientStreams:
             await self._connect(ranks, streams)
             with self._changed:
                 self.log.restart(resume)
-                if self.attempt:
-                    self._keeping.restart()
+                if self.attempt:  # soon: Dask bounds the losses of workers between two checkpoints
+                    self._kept_s = -inf
                 self.attempt, self.ranks, self._streams = self.attempt + 1, ranks, streams
             self._send()
             reading += [
@@ -252,9 +262,7 @@ class ClientStreams:
             self.log.record_done(number)
             return
         replies = self.log.record_answer(rank, number, reply)
-        if replies is None:
-            return
-        if number in self._awaited_requests:
+        if replies is not None and number in self._awaited_requests:
             self._replies[number] = replies
 
     def _send_dropped(self) -> None:
@@ -271,28 +279,6 @@ class ClientStreams:
             commands = self.log.take_unsent()
         for stream in self._streams:
             stream.send(*commands)
-
-
-class KeepingRule:
-    """Decides when a checkpoint is due."""
-
-    def __init__(self) -> None:
-        self._last_s = time.monotonic()
-
-    def restart(self) -> None:
-        """Make a checkpoint due soon: Dask bounds the losses of workers between two of them."""
-        self._last_s = float("-inf")
-
-    def is_due(self, log: CommandLog, ranks: Ranks) -> bool:
-        if log.is_keeping:
-            return False
-        if len({address for address, *_ in ranks}) < 2:  # its loss would take all checkpoints
-            return log.since_kept >= log.command_limit
-        command_limit, most_s = tuning.current.kept_commands, tuning.current.kept_s
-        is_due = log.since_kept >= command_limit or time.monotonic() - self._last_s >= most_s
-        if is_due:
-            self._last_s = time.monotonic()
-        return is_due
 
 
 _MOST_MEMORY = 0.8  # part of a worker's memory limit: beyond it Dask pauses the worker

@@ -89,10 +89,6 @@ class CommandLog:
     def calls_ahead(self) -> int:
         return len(self._running)
 
-    @property
-    def since_kept(self) -> int:
-        return self.last - self.last_checkpoint
-
     def add(self, kind: str, *arguments: Any) -> int:
         self.last += 1
         self._commands[self.last] = command = (self.last, kind, *arguments)

@@ -7,7 +7,7 @@ the same order, too.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -28,7 +28,6 @@ from dask_p2p.fusing.resident.commands import (
     FETCH,
     KEEP,
     PUBLISH,
-    SIZES,
     TOPIC,
     CommandQueue,
     CommandQueues,
@@ -155,11 +154,6 @@ class ResidentRank:
     ) -> None:
         self._ctx, self._worker, self._queue = ctx, worker, queue
         self._table, self._calls = table, calls
-        self._requests: Mapping[str, Callable[..., Any]] = {
-            FETCH: self._fetch,
-            SIZES: self._sizes,
-            PUBLISH: self._publish,
-        }
 
     def serve(self) -> None:
         """Do commands until the last one."""
@@ -176,12 +170,20 @@ class ResidentRank:
             elif kind == END:
                 return
             else:
-                self._queue.send((ANSWER, number, self._reply(kind, arguments)))
+                self._queue.send((ANSWER, number, self._reply(kind, *arguments)))
 
-    def _reply(self, kind: str, arguments: Sequence[Any]) -> Any:
-        """Return the answer to a request; a pickled exception if it fails."""
+    def _reply(self, kind: str, handle: int, *name: str) -> Any:
+        """Return the answer to a request; a pickled exception if it fails, or if a block has."""
         try:
-            return self._requests[kind](*arguments)
+            blocks = self._table.handles[handle]
+            if kind == PUBLISH:
+                return self._publish(blocks, *name)
+            failed = [block.error for block in blocks.values() if type(block) is FailedValue]
+            if failed:
+                return failed[0]
+            if kind == FETCH:
+                return [(index, _serialized(block)) for index, block in blocks.items()]
+            return [(index, int(sizeof(block))) for index, block in blocks.items()]
         except AttemptEndedError:
             raise
         except Exception as exc:
@@ -194,33 +196,18 @@ class ResidentRank:
         if self._ctx.rank == 0 and call % _DONE_EVERY == 0:
             self._queue.send((DONE, number))
 
-    def _fetch(self, handle: int) -> Any:
-        return self._of_blocks(
-            handle,
-            lambda block: (
-                Serialized(*serialize(block)) if HOST_ARRAYS.holds(block) else dumps(block)
-            ),
-        )
-
-    def _sizes(self, handle: int) -> Any:
-        return self._of_blocks(handle, lambda block: int(sizeof(block)))
-
-    def _of_blocks(self, handle: int, function: Callable[[Any], Any]) -> Any:
-        """Return the index of each block with a value; for a failed block its pickled exception."""
-        blocks = self._table.handles[handle]
-        failed = [block.error for block in blocks.values() if type(block) is FailedValue]
-        if failed:
-            return failed[0]
-        return [(index, function(block)) for index, block in blocks.items()]
-
-    def _publish(self, handle: int, name: str) -> None:
-        blocks = self._table.handles[handle].items()
-        data = {(name, *index): _copied(self._ctx.device, block) for index, block in blocks}
+    def _publish(self, blocks: Mapping[Any, Any], name: str) -> None:
+        device = self._ctx.device
+        data = {(name, *index): _copied(device, block) for index, block in blocks.items()}
 
         async def update() -> None:
             self._worker.update_data(data=data)
 
         sync(self._worker.loop, update)
+
+
+def _serialized(block: Any) -> Any:
+    return Serialized(*serialize(block)) if HOST_ARRAYS.holds(block) else dumps(block)
 
 
 def _copied(device: Host, block: Any) -> Any:

@@ -28,7 +28,7 @@ from dask_p2p.fusing.planning.sizes import AssembleStep, CallValue, Program, Sup
 from dask_p2p.fusing.running.gang import ProgramContext, Runner, exchanging, on_device
 from dask_p2p.fusing.running.messages import Messages, Packing, from_quick_form, text_of
 from dask_p2p.fusing.running.program import ReadyProgram, parts_of
-from dask_p2p.sections.exchange.device import HOST, Host, HostLending, SourcePieces
+from dask_p2p.sections.exchange.device import HOST, Host, Lending, SourcePieces
 from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.gpu.device import (
     Gpu,
@@ -296,7 +296,7 @@ class GraphRunner(Runner):
         lending: GraphLending,  # the memory of arrays that other ranks read
         exchanging: frozenset[int],  # the supersteps with an exchange of any rank
     ) -> None:
-        super().__init__(ctx, ready, (HostLending(ctx.connections), lending))
+        super().__init__(ctx, ready, (Lending(ctx.connections), lending))
         self._progress = Progress()  # that of the rank counts calls
         self._device = HOST  # nothing is waited for
         self._lending, self._exchanging = lending, exchanging
@@ -358,6 +358,7 @@ class HandleTable:
         self._inputs: list[tuple[int, Any] | None] = []  # argument and index; None: a constant
         self._blocks = list(blocks)  # of the inputs
         self._outputs = [[key[1:] for key in keys] for keys in program.outputs]
+        self.results = len(self._outputs)
         #: Blocks by handle. Argument n has the number -1 - n.
         self.handles: dict[int, dict[Any, Any]] = {}
         numbers = {name: number for number, name in enumerate(arguments)}
@@ -384,10 +385,6 @@ class HandleTable:
             parts.append(bytearray(state[start : start + size]))  # a copy: functions may write
             start += size
         self.handles |= loads(parts[0], buffers=parts[1:])
-
-    @property
-    def results(self) -> int:
-        return len(self._outputs)
 
     def has_one_dtype_by_shape(self) -> bool:
         """Return whether all handles with blocks of the same shapes have the same dtypes, too."""

@@ -34,13 +34,9 @@ class Assembling:
     """The blocks that a rank assembles in its present superstep."""
 
     def __init__(self, memories: Sequence[Lending] = (HOST_ARRAYS,)) -> None:
-        self.memories = memories  # of arrays: that of the host first
+        self.memories, self.host = memories, memories[0]  # of arrays: that of the host first
         self._begun: dict[Key, Array] = {}  # blocks that have regions of other ranks, by key
         self._copied = defaultdict[Key, set[int]](set)  # see `begin_local`, by block
-
-    @property
-    def host(self) -> Lending:
-        return self.memories[0]
 
     def memory_of(self, value: Any) -> Lending | None:
         """Return the memory of a plain array without Python objects; None for other values."""

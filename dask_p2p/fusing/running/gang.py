@@ -33,7 +33,7 @@ from dask_p2p.geometry import Chunks
 from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
-from dask_p2p.sections.exchange.device import HOST, Host, HostLending, Lending
+from dask_p2p.sections.exchange.device import HOST, Host, Lending
 from dask_p2p.sections.exchange.regions import Reads
 from dask_p2p.sections.gang.checkpoints import Checkpoints
 from dask_p2p.sections.gang.rank import gang_tasks
@@ -243,7 +243,7 @@ def _memories(ctx: ProgramContext, program: Program) -> Sequence[Lending]:
     if program.reads_memory and not ctx.connections.is_alone:
         reads = Reads(ctx.connections, ctx.reads_memory)
         reads.try_all()
-    host = HostLending(ctx.connections, reads)
+    host = Lending(ctx.connections, reads)
     of_device = ctx.device.lending(ctx.connections)
     return (host,) if of_device is None else (host, of_device)
 
@@ -342,7 +342,6 @@ class FusedGang:
         return replace(self, own_token=token, ranks=ranks)
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Any]:
-        """Return the tasks of its ranks and of the commit, and those that stay with Dask."""
         new_names = dict(zip(self.arguments, names, strict=True))
 
         def renamed(key: Any) -> Key:
@@ -396,23 +395,6 @@ def array_of_tasks(
     return array
 
 
-def rank_programs(
-    programs: Sequence[Program],
-    first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
-    kind: Kind,  # of the arrays
-    runs_again: bool = False,
-    most_bytes: float | None = None,
-) -> list[RankProgram]:
-    """Return the programs of ranks, pickled."""
-    dtype = None if first is None else first.dtype
-    shape = None if first is None else tuple(map(sum, first.chunks))
-    how = dtype, shape, kind, runs_again, most_bytes
-    return [
-        RankProgram(_RunProgram(dumps(program), *how), program.inputs, program.outputs)
-        for program in programs
-    ]
-
-
 def fused_gang(
     tasks: FusedTasks,
     programs: Sequence[Program],  # by rank
@@ -423,11 +405,18 @@ def fused_gang(
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
     dask_tasks: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
     most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
+    arguments: Sequence[str] | None = None,  # see `FusedGang`; None: the gang runs once
 ) -> FusedGang:
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     keys = str([list(tasks.nodes), [program.inputs for program in programs]])
     token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
+    dtype = None if first is None else first.dtype
+    shape = None if first is None else tuple(map(sum, first.chunks))
+    how = dtype, shape, kind, arguments is not None, most_bytes
+    ranks = [
+        RankProgram(_RunProgram(dumps(program), *how), program.inputs, program.outputs)
+        for program in programs
+    ]
     declared = [Declared.from_array(x) for x in arrays]
-    ranks = rank_programs(programs, first, kind, most_bytes=most_bytes)
-    return FusedGang(token, ranks, options, declared, dask_tasks=dict(dask_tasks))
+    return FusedGang(token, ranks, options, declared, tuple(arguments or ()), dict(dask_tasks))

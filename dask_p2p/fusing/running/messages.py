@@ -29,7 +29,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.fusing.planning.sizes import Item, Regions, Superstep, WholeValue
 from dask_p2p.fusing.running.assembling import Assembling, name_task, planned
 from dask_p2p.geometry import box_shape, round_up
-from dask_p2p.sections.exchange.device import Lending, SourcePieces
+from dask_p2p.sections.exchange.device import Lending
 from dask_p2p.sections.gang.rank import pickled_error
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType, Key
@@ -127,19 +127,15 @@ class Packing:
                     raise
                 self._failed[number] = pickle.dumps(self._messages.failed_value(exc))
                 continue
-            pieces = of_sources[item.number]
             memory = assembling.memory_of(source)
             assert memory is not None, "sources are plain arrays"
-            self._add_regions(memory, source, pieces)
+            lent = self._lent(memory, source) if memory.lends_whole else None
+            if lent is not None:
+                self._heads.append(lent)
+                continue
+            add, pieces = self._sent if memory.lends_whole else self._head, of_sources[item.number]
+            self._heads += [add(memory, source[src]) for src, _ in pieces.indices]
         return self._bytes()
-
-    def _add_regions(self, memory: Lending, source: Array, pieces: SourcePieces) -> None:
-        lent = self._lent(memory, source) if memory.lends_whole else None
-        if lent is not None:
-            self._heads.append(lent)
-            return
-        add = self._sent if memory.lends_whole else self._head
-        self._heads += [add(memory, source[source_slices]) for source_slices, _ in pieces.indices]
 
     def _add_whole(self, value: Any) -> None:
         small = quick_form(value)

@@ -246,8 +246,13 @@ def _plan_calls(
     assert order is not None
     best = transform._best(order) if on_device else order
     axes = range(len(order)) if lies is None else order  # axes of the block, in memory order
+    steps = transform.steps
+    one = _AS_ONE.get(tuple(name for name, _, _ in steps)) if on_device else None
+    if one is not None:  # cuFFT has a multi-axis plan for real numbers
+        complex_step, special = sorted(steps, key=lambda step: not step[0].endswith("n"))
+        steps = ((one, complex_step[1] + special[1], complex_step[2] + special[2]),)
     calls = []
-    for name, along, lengths in _merge_steps(transform.steps) if on_device else transform.steps:
+    for name, along, lengths in steps:
         positions = tuple(map(best.index, along))
         arguments = (lengths, positions) if name.endswith("n") else (*lengths, *positions)
         norm = transform.norm
@@ -269,15 +274,6 @@ def _make_contiguous(array: Any) -> Any:
         array = backend.empty(source.shape, source.dtype)
         backend.permute_into(array, source, range(source.ndim))
     return backend.module.ndarray(array.shape, array.dtype, array.data)
-
-
-def _merge_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    """Return the steps, merged into one if cuFFT has a multi-axis plan for real numbers."""
-    name = _AS_ONE.get(tuple(name for name, _, _ in steps))
-    if name is None:
-        return steps
-    complex_step, special = sorted(steps, key=lambda step: not step[0].endswith("n"))
-    return ((name, complex_step[1] + special[1], complex_step[2] + special[2]),)
 
 
 @cache

@@ -84,23 +84,16 @@ def transform_long_axis(kind: str, x: DaskArray, long: LongAxis, norm: str) -> D
         return transform_long_axis("rfft", x, long, swapped.get(norm, norm)).conj()
     if kind == "hfft":
         return transform_long_axis("irfft", x.conj(), long, swapped.get(norm, norm))
-    x = _pad(x, long.axis, n // 2 + 1 if kind == "irfft" else n)
+    axis, da = long.axis, functions_of(x)
+    if missing := (n // 2 + 1 if kind == "irfft" else n) - x.shape[axis]:
+        shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
+        chunks = (*x.chunks[:axis], max(x.chunks[axis]), *x.chunks[axis + 1 :])
+        x = da.concatenate([x, da.zeros_like(x, shape=shape, chunks=chunks)], axis)
     if kind == "irfft":
         start[long.axis] = slice((n - 1) // 2, 0, -1)
-        mirrored = functions_of(x).concatenate([x, x[tuple(start)].conj()], long.axis)
+        mirrored = da.concatenate([x, x[tuple(start)].conj()], axis)
         return transform_long_axis("ifft", mirrored, long, norm).real
     return _transform_as_matrix(x, long, norm, kind in INVERSE)
-
-
-def _pad(x: DaskArray, axis: int, n: int) -> DaskArray:
-    missing = n - x.shape[axis]
-    if not missing:
-        return x
-    shape = (*x.shape[:axis], missing, *x.shape[axis + 1 :])
-    chunks = (*x.chunks[:axis], max(x.chunks[axis]), *x.chunks[axis + 1 :])
-    da = functions_of(x)
-    padded: DaskArray = da.concatenate([x, da.zeros_like(x, shape=shape, chunks=chunks)], axis)
-    return padded
 
 
 def _transform_as_matrix(x: DaskArray, long: LongAxis, norm: str, is_inverse: bool) -> DaskArray:

@@ -190,7 +190,8 @@ def _checked_lengths(
     if axes is None:
         axes = range(x.ndim) if s is None else range(-len(s), 0)
     is_plain = kind in ("fft", "ifft")  # without axes it returns x, as in NumPy
-    along = () if is_plain and _is_empty(axes) else checked_numbered_axes(axes, x.ndim)
+    is_without = is_plain and isinstance(axes, Sized) and not len(axes)
+    along = () if is_without else checked_numbered_axes(axes, x.ndim)
     if s is not None and len(s) != len(along):
         raise InputError(f"expected a length for each of the axes {along}, got s={s!r}.")
     lengths = {}
@@ -203,10 +204,6 @@ def _checked_lengths(
             n = x.shape[axis]
         lengths[axis] = checked_count(f"elements along axis {axis}", n=n)
     return along, lengths
-
-
-def _is_empty(axes: Any) -> bool:
-    return isinstance(axes, Sized) and len(axes) == 0
 
 
 def complex_dtype(dtype: DType) -> DType:

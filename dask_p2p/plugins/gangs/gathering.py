@@ -2,7 +2,7 @@
 
 Ranks wait for each other, so a gang that cannot run as a whole would wait for ever. It ends with a
 `SectionError` if the workers lack resources for all its ranks. A rank behind long tasks moves to a
-worker with a free thread.
+worker with a free thread. Users are warned of a gang that waits for long.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dask_p2p.errors import P2PWarning, SectionError
+from dask_p2p.errors import SectionError
 from dask_p2p.plugins.dask_internals import warn_client
-from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Wait
 from dask_p2p.plugins.placement import (
     allowed_addresses,
     allowed_workers,
@@ -35,6 +35,7 @@ from dask_p2p.types import Key
 logger = logging.getLogger(__name__)
 
 _CHECK_S = 0.5  # between two checks
+REMINDER_S = 60.0  # between two warnings of one wait
 _JOINING_S = 1.0  # patience after the graph or a worker has arrived: more workers may join
 _LOST_S = 300.0  # longest wait of a gang that could run, after a worker was lost
 _RESTART_S = 30.0  # patience if a worker was lost just before: its nanny may restart it
@@ -48,6 +49,9 @@ class _WaitingGang:
     could_run: bool = False  # True once there were workers for all ranks
     lacking_s: float | None = None  # start of the lack of workers
     is_warned: bool = False
+    attempt: int | None = None  # number of attempts so far, if ranks wait
+    waiting_s: float = 0.0  # start of this wait
+    warn_s: float = 0.0  # time of the next warning of this wait
 
 
 class Gathering:
@@ -57,7 +61,7 @@ class Gathering:
         self,
         scheduler: Any,
         coordinator: Coordinator,  # of all gangs
-        warn_after_s: float,  # wait of a gang for workers, before users are warned
+        warn_after_s: float,  # wait of a gang for workers or ranks, before users are warned
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._scheduler, self._coordinator = scheduler, coordinator
@@ -105,8 +109,9 @@ class Gathering:
             self._schedule_check()
 
     def check_gangs(self) -> None:
-        """End gangs that can never run, and move ranks that do not start where they are."""
+        """End gangs that can never run, move ranks that do not start where they are, and warn."""
         for name, gang in tuple(self._gangs.items()):
+            self._warn_of_wait(name, gang)
             commit = self._scheduler.tasks.get((name, COMMIT))
             # Later the ranks have returned, or one has failed; the gang may be tried once more.
             is_gathering = commit is not None and commit.state == "waiting"
@@ -139,8 +144,24 @@ class Gathering:
             return text
         if now_s - since_s >= self._warn_after_s and not gang.is_warned:
             gang.is_warned = True
-            warn_client(self._scheduler, f"dask_p2p: {text}", P2PWarning)
+            warn_client(self._scheduler, f"dask_p2p: {text}")
         return ""
+
+    def _warn_of_wait(self, name: str, gang: _WaitingGang) -> None:
+        """Warn of ranks that have waited for long, and again while they wait."""
+        wait, now_s = self._coordinator.wait(name), self._now_s()
+        if wait is None or wait.attempt != gang.attempt:  # the gang may have run in the meantime
+            gang.attempt = None if wait is None else wait.attempt
+            gang.waiting_s, gang.warn_s = now_s, now_s + self._warn_after_s
+        elif now_s >= gang.warn_s:
+            gang.warn_s = now_s + REMINDER_S
+            tasks = {rank: self._scheduler.tasks.get((name, rank)) for rank in wait.missing}
+            reason = _describe_wait(wait, tasks)
+            text = f"dask_p2p: {name} has waited for {now_s - gang.waiting_s:.0f} s: {reason}."
+            logger.warning(text)
+            # No warning while the inputs are being computed, which the dashboard shows.
+            if wait.gangs or any(ts is None or ts.state != "waiting" for ts in tasks.values()):
+                warn_client(self._scheduler, text)
 
     def _end(self, commit: Any, reason: str) -> None:
         from distributed.protocol.pickle import dumps
@@ -180,6 +201,39 @@ def _find_gangs(keys: Iterable[Key]) -> list[str]:
 
 
 _MOST_NAMED = 4
+
+
+def _describe_wait(wait: Wait, tasks: Mapping[int, Any]) -> str:
+    """Return why a gang waits; `tasks` are those of its missing ranks, or None."""
+    if not wait.missing:
+        gangs = ", ".join(wait.gangs[:_MOST_NAMED])
+        return f"all its ranks are there, but some of their workers are still needed by {gangs}"
+    missing = [_describe_missing(rank, tasks[rank]) for rank in wait.missing[:_MOST_NAMED]]
+    if wait.missing[_MOST_NAMED:]:
+        missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
+    return f"of its {wait.size} ranks, these are missing: " + "; ".join(missing)
+
+
+def _describe_missing(rank: int, ts: Any) -> str:
+    state, why = "forgotten" if ts is None else ts.state, ""
+    if state == "processing":
+        worker = ts.processing_on
+        status = worker.status.name
+        busy = len(worker.processing) - len(worker.long_running)
+        if status != "running":
+            why = f" on {worker.address}, which is {status}"
+        elif busy > worker.nthreads:
+            why = f" on {worker.address}, with {busy} tasks for {worker.nthreads} threads"
+        else:
+            why = f" on {worker.address}"
+        for name, n in (ts.resource_restrictions or {}).items():
+            why += f", and needs {n:g} of {worker.resources.get(name, 0):g} {name!r} there"
+    elif state == "waiting":
+        needs = sorted(str(dependency.key) for dependency in ts.waiting_on)
+        why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""
+    elif state in ("queued", "no-worker"):
+        why = ": no worker can take it now"
+    return f"rank {rank}, whose task is {state}{why}"
 
 
 def describe_shortage(scheduler: Any, gang: str, tasks: Sequence[Any]) -> str:

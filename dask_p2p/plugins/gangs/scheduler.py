@@ -20,15 +20,11 @@ from typing import Any, TypeAlias
 import dask.order
 
 from dask_p2p.config import options
-from dask_p2p.errors import P2PWarning
-from dask_p2p.plugins.dask_internals import warn_client
-from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order, Wait
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.placement import has_room, resource_needs
 from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.types import Key
-
-REMINDER_S = 60.0  # interval of warnings about a gang that waits
 
 logger = logging.getLogger(__name__)
 
@@ -78,12 +74,10 @@ class Gangs:
     def _begin(self) -> None:
         """Reset to a state without gangs, and collect those among the scheduler's tasks."""
         self._coordinator = Coordinator(self._options.attempts)
-        warn_after_s = self._options.warn_after_s
-        self._waiting = Waiting(self._scheduler, self._coordinator, warn_after_s)
-        self._gathering = Gathering(self._scheduler, self._coordinator, warn_after_s)
-        self._watch(self._scheduler.tasks)
+        self._gathering = Gathering(self._scheduler, self._coordinator, self._options.warn_after_s)
+        self.update_graph(self._scheduler.tasks)
 
-    def _watch(self, keys: Iterable[Any]) -> None:
+    def update_graph(self, keys: Iterable[Any]) -> None:
         """Watch the gangs among tasks from their arrival: a rank may never join."""
         self._has_had_gangs = self._gathering.add(keys) or self._has_had_gangs
 
@@ -101,7 +95,6 @@ class Gangs:
         self._scheduler.handlers["adaptive_target"] = adaptive_target
 
     def close(self) -> None:
-        self._waiting.close()
         self._gathering.close()
 
     def _check_is_on(self) -> None:
@@ -135,12 +128,17 @@ class Gangs:
         """Add a waiting rank to its gang; reply with its next order."""
         self._check_is_on()
         # A task that was cancelled in the meantime would make a gang that never ends.
-        if not self._is_processing((gang, rank), worker):
+        task = self._scheduler.tasks.get((gang, rank))
+        on = task.processing_on if task is not None and task.state == "processing" else None
+        if on is None or on.address != worker:
             return asdict(Order("stopped"))
+        if resource_needs(task):
+            placed_ranks = self._coordinator.waiting(gang, worker) - {rank}
+            placed_tasks = [self._scheduler.tasks[gang, placed] for placed in placed_ranks]
+            if not has_room(on, task, placed_tasks):  # of resources for all these ranks
+                await asyncio.sleep(_ELSEWHERE_S)
+                return asdict(Order("stopped"))
         states = {holder: list(steps) for holder, steps in saved}
-        if self._exceeds_resources((gang, rank)):
-            await asyncio.sleep(_ELSEWHERE_S)
-            return asdict(Order("stopped"))
         is_new = self._coordinator.size(gang) is None
         again = self._coordinator.join(
             gang, size, rank, token, worker, endpoint, states, is_resident
@@ -149,7 +147,6 @@ class Gangs:
             # A new gang has outputs only if the plugin was removed after an earlier attempt.
             self._release_soon((gang, peer_rank) for peer_rank in (*range(size), COMMIT))
         self._wake_ranks()
-        self._waiting.watch(gang)
         return await self._next_order(gang, rank, token, "waiting")
 
     @rpc_handler
@@ -203,9 +200,6 @@ class Gangs:
                 call = getattr(self._scheduler.rpc(worker), FORGET)(gang=gang)
                 self._background.start(call)  # it fails if the worker is closing
 
-    def update_graph(self, tasks: list[Any]) -> None:
-        self._watch(tasks)
-
     def add_worker(self) -> None:
         self._gathering.record_joined()
 
@@ -252,7 +246,6 @@ class Gangs:
             peer_keys = ((gang, peer_rank) for peer_rank in range(size) if peer_rank != rank)
             if not any(peer_key in self._scheduler.tasks for peer_key in peer_keys):
                 self._coordinator.forget(gang)
-                self._waiting.forget(gang)
                 self._drop_states(gang)
         self._wake_ranks()
 
@@ -277,21 +270,6 @@ class Gangs:
     def _wake_ranks(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def _is_processing(self, key: Any, worker: str) -> bool:
-        task = self._scheduler.tasks.get(key)
-        on = task.processing_on if task is not None and task.state == "processing" else None
-        return on is not None and on.address == worker
-
-    def _exceeds_resources(self, key: Any) -> bool:
-        """Return whether the ranks on a worker need more units of a resource than it has."""
-        task = self._scheduler.tasks[key]
-        if not resource_needs(task):
-            return False
-        gang, rank = key
-        peer_ranks = self._coordinator.waiting(gang, task.processing_on.address) - {rank}
-        placed_tasks = [self._scheduler.tasks[gang, peer_rank] for peer_rank in peer_ranks]
-        return not has_room(task.processing_on, task, placed_tasks)
 
     def _release_soon(self, keys: Iterable[Any]) -> None:
         asyncio.get_running_loop().call_soon(self._release, tuple(keys))
@@ -340,86 +318,3 @@ def replace_tasks(
         spans.observe_tasks([states[key] for key in new_tasks], code=(), span_metadata={})
     finish = {unused: "forgotten"} | dict.fromkeys(outputs, "waiting")
     scheduler.transitions(finish, stimulus_id=f"p2p-give-back-{time.time()}")
-
-
-_MOST_NAMED = 4
-
-
-class Waiting:
-    """Warns about gangs that wait for long, and repeats the warning while they wait."""
-
-    def __init__(
-        self,
-        scheduler: Any,
-        coordinator: Coordinator,
-        after_s: float,  # time that a gang waits before the first warning
-    ) -> None:
-        self._scheduler, self._coordinator, self._after_s = scheduler, coordinator, after_s
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-
-    def watch(self, gang: str) -> None:
-        if gang not in self._timers and (wait := self._coordinator.wait(gang)) is not None:
-            self._warn_after(self._after_s, gang, wait.attempt, 0.0)
-
-    def forget(self, gang: str) -> None:
-        if (timer := self._timers.pop(gang, None)) is not None:
-            timer.cancel()
-
-    def close(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-
-    def _warn_after(self, delay_s: float, gang: str, attempt: int, waited_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        waited_s += delay_s
-        self._timers[gang] = loop.call_later(delay_s, self._warn, gang, attempt, waited_s)
-
-    def _warn(self, gang: str, attempt: int, waited_s: float) -> None:
-        del self._timers[gang]
-        wait = self._coordinator.wait(gang)
-        if wait is not None and wait.attempt != attempt:  # it has run in the meantime
-            self.watch(gang)
-        elif wait is not None:
-            text = f"dask_p2p: {gang} has waited for {waited_s:.0f} s: {self._reason(gang, wait)}."
-            logger.warning(text)
-            # No warning while the inputs are being computed, which the dashboard shows.
-            if wait.gangs or any(self._state(gang, rank) != "waiting" for rank in wait.missing):
-                warn_client(self._scheduler, text, P2PWarning)
-            self._warn_after(REMINDER_S, gang, attempt, waited_s)
-
-    def _reason(self, gang: str, wait: Wait) -> str:
-        if not wait.missing:
-            gangs = ", ".join(wait.gangs[:_MOST_NAMED])
-            return f"all its ranks are there, but some of their workers are still needed by {gangs}"
-        missing = [self._rank(gang, rank) for rank in wait.missing[:_MOST_NAMED]]
-        if wait.missing[_MOST_NAMED:]:
-            missing.append(f"and {len(wait.missing) - _MOST_NAMED} more")
-        return f"of its {wait.size} ranks, these are missing: " + "; ".join(missing)
-
-    def _state(self, gang: str, rank: int) -> str:
-        task = self._scheduler.tasks.get((gang, rank))
-        return "forgotten" if task is None else task.state
-
-    def _rank(self, gang: str, rank: int) -> str:
-        state, why = self._state(gang, rank), ""
-        if state == "processing":
-            worker = self._scheduler.tasks[gang, rank].processing_on
-            status = worker.status.name
-            busy = len(worker.processing) - len(worker.long_running)
-            if status != "running":
-                why = f" on {worker.address}, which is {status}"
-            elif busy > worker.nthreads:
-                why = f" on {worker.address}, with {busy} tasks for {worker.nthreads} threads"
-            else:
-                why = f" on {worker.address}"
-            for name, n in (self._scheduler.tasks[gang, rank].resource_restrictions or {}).items():
-                why += f", and needs {n:g} of {worker.resources.get(name, 0):g} {name!r} there"
-        elif state == "waiting":
-            needs = sorted(
-                str(dependency.key) for dependency in self._scheduler.tasks[gang, rank].waiting_on
-            )
-            why = f" for {len(needs)} tasks, such as {needs[0]}" if needs else ""
-        elif state in ("queued", "no-worker"):
-            why = ": no worker can take it now"
-        return f"rank {rank}, whose task is {state}{why}"

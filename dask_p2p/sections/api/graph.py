@@ -111,7 +111,6 @@ class GangTasks(NamedTuple):
 
     @classmethod
     def for_inputs(cls, work: GangWork, inputs: Sequence[Any] = ()) -> GangTasks:
-        """Return the gang for arrays or expressions."""
         names = [x.name for x in inputs]
         token = str(tokenize(work.own_token, names))
         name = name_of_gang(work.prefix, token)
@@ -139,7 +138,6 @@ class GangLayer:
 
     @property
     def token(self) -> str:
-        """Token that identifies the array, without its inputs."""
         return f"{self.number}-{self.work.own_token}"
 
     def __dask_tokenize__(self) -> Any:
@@ -147,20 +145,16 @@ class GangLayer:
 
     @property
     def chunks(self) -> Chunks:
-        """Chunks of the array."""
         chunks: Any = self.work.chunks(self.number)  # not a number where it is unknown
         return tuple(chunks)
 
     def meta(self, first: Any) -> Array:
-        """Return an empty array like the blocks."""
         return self.work.meta(self.number)
 
     def name(self, token: str) -> str:
-        """Return the name of the array."""
         return f"{self.work.prefix}-{self.number}-{token}"
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, Task]:
-        """Return the tasks of the ranks, of the commit and of the array's blocks."""
         gang = GangTasks.for_inputs(self.work, inputs)
         keys = self.work.keys(name, self.number)
         return {**gang.tasks, **output_tasks(gang.name, self.number, keys)}
@@ -180,7 +174,6 @@ class Section:
         return str(tokenize(self.prefix, self.body, self.options))
 
     def tasks(self, gang: str, names: Sequence[str]) -> dict[Key, Task]:
-        """Return the tasks of its ranks and of the commit."""
         ranks = self.body.ranks
         blocks = [
             [
@@ -192,17 +185,14 @@ class Section:
         return gang_tasks(gang, ranks, [self.body] * ranks.size, blocks, self.options)
 
     def chunks(self, number: int) -> tuple[tuple[float, ...], ...]:
-        """Return the chunks of one of the arrays."""
         return self.body.outputs.specs[number].chunks(self.body.ranks)
 
     def meta(self, number: int) -> Array:
-        """Return an empty array of the same kind as one of the arrays."""
         output = self.body.outputs.specs[number]
         kind = NUMPY if output.is_numpy else backend_named(self.body.kind)
         return kind.empty((0,) * len(self.chunks(number)), np.dtype(output.dtype))
 
     def keys(self, name: str, number: int) -> Iterator[list[Key]]:
-        """Yield the keys of one of the arrays, by rank."""
         ranks, output = self.body.ranks, self.body.outputs.specs[number]
         for rank in range(ranks.size):
             yield [(name, *index) for index in output.indices(ranks, rank)]
@@ -359,37 +349,18 @@ def chosen_ranks(x: DaskArray, ranks: int | None, partition: Sequence[int] | Non
     return RankGrid.at_most(x.chunks, rank_limit, divided)
 
 
-def ranks_without_arrays(ranks: int | None) -> RankGrid:
-    """Return the decomposition of a section without arrays: `ranks` ranks in a line.
-
-    Raises `InputError` if the number of ranks is missing or invalid.
-    """
-    if ranks is None:
-        raise InputError(
-            "ranks: expected a number of ranks for a section without arrays, got None. Give one, "
-            "such as the number of workers."
-        )
-    return RankGrid.in_line(most_ranks(ranks))
-
-
 def most_ranks(ranks: int | None, size_bytes: int = 0) -> int:
-    """Return the largest number of ranks; None: the default for an array of a size.
+    """Return the largest number of ranks; None: as the workers can run at a time.
 
-    Raises `InputError` if the number is invalid here.
+    By default each worker that has the annotated resources runs one, or more in its threads if the
+    local blocks of an array of this size are large. The scheduler refuses a section with more ranks
+    than can run. Raises `InputError` if the number is invalid here.
     """
-    try:
-        ranks = ranks if ranks is None else checked_count("ranks", ranks=ranks)
-    except InputError as exc:
-        raise InputError(f"{exc} Leave ranks= out for the default.") from None
-    return _default_ranks(size_bytes) if ranks is None else ranks
-
-
-def _default_ranks(size_bytes: int) -> int:
-    """Return a number of ranks that the workers can run at a time; 1 without a cluster.
-
-    Each worker that has the annotated resources runs one, or more in its threads if the local
-    blocks are large. The scheduler refuses a section with more ranks than can run.
-    """
+    if ranks is not None:
+        try:
+            return checked_count("ranks", ranks=ranks)
+        except InputError as exc:
+            raise InputError(f"{exc} Leave ranks= out for the default.") from None
     needs = dask.get_annotations().get("resources")
     if not isinstance(needs, dict):  # perhaps a function of keys
         needs = {}

@@ -44,14 +44,12 @@ class InputSpec(NamedTuple):
         return ranks.extend(self.extra).blocks(rank, self.repeated)
 
     def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
-        """Return the shape of a local block."""
         if self.grid is not None:
             return self.grid.shape(0 if self.is_whole else rank)
         lengths = enumerate(ranks.extend(self.extra).shape(rank))
         return tuple(1 if axis in self.repeated else n for axis, n in lengths)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        """Return the size of a local block."""
         return prod(self.shape(ranks, rank)) * self.dtype.itemsize
 
 
@@ -85,7 +83,6 @@ class LocalBlocks:
             self._device.assign(into, block_array)
 
     def copy(self, number: int) -> Array:
-        """Return a new array with the local block of one array."""
         spec = self._inputs[number]
         local_block = self._device.empty(spec.shape(self._ranks, self._rank), spec.dtype)
         self.copy_into(number, local_block)
@@ -120,7 +117,7 @@ class RankBody:
 
     def __call__(self, ctx: Any, *arrays: Sequence[Any]) -> list[list[Any]]:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
-        check_memory(lambda: replace(self._estimate(ctx.rank), input_bytes=given_bytes))
+        check_memory(replace(self._estimate(ctx.rank), input_bytes=given_bytes))
         with ctx.device.running([block for blocks in arrays for block in blocks]):
             local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
             function = own_copy(self.function)  # lives until the device has done all work
@@ -308,13 +305,12 @@ class SectionEstimate(MemoryEstimate):
         )
 
 
-def check_memory(estimate: Callable[[], SectionEstimate]) -> None:
+def check_memory(estimate: SectionEstimate) -> None:
     """Refuse a rank that can never fit into this worker's memory: `MemoryLimitError`."""
     worker, _ = current_worker()
     worker_bytes = worker.memory_manager.memory_limit if worker is not None else None
-    estimated = estimate()
-    records = "Give fewer steps, or Record(function, every=...). " if estimated.series_bytes else ""
-    for need in (estimated.host_need, estimated.need):
+    records = "Give fewer steps, or Record(function, every=...). " if estimate.series_bytes else ""
+    for need in (estimate.host_need, estimate.need):
         limit_bytes = backend_named(need.kind).memory_below(need.peak_bytes, worker_bytes)
         need.check(
             limit_bytes,

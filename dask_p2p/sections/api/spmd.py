@@ -11,6 +11,7 @@ from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError
 from dask_p2p.inputs import checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function, check_names
+from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.graph import (
     Inputs,
@@ -19,7 +20,7 @@ from dask_p2p.sections.api.graph import (
     check_decompositions,
     checked_inputs,
     chosen_ranks,
-    ranks_without_arrays,
+    most_ranks,
     section_arrays,
 )
 from dask_p2p.sections.api.outputs import Output, Outputs, checked_outputs, outputs_in_order
@@ -138,9 +139,17 @@ def spmd(
         first_arrays: Any = arrays[:1]
         check_decompositions(first_arrays)
     check_computed(*kwargs.values())
-    first: Any = arrays[0] if arrays else None
-    chosen = chosen_ranks(first, ranks, partition) if arrays else ranks_without_arrays(ranks)
-    inputs = checked_inputs(arrays, chosen) if arrays else Inputs([], {}, frozenset())
+    if arrays:
+        first: Any = arrays[0]
+        chosen = chosen_ranks(first, ranks, partition)
+        inputs = checked_inputs(arrays, chosen)
+    elif ranks is None:
+        raise InputError(
+            "ranks: expected a number of ranks for a section without arrays, got None. Give one, "
+            "such as the number of workers."
+        )
+    else:
+        chosen, inputs = RankGrid.in_line(most_ranks(ranks)), Inputs([], {}, frozenset())
     options = checked_options()
     check: Any = _in_order if isinstance(outputs, int) else _by_specs
     checked: Outputs = check(outputs, inputs.arrays, dtype, per_rank)
@@ -211,5 +220,5 @@ class _Function:
             ctx.flush_stores()  # the function may have left its loop of steps
         finally:
             ctx.close_stores()
-        ctx.check_returned(leaves(returned))
+        ctx.halo_copies.check_returned(leaves(returned))
         return returned

@@ -159,8 +159,8 @@ class Collectives:
         )
         row_block = scatter(array.reshape(1, -1))
         total = combine_arrays(row_block, op)
-        module = partitions.module
-        return collect(module.broadcast_to(total, row_block.shape)).reshape(array.shape)
+        whole = self._device.module.broadcast_to(total, row_block.shape)
+        return collect(whole).reshape(array.shape)
 
     def _reduced_by_messages(self, array: Array, op: str) -> Array:
         """Do the same by messages of arrays, without a matrix."""

@@ -181,10 +181,8 @@ class Communicator:
         object
             The received value; None if `source` is None.
         """
-        to, source_rank = (
-            checked_rank("dest", dest, self.size),
-            checked_rank("source", source, self.size),
-        )
+        to = checked_rank("dest", dest, self.size)
+        source_rank = checked_rank("source", source, self.size)
         sent = self._messages.send(value, to, checked_tag(tag))
         received = self._messages.receive_next(source_rank, checked_tag(tag), out)
         sent.wait()

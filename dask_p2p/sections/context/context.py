@@ -21,7 +21,7 @@ from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloCopies, HaloExchange, Pending
 from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.gang.checkpoints import Checkpoints
-from dask_p2p.sections.gang.worker import Progress, is_logged
+from dask_p2p.sections.gang.worker import Progress
 from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.types import Array, BoundaryLike, DepthLike, DTypeLike
 
@@ -77,9 +77,9 @@ class Context(Communicator, Transforms):
         self.replays_steps = False  # whether steps are captured, and all have the same number
         self._grids: dict[RankGrid, Grid] = {}
         self._halo_arrays = 0  # calls of `with_halo` so far
-        self._copies = HaloCopies()  # returned by `update_halo`
+        self.halo_copies = HaloCopies()  # returned by `update_halo`
         self._checkpoints = checkpoints
-        self.progress = Progress(logs=rank == 0 and is_logged())
+        self.progress = Progress(logs=rank == 0)
         self._has_steps = False  # whether `steps` was called
         self._stores: list[StateStore] = []  # of its state
 
@@ -328,7 +328,7 @@ class Context(Communicator, Transforms):
         for halo_array in halo_arrays:
             if halo_array.first_copy is not None:
                 halo_array.first_copy.check()
-        return exchange.begin(halo_arrays, in_background, self._copies.copy if copy else None)
+        return exchange.begin(halo_arrays, in_background, self.halo_copies.copy if copy else None)
 
     def halo_exchange(
         self, halo_arrays: Sequence[HaloArray], is_wide: bool = False
@@ -336,10 +336,6 @@ class Context(Communicator, Transforms):
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
         reads_memory = self._messages.reads_memory if is_wide else None
         return HaloExchange.for_arrays(halo_arrays, self._connections, reads_memory)
-
-    def check_returned(self, arrays: Sequence[Any]) -> None:
-        """Check the copies of local blocks after the function has returned: see `FirstCopy`."""
-        self._copies.check_returned(arrays)
 
     def state(self, **values: Any) -> State:
         """Return the state of a loop of steps: values that change from step to step.

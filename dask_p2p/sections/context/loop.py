@@ -41,31 +41,16 @@ _UNCHANGED = (
 )
 
 
-class Schedule(Protocol):
-    """When a callback is due: `dask_p2p.sections.gang.checkpoints.Period`, or another one."""
-
-    def is_due(self, step: int, greatest: Callable[[Array], Array]) -> bool:
-        """Return whether the callback is due after a step: the same on all ranks."""
-
-    def next_step(self, step: int) -> float:
-        """Return the next step that needs a call of `is_due`."""
-
-    def next_known_step(self, step: int) -> float:
-        """Return the next step that is known to be due; a time is not known."""
-
-
 class Multiples:
-    """A schedule: after all multiples of some numbers of steps."""
+    """A schedule as `Period`: after all multiples of some numbers of steps."""
 
     def __init__(self, *counts: int) -> None:
         self._counts = counts
 
     def is_due(self, step: int, greatest: Callable[[Array], Array] | None = None) -> bool:
-        """Return whether a step is a multiple."""
         return any(step % count == 0 for count in self._counts)
 
     def next_step(self, step: int) -> float:
-        """Return the next multiple."""
         return min(((step // count + 1) * count for count in self._counts), default=inf)
 
     next_known_step = next_step
@@ -75,7 +60,7 @@ class Callback(NamedTuple):
     """Work after some steps."""
 
     run: Callable[[int], bool | None]  # called with the number of steps done; True ends the loop
-    schedule: Schedule
+    schedule: Period | Multiples
     reads_halos: bool = False  # whether it may exchange halos of the fields
     runs_at_end: bool = True  # whether it runs after the last step, too
 
@@ -95,6 +80,7 @@ class Loop:
         callbacks: Sequence[Callback] = (),  # run after a step in their order, if they are due
     ) -> None:
         self._ctx, self._steps, self._callbacks = ctx, steps, callbacks
+        self._greatest = partial(ctx.allreduce, op="max")
         progress = ctx.progress
         progress.steps = steps or 0
         progress.step = progress.first = first
@@ -133,10 +119,6 @@ class Loop:
 
     def _next_step_after(self, step: int) -> float:
         return min((callback.schedule.next_step(step) for callback in self._callbacks), default=inf)
-
-    def _greatest(self, values: Array) -> Array:
-        greatest: Array = self._ctx.allreduce(values, "max")
-        return greatest
 
 
 # The loop of `Context.steps`, and its state.
@@ -187,7 +169,7 @@ def _count_steps_of_state(
     last: int | None,
     state: State,
     stores: Sequence[StateStore],
-    period: Schedule,
+    period: Period,
     code: CodeType,  # of the function with the loop
 ) -> Iterator[int]:
     saving = SavedLoop(ctx, state, stores)
@@ -253,7 +235,7 @@ class StateFolder(Protocol):
 class StateStore(Protocol):
     """Checkpoints in files of a state, or frames with its values."""
 
-    schedule: Schedule
+    schedule: Period
 
     def resume(self, first: int, steps: int | None) -> int:
         """Load a checkpoint that is newer than a step, or open frames; return the first step."""
@@ -285,7 +267,7 @@ class SavedLoop:
         self._carried: list[str] = []  # variables of the loop that the state does not have
         self._has_warned = False
 
-    def callbacks(self, period: Schedule) -> list[Callback]:
+    def callbacks(self, period: Period) -> list[Callback]:
         """Return the callbacks in their order: frames before checkpoints."""
         stores = reversed(self._stores)
         callbacks = [Callback(partial(self._write, store), store.schedule) for store in stores]

@@ -95,7 +95,7 @@ class Messages:
         value = decoded_small(description, data, out, self.device)
         if out is not None and value is out:
             self._last_out.set(out, tag, frame, len(frame) - len(data))
-        return value if out is None or value is out else copy_into_state(out, value)
+        return value if out is None or value is out else copy_into(out, value)
 
     def receive(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
@@ -147,7 +147,7 @@ class Messages:
             return out
         value = decoded(arrival.description, arrival.data, self.device, arrival.lent)
         receive.arrival = None  # the value may be large
-        return value if out is None else copy_into_state(out, value)
+        return value if out is None else copy_into(out, value)
 
     def _end_own_receive(self, receive: OwnReceive, out: Any) -> Any:
         """Return the value of a message that this rank has sent to itself."""
@@ -161,7 +161,7 @@ class Messages:
         tag, value = receive.message
         if tag != receive.tag:
             raise wrong_message(receive.tag, tag, self.rank, self.rank)
-        return value if out is None else copy_into_state(out, value)
+        return value if out is None else copy_into(out, value)
 
 
 class Transfer:
@@ -203,7 +203,7 @@ class OwnReceive:
     message: tuple[int, Any] | None = None  # tag and value
 
 
-def copy_into_state(out: Any, value: Any) -> Any:
+def copy_into(out: Any, value: Any) -> Any:
     """Copy a received value into `out`. Raises `InputError` for another shape or dtype."""
     if not hasattr(value, "dtype"):
         raise InputError(

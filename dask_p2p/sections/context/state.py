@@ -10,7 +10,7 @@ import dis
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS, parse_literal, sequence_like
 from dask_p2p.sections.gang.checkpoints import host_arrays
-from dask_p2p.types import Array, DType
+from dask_p2p.types import Array
 
 _LENGTH_BYTES = 8  # of the header's length, in front of it
 _ALIGNMENT_BYTES = 64  # of the first array, behind the header
@@ -49,12 +49,6 @@ class SavedValue(NamedTuple):
     array: Array  # on the rank's device
     shape: tuple[int, ...]  # of the global array
     box: Box  # of the rank's block in it
-
-
-class _Saved(NamedTuple):
-    kind: str
-    dtype: DType
-    shape: tuple[int, ...]
 
 
 class State:
@@ -115,7 +109,8 @@ class State:
     def arrays(self) -> list[Array]:
         """Return the header and the arrays of a checkpoint."""
         leaves = self.check().values()
-        text = repr(_describe(leaves)).encode()
+        kinds = [(x.kind, dtype_to_descr(x.array.dtype), x.array.shape) for x in leaves]
+        text = repr(kinds).encode()
         size_bytes = round_up(_LENGTH_BYTES + len(text), _ALIGNMENT_BYTES)
         length = (size_bytes - _LENGTH_BYTES).to_bytes(_LENGTH_BYTES, "little")
         header = (length + text).ljust(size_bytes)
@@ -130,36 +125,20 @@ class State:
 
     def load(self, saved: memoryview) -> None:
         """Take over the values of a checkpoint; arrays of the same shape are filled in place."""
-        self._take(self._read(saved))
+        size_bytes = _LENGTH_BYTES + int.from_bytes(saved[:_LENGTH_BYTES], "little")
+        header = parse_literal(bytes(saved[_LENGTH_BYTES:size_bytes]).decode())
+        specs = [(descr_to_dtype(descr), shape) for _, descr, shape in header]
+        _, *arrays = host_arrays(saved, [(np.dtype(np.uint8), (size_bytes,)), *specs])
+        self._take([kind for kind, *_ in header], arrays)
 
     def fill(self, arrays: Sequence[Array]) -> None:
         """Take over one array in host memory for each value."""
-        kinds = [leaf.kind for leaf in self.leaves().values()]
-        pairs = zip(kinds, arrays, strict=True)
-        self._take([(_Saved(kind, array.dtype, array.shape), array) for kind, array in pairs])
+        self._take([leaf.kind for leaf in self.leaves().values()], arrays)
 
-    def _take(self, values: Sequence[tuple[_Saved, Array]]) -> None:
-        new = iter(values)
+    def _take(self, kinds: Sequence[str], arrays: Sequence[Array]) -> None:
+        new = iter([*zip(kinds, arrays, strict=True)])
         for name, value in vars(self).items():
             setattr(self, name, _load_value(value, new, self._device))
-
-    def _read(self, saved: memoryview) -> list[tuple[_Saved, Array]]:
-        """Return the kind, dtype and shape of each value in a checkpoint, and its elements."""
-        text = bytes(saved[_LENGTH_BYTES : _LENGTH_BYTES + _length_of(saved)])
-        header = parse_literal(text.decode())
-        specs = [_Saved(kind, descr_to_dtype(descr), shape) for kind, descr, shape in header]
-        before = (np.dtype(np.uint8), (_LENGTH_BYTES + _length_of(saved),))
-        arrays = host_arrays(saved, [before, *((spec.dtype, spec.shape) for spec in specs)])
-        return list(zip(specs, arrays[1:], strict=True))
-
-
-def _length_of(saved: memoryview) -> int:
-    return int.from_bytes(saved[:_LENGTH_BYTES], "little")
-
-
-def _describe(leaves: Iterable[Leaf]) -> list[tuple[str, Any, tuple[int, ...]]]:
-    """Return the kind, the description of the dtype, and the shape of each value."""
-    return [(leaf.kind, dtype_to_descr(leaf.array.dtype), leaf.array.shape) for leaf in leaves]
 
 
 def _copy_value(value: Any, device: Host) -> Any:
@@ -212,7 +191,7 @@ def _copy_to_device(array: Array, device: Host) -> Array:
     return device_array
 
 
-def _load_value(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -> Any:
+def _load_value(value: Any, new: Iterator[tuple[str, Array]], device: Host) -> Any:
     """Return a value with the arrays and numbers of a checkpoint in their places."""
     if isinstance(value, (dict, list)):
         for key in value if isinstance(value, dict) else range(len(value)):
@@ -220,17 +199,17 @@ def _load_value(value: Any, new: Iterator[tuple[_Saved, Array]], device: Host) -
         return value
     if isinstance(value, tuple):
         return sequence_like(value, [_load_value(element, new, device) for element in value])
-    spec, array = next(new)
+    kind, array = next(new)
     if isinstance(value, HaloArray):
         device.copy_from_host(value.inner, array)
         return value
-    if spec.kind == "generator":
+    if kind == "generator":
         value.bit_generator.state = json.loads(array.tobytes())
         return value
-    if spec.kind != "array":
-        return array[()] if spec.kind == "number" else array.item()
+    if kind != "array":
+        return array[()] if kind == "number" else array.item()
     is_same = isinstance(value, device.module.ndarray) and (
-        (value.shape, value.dtype) == (spec.shape, spec.dtype)
+        (value.shape, value.dtype) == (array.shape, array.dtype)
     )
     if is_same and getattr(value.flags, "writeable", True):
         device.copy_from_host(value, array)

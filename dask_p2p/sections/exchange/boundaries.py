@@ -23,7 +23,7 @@ from dask.utils import funcname
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, box_shape, box_size, box_slices, whole_box
 from dask_p2p.plans.halo import ODD, RankHalo, both_ends
-from dask_p2p.sections.comparison import Comparison, PositionWatch
+from dask_p2p.sections.comparison import Comparison, Watch
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.types import Array, DType
 
@@ -279,7 +279,7 @@ class _HostEnd:
             rim[...] = call()
 
     def _of_box(
-        self, mirrored: Array, copies: tuple[Any, ...], box: Box, watch: PositionWatch
+        self, mirrored: Array, copies: tuple[Any, ...], box: Box, watch: Watch
     ) -> list[Array]:
         """Return the values of a box of the part, made from the mirror image of the part."""
         at, part, axis, boundary = self._position

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -26,7 +25,6 @@ from dask_p2p.sections.exchange.regions import (
     Packed,
     Reads,
     RegionExchange,
-    RegionMover,
     begin_in_order,
     receive_layouts,
     send_layouts,
@@ -45,12 +43,10 @@ class Host:
 
     @property
     def backend(self) -> Backend:
-        """The arrays' backend."""
         return backend_named(self.kind)
 
     @property
     def module(self) -> Any:
-        """The arrays' package."""
         return self.backend.module
 
     def running(self, blocks: Sequence[Array]) -> AbstractContextManager[None]:
@@ -58,7 +54,6 @@ class Host:
         return keep_temporaries()
 
     def zeros(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return an array of zeros."""
         return self.module.zeros(tuple(shape), dtype)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
@@ -94,11 +89,9 @@ class Host:
         return array
 
     def copy_to_host(self, host_array: Any, array: Array) -> None:
-        """Copy an array into host memory."""
         np.copyto(host_array, array)
 
     def copy_from_host(self, array: Array, host_array: Any) -> None:
-        """Copy host memory into an array."""
         np.copyto(array, host_array)
 
     def assign(self, into: Array, array: Array) -> None:
@@ -118,8 +111,8 @@ class Host:
         """Return an object that exchanges packed halos with other ranks, of an array a call."""
         return HaloMessages(calls, connections)
 
-    def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
-        """Return an object that exchanges regions of local blocks with other ranks."""
+    def region_mover(self, connections: Connections, reads_memory: bool) -> Any:
+        """Return an object that exchanges regions of local blocks, as `RegionExchange` does."""
         return RegionExchange(connections, reads_memory)
 
     def lending(self, connections: Connections) -> Lending | None:
@@ -164,7 +157,7 @@ class HaloMessages(HaloMover):
         self._connections = connections
         sends, receives = (
             {
-                r: Packed(layout, np.empty(layout.size_bytes, np.uint8))
+                r: Packed(layout, np.empty(layout.positions.size_bytes, np.uint8))
                 for r, layout in layouts.items()
             }
             for layouts in (send_layouts(calls), receive_layouts(calls))
@@ -201,7 +194,6 @@ class HaloMessages(HaloMover):
         return unpacked
 
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
-        """Return whether local blocks of this size should be computed during the exchange."""
         is_on_other_host = self._connections.is_on_other_host
         is_large = elements >= tuning.current.overlap_elements and not in_graph
         return is_large and any(map(is_on_other_host, self._receives))
@@ -233,9 +225,6 @@ class WideHalos(HaloMover):
                 )
                 self._regions.give(call, regions, targets)
 
-    def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
-        return False
-
 
 def _bytes_of(packed: Packed) -> memoryview:
     buffer: Any = packed.buffer
@@ -258,86 +247,16 @@ class SourcePieces(tuple[Piece, ...]):
         return [(box_slices(src), box_slices(dst)) for _, src, dst in self]
 
 
-class Lending(ABC):
-    """The arrays of a rank, and its reads of other ranks' arrays.
+class Lending:
+    """Arrays in host memory that ranks lend each other. `GpuLending` has those of GPUs.
 
     An exchange consists of `begin`, descriptors in messages to other ranks, `received` when their
     messages are here, reads of the arrays that others have described, and `end`.
     """
 
-    backend: Backend  # of the arrays
+    backend: Backend = NUMPY  # of the arrays
     #: Whether arrays are lent as a whole, since others read any regions of them.
     lends_whole: ClassVar[bool] = False
-
-    @abstractmethod
-    def holds(self, value: Any) -> bool:
-        """Return whether a value is a plain array in this memory, without Python objects."""
-
-    @abstractmethod
-    def copy_pieces(
-        self, into: Array, array: Array, pieces: SourcePieces, axes: Sequence[int]
-    ) -> None:
-        """Copy pieces of an array with its axes permuted, before `flush` returns."""
-
-    @abstractmethod
-    def fill(self, into: Array, fills: Sequence[Fill]) -> None:
-        """Set regions of an array, before `flush` returns."""
-
-    @abstractmethod
-    def flush(self) -> None:
-        """Do all copies, or enqueue them on the rank's stream."""
-
-    @abstractmethod
-    def is_lent(self, array: Array) -> bool:
-        """Return whether other ranks may still be reading the memory of an array."""
-
-    @abstractmethod
-    def begin(self, ranks: Collection[int]) -> None:
-        """Begin an exchange of arrays that are made by now, with messages to these ranks."""
-
-    @abstractmethod
-    def received(self, ranks: Collection[int]) -> None:
-        """Take note of messages from ranks: they have read all that earlier exchanges lent them."""
-
-    @abstractmethod
-    def descriptor(self, rank: int, array: Array) -> bytes | None:
-        """Return the descriptor of an array for a rank; None if its bytes have to be sent."""
-
-    @abstractmethod
-    def read(
-        self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
-    ) -> None:
-        """Read an array of another rank into memory here, with its axes permuted."""
-
-    def read_pieces(
-        self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
-    ) -> None:
-        raise NotImplementedError
-
-    def lent_bytes(self, rank: int, size_bytes: int) -> Array | None:
-        """Return memory for packed arrays, which a rank reads; None: they are sent."""
-        return None
-
-    def read_bytes(self, rank: int, address: int, start: int, size_bytes: int) -> memoryview:
-        """Return bytes of packed arrays from the memory of another rank, at a position."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
-        """End an exchange: all reads are done, or enqueued on the rank's stream.
-
-        `readers` are the ranks with descriptors of this one, `read` those whose arrays it has read.
-        """
-
-    @abstractmethod
-    def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
-        """Put an array of host memory, from a message, into memory here, with its axes permuted."""
-
-
-class HostLending(Lending):
-    """Arrays in host memory."""
-
-    backend = NUMPY
 
     def __init__(
         self,
@@ -348,32 +267,37 @@ class HostLending(Lending):
         self._fills = IdentityCache[_Filled]()
 
     def holds(self, value: Any) -> bool:
+        """Return whether a value is a plain array in this memory, without Python objects."""
         return type(value) is np.ndarray and not value.dtype.hasobject
 
     def copy_pieces(
         self, into: Array, array: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
+        """Copy pieces of an array with its axes permuted, before `flush` returns."""
         for src, at in pieces.indices:
             NUMPY.permute_into(into[at], array[src], axes)
 
     def fill(self, into: Array, fills: Sequence[Fill]) -> None:
+        """Set regions of an array, before `flush` returns."""
         dtype = into.dtype
         for index, item in self._fills.get(fills, dtype, lambda: _filled(fills, dtype)):
             into[index] = item
 
     def flush(self) -> None:
-        pass
+        """Do all copies, or enqueue them on the rank's stream."""
 
     def is_lent(self, array: Array) -> bool:
+        """Return whether other ranks may still be reading the memory of an array."""
         return False  # `end` has waited
 
     def begin(self, ranks: Collection[int]) -> None:
-        pass
+        """Begin an exchange of arrays that are made by now, with messages to these ranks."""
 
     def received(self, ranks: Collection[int]) -> None:
-        pass
+        """Take note of messages from ranks: they have read all that earlier exchanges lent them."""
 
     def lent_bytes(self, rank: int, size_bytes: int) -> Array | None:
+        """Return memory for packed arrays, which a rank reads; None: they are sent."""
         if (
             self._reads is None
             or size_bytes < tuning.current.read_bytes
@@ -384,6 +308,7 @@ class HostLending(Lending):
         return memory
 
     def read_bytes(self, rank: int, address: int, start: int, size_bytes: int) -> memoryview:
+        """Return bytes of packed arrays from the memory of another rank, at a position."""
         assert self._reads is not None, "addresses are only sent to ranks that read memory"
         memory = NUMPY.allocate(size_bytes)
         self._reads.read_bytes(rank, address + start, memory)
@@ -391,6 +316,7 @@ class HostLending(Lending):
         return memoryview(memory)
 
     def descriptor(self, rank: int, array: Array) -> bytes | None:
+        """Return the descriptor of an array for a rank; None if its bytes have to be sent."""
         if self._reads is None or array.nbytes < tuning.current.lent_read_bytes:
             return None
         descriptor = self._reads.descriptor_for(rank, array)
@@ -399,18 +325,30 @@ class HostLending(Lending):
     def read(
         self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
     ) -> None:
+        """Read an array of another rank into memory here, with its axes permuted."""
         assert self._reads is not None, "descriptors are only sent to ranks that read memory"
         region = self._reads.read(rank, descriptor, shape, into, axes, NUMPY.allocate)
         self._connections.count(rank, into.nbytes)
         if region is not None:
             NUMPY.permute_into(into, region, axes)
 
+    def read_pieces(
+        self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
+    ) -> None:
+        """Read pieces of an array that is lent as a whole: see `lends_whole`."""
+        raise NotImplementedError
+
     def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
+        """End an exchange: all reads are done, or enqueued on the rank's stream.
+
+        `readers` are the ranks with descriptors of this one, `read` those whose arrays it has read.
+        """
         if readers or read:
             receives = {rank: bytearray() for rank in readers}
             self._connections.exchange(f"{text}, read", dict.fromkeys(read, b""), {**receives})
 
     def place(self, into: Array, array: Any, axes: Sequence[int]) -> None:
+        """Put an array of host memory, from a message, into memory here, with its axes permuted."""
         NUMPY.permute_into(into, array, axes)
 
 
@@ -418,4 +356,4 @@ def _filled(fills: Sequence[Fill], dtype: DType) -> _Filled:
     return [(box_slices(box), np.full((), item, dtype)) for box, item in fills]
 
 
-HOST_ARRAYS = HostLending()  # of a rank alone
+HOST_ARRAYS = Lending()  # of a rank alone

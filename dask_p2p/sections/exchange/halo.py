@@ -176,7 +176,6 @@ class HaloCopies:
         return copied
 
     def check_returned(self, arrays: Sequence[Any]) -> None:
-        """Check the copies after the function has returned: see `FirstCopy`."""
         for first in [*self._first.values()]:
             first.check_returned(arrays)
 
@@ -239,7 +238,7 @@ class HaloExchange:
     ) -> None:
         # Layouts have references to exchanges. One in return would delay the end of both.
         calls, halos = [layout.call for layout in layouts], [layout.halo for layout in layouts]
-        self._moved: HaloMover = (
+        self.mover: HaloMover = (
             layouts[0].device.halo_mover(calls, connections)
             if reads_memory is None
             else WideHalos(calls, connections, reads_memory)
@@ -249,10 +248,7 @@ class HaloExchange:
 
     @classmethod
     def for_arrays(
-        cls,
-        halo_arrays: Sequence[HaloArray],
-        connections: Connections,
-        reads_memory: bool | None,
+        cls, halo_arrays: Sequence[HaloArray], connections: Connections, reads_memory: bool | None
     ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same.
 
@@ -270,23 +266,19 @@ class HaloExchange:
             exchange = first.layout.exchanges[key] = cls(layouts, connections, reads_memory)
         return exchange
 
-    @property
-    def count(self) -> int:
-        """Number of exchanges so far. Only exchanges that were not made may be taken back."""
-        return self._moved.count
-
-    @count.setter
-    def count(self, count: int) -> None:
-        self._moved.count = count
+    @cached_property
+    def has_parts(self) -> bool:
+        """True if a part of the boundary needs halos of other ranks."""
+        return any(map(box_size, self.boxes[1:]))
 
     @cached_property
     def is_worth_hiding(self) -> bool:
         """True if the interior should be computed while the halos are in flight."""
-        return self._moved.is_worth_hiding(self._elements, in_graph=False)
+        return self.mover.is_worth_hiding(self._elements, in_graph=False)
 
     @cached_property
     def is_worth_hiding_in_graph(self) -> bool:
-        return self._moved.is_worth_hiding(self._elements, in_graph=True)
+        return self.mover.is_worth_hiding(self._elements, in_graph=True)
 
     def begin(
         self,
@@ -307,21 +299,18 @@ class HaloExchange:
             # Before halos for others are packed: they include this.
             halo_array.layout.fill(halo_array.data)
             arrays.append(halo_array.data)
-        end = self._moved.begin(arrays, in_background)
+        end = self.mover.begin(arrays, in_background)
         return Pending(halo_arrays, end, make_result)
 
     def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
         for layout, data in zip(layouts, arrays, strict=True):
             layout.fill(data)
-        end = self._moved.begin(arrays, False)
+        end = self.mover.begin(arrays, False)
         if end is not None:
             end()
         for layout, data in zip(layouts, arrays, strict=True):
             if layout.ends is not None:
                 layout.ends.fill(data)
-
-    def can_enqueue(self) -> bool:
-        return self._moved.can_enqueue()
 
     def enqueue(
         self, halo_arrays: Sequence[HaloArray], meanwhile: Callable[[], object] | None = None
@@ -334,11 +323,11 @@ class HaloExchange:
             halo_array.layout.fill(halo_array.data)
         arrays = [halo_array.data for halo_array in halo_arrays]
         if meanwhile is None:
-            self._moved.enqueue(arrays)
+            self.mover.enqueue(arrays)
         else:
             device: Any = halo_arrays[0].layout.device
             with device.on_side_stream():
-                self._moved.enqueue(arrays)
+                self.mover.enqueue(arrays)
             meanwhile()
             device.join()
         for filled_array in halo_arrays:

@@ -19,7 +19,7 @@ from dask_p2p.plans.ranks import (
     plan_rank_exchange,
 )
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
-from dask_p2p.sections.exchange.regions import ExchangeCall, RegionMover
+from dask_p2p.sections.exchange.regions import ExchangeCall
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.types import Array, DType
 
@@ -41,10 +41,6 @@ class Partitions:
         self._regions = device.region_mover(connections, reads_memory)
         self._cache: dict[str, Any] = {}
         self.shape = tuple(map(sum, ranks.chunks))
-
-    @property
-    def module(self) -> Any:
-        return self._device.module
 
     def shape_of(self, shape: Any) -> tuple[int, ...]:
         """Return the shape of an array; None: that of the section's arrays."""
@@ -140,7 +136,7 @@ class Redistribution:
     call: str  # text of the call, the same on all ranks
     mean_elements: int  # mean number of elements from one rank to another
     most_elements: int  # upper bound of it, for any two ranks
-    regions: RegionMover  # moves the data
+    regions: Any  # of `Host.region_mover`: moves the data
     device: Host = HOST  # device of the local blocks
 
     def __call__(self, local_block: Any, out: Array | None = None, order: str = "auto") -> Array:

@@ -61,7 +61,8 @@ class ExchangeCall:
 class HaloMover(ABC):
     """Exchanges packed halos with other ranks, repeatedly: of one local block, or of several."""
 
-    count = 0  # number of exchanges so far, if the mover needs it
+    #: Number of exchanges so far, if the mover needs it. Only those not made may be taken back.
+    count = 0
 
     @abstractmethod
     def begin(
@@ -71,12 +72,12 @@ class HaloMover(ABC):
     ) -> Callable[[], Any] | None:
         """Begin an exchange; return a function that completes it, or None if it is complete."""
 
-    @abstractmethod
     def is_worth_hiding(self, elements: int, in_graph: bool) -> bool:
         """Return whether local blocks of this size should be computed during the exchange.
 
         `in_graph` is true for exchanges of a CUDA graph, by `enqueue`.
         """
+        return False
 
     def can_enqueue(self) -> bool:
         """Return whether `enqueue` can be used, after the first exchange, and prepare it."""
@@ -87,25 +88,8 @@ class HaloMover(ABC):
         raise NotImplementedError
 
 
-class RegionMover(ABC):
-    """Moves regions of local blocks to other ranks, in exchanges with one box a rank."""
-
-    @abstractmethod
-    def bring(
-        self,
-        call: ExchangeCall,
-        source: Any,  # this rank's local block; on a GPU it may be `Pieces`
-        target: Array,  # its local block afterwards
-    ) -> None:
-        """Exchange regions; the source must not change until `settle`."""
-
-    @abstractmethod
-    def settle(self) -> None:
-        """Wait until no rank reads the local blocks of previous exchanges."""
-
-
-class RegionExchange(RegionMover):
-    """Exchanges regions of local blocks in host memory between ranks."""
+class RegionExchange:
+    """Exchanges regions of local blocks in host memory between ranks: one box a rank."""
 
     def __init__(
         self,
@@ -113,25 +97,19 @@ class RegionExchange(RegionMover):
         reads_memory: bool,  # whether ranks of one host may read each other's memory
     ) -> None:
         self._connections = connections
-        self._reads = Reads(connections, reads_memory and not connections.is_alone)
+        self.reads = Reads(connections, reads_memory and not connections.is_alone)
         # Buffers for regions that are not contiguous.
         self._packed, self._arriving = _Memory(), _Memory()
 
     def bring(self, call: ExchangeCall, source: Array, target: Array) -> None:
+        """Exchange regions of local blocks; the source must not change until `settle`."""
         plan = call.exchange
         self.give(call, regions_of(source, plan.sends), regions_of(target, plan.receives))
         for src, dst in plan.local:
             NUMPY.permute_into(target[box_slices(dst)], source[box_slices(src)], plan.axes)
 
     def settle(self) -> None:
-        pass  # `bring` has waited
-
-    def prepare(self) -> None:
-        """Probe, once, which ranks read each other's memory. A collective call of all ranks.
-
-        Later exchanges involve only ranks that have data for each other.
-        """
-        self._reads.try_all()
+        """Wait until no rank reads the local blocks of previous exchanges: `bring` has waited."""
 
     def give(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
@@ -170,7 +148,7 @@ class RegionExchange(RegionMover):
     def _read(
         self, call: ExchangeCall, regions: Mapping[int, Array], targets: Mapping[int, Array]
     ) -> tuple[set[int], set[int]]:
-        connections, reads = self._connections, self._reads
+        connections, reads = self._connections, self.reads
         reads.try_all()
         described = {rank: reads.descriptor_for(rank, region) for rank, region in regions.items()}
         descriptors = {
@@ -334,24 +312,16 @@ class PackedLayout:
     dtypes: Sequence[DType]  # by array
 
     @cached_property
-    def _arrays(self) -> Layout:
+    def positions(self) -> Layout:
         sizes = zip(self.boxes, self.dtypes, strict=True)
         parts = [(elements_of(boxes) * dtype.itemsize,) for boxes, dtype in sizes]
         largest = max(dtype.itemsize for dtype in self.dtypes)
         return Layout(parts, alignment=min(1 << (largest - 1).bit_length(), _MOST_ALIGNMENT_BYTES))
 
-    @property
-    def size_bytes(self) -> int:
-        return self._arrays.size_bytes
-
-    @property
-    def starts(self) -> list[int]:
-        return self._arrays.starts
-
     def regions(self, buffer: Array) -> Iterator[tuple[int, Any, Array]]:
         """Yield each region: number of its array, slices in it, and a view of the buffer."""
         for number, (boxes, dtype) in enumerate(zip(self.boxes, self.dtypes, strict=True)):
-            part = self._arrays.view(buffer, number, np.uint8).view(dtype)
+            part = self.positions.view(buffer, number, np.uint8).view(dtype)
             views = Layout(map(box_shape, boxes)).views(part, dtype)
             for box, view in zip(boxes, views, strict=True):
                 yield number, box_slices(box), view

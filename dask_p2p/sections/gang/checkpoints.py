@@ -70,11 +70,6 @@ class SavedStates:
         with self._lock:
             return [(rank, sorted(states)) for rank, states in self._gangs.get(gang, {}).items()]
 
-    def clear(self, gang: str) -> None:
-        with self._lock:
-            for states in self._gangs.get(gang, GangStates(dict)).values():
-                states.clear()
-
     def drop(self, gang: str) -> None:
         """Drop a gang's container with all states, also with states that ranks still add."""
         with self._lock:
@@ -297,9 +292,9 @@ class StateMemory:
         if has_replica and size_bytes:
             with suppress(OSError):  # no shared memory, or too many open files
                 self._segment = segment = Segment.make(size_bytes)
-                self.own_state = _view(segment.bytes)
+                self.own_state = segment.bytes.data
                 return " ".join(map(str, (size_bytes, *segment.name))).encode()
-        self.own_state = _view(np.empty(size_bytes, np.uint8))
+        self.own_state = np.empty(size_bytes, np.uint8).data
         return str(size_bytes).encode()
 
     def take(self, rank: int, message: bytes) -> bytes:
@@ -311,10 +306,10 @@ class StateMemory:
             kernel, namespace, *numbers = name
             with suppress(TransferError, OSError):  # another host, or no permission
                 segment = Segment.open(SegmentName(kernel, namespace, *map(int, numbers)))
-                self.guarded_states[rank] = _view(segment.bytes)
+                self.guarded_states[rank] = segment.bytes.data
                 self._shared_ranks.add(rank)
                 return _IS_SEEN
-        self.guarded_states[rank] = _view(np.empty(int(size), np.uint8))
+        self.guarded_states[rank] = np.empty(int(size), np.uint8).data
         return _IS_SENT
 
     def record_reply(self, message: bytes) -> None:
@@ -339,17 +334,6 @@ def copy_into_state(state: memoryview, arrays: Sequence[Array], device: Host = H
     host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
     for array, host_array in zip(arrays, host, strict=True):
         device.copy_to_host(host_array, array)
-
-
-def copy_from_state(state: memoryview, arrays: Sequence[Array], device: Host = HOST) -> None:
-    """Fill arrays of a device from a state, one after the other."""
-    host = host_arrays(state, [(array.dtype, array.shape) for array in arrays])
-    for array, host_array in zip(arrays, host, strict=True):
-        device.copy_from_host(array, host_array)
-
-
-def _view(array: Any) -> memoryview:
-    return memoryview(array)
 
 
 def host_arrays(state: memoryview, specs: Sequence[tuple[DType, tuple[int, ...]]]) -> list[Array]:

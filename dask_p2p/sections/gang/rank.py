@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -15,7 +15,7 @@ from dask.task_spec import Task, TaskRef
 from dask.utils import key_split
 
 from dask_p2p.config import Options
-from dask_p2p.engine.context import TaskContext, pause_s
+from dask_p2p.engine.context import TaskContext, pause_s, record_attempt
 from dask_p2p.engine.task import (
     Blocks,
     RankTask,
@@ -26,12 +26,14 @@ from dask_p2p.engine.task import (
     reschedule_elsewhere,
 )
 from dask_p2p.errors import DeviceLostError, InputError, SectionError, TransferError
+from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.plugins.gangs.coordinator import COMMIT
-from dask_p2p.sections.gang.worker import Watch
+from dask_p2p.sections.gang.worker import LINK, Progress
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections
 from dask_p2p.sections.wire.endpoint import RankAddress
 from dask_p2p.types import Key, Kind
 
@@ -86,7 +88,7 @@ class _RankRun:
 
     def alone(self, context: TaskContext) -> Any:
         ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
-        with self._watch(ctx, context).record_attempt() as fields:
+        with self._record_attempt(ctx.progress, context) as fields:
             with _raise_user_errors(self.rank):
                 result = self.body(ctx, *self.arrays)
             fields["nbytes"] = _size_bytes(result)
@@ -127,33 +129,30 @@ class _RankRun:
         worker_ranks = sync(worker.loop, part_on, worker, WorkerRanks)
         _, context = current_worker()  # with the plugin, if it was missing
         ucx = _ucx(context, self.options, self.body.kind)
-        of_gang = self.gang, self.rank, self.ranks.size
-        how = {
-            "is_resident": self._is_resident,
-            "timeout_s": self.options.request_timeout_s,
-            "uses_ucx": ucx is not None,
-        }
+        is_resident = getattr(self.body, "is_resident", False)
+        of_gang = self.gang, self.rank, self.ranks.size, is_resident
+        reach = {"timeout_s": self.options.request_timeout_s, "uses_ucx": ucx is not None}
         units, thread = Units(worker, (self.gang, self.rank)), PoolThread(worker)
         with (
             closing(thread),
-            worker_ranks.rank_attempt(*of_gang, **how) as rank_attempt,
+            worker_ranks.rank_attempt(*of_gang, **reach) as rank_attempt,
             closing(units),
         ):
-            order = _order_when_whole(rank_attempt, units, thread, self._is_resident)
+            order = _order_when_whole(rank_attempt, units, thread, is_resident)
             result = None
             if order.state == "running":
-                if self._is_resident:
+                if is_resident:
                     thread.secede()  # its function mostly waits
-                ctx, watch = self._connect(rank_attempt, order, context)
-                with watch.record_attempt() as fields:
+                ctx = self._connect(rank_attempt, order)
+                workers = [worker for worker, *_ in order.peers]
+                of_attempt = rank_attempt.connections, workers, order.attempt
+                with self._record_attempt(ctx.progress, context, *of_attempt) as fields:
                     result, order = self._attempt(rank_attempt, ctx, thread, fields, ucx)
         if order.state != "committed":
             _raise_end(order, self.options)
         return result
 
-    def _connect(
-        self, rank_attempt: RankAttempt, order: Order, context: TaskContext
-    ) -> tuple[Any, Watch]:
+    def _connect(self, rank_attempt: RankAttempt, order: Order) -> Any:
         connections = rank_attempt.connections
         connections.start(self.rank, [RankAddress(*peer) for peer in order.peers])
         reads_memory = "cma" in self.options.order("numpy")
@@ -162,8 +161,7 @@ class _RankRun:
         ranks = self.ranks, self.rank
         ctx = self.body.context(*ranks, connections, checkpoints, reads_memory, device)
         rank_attempt.progress = ctx.progress
-        workers = [worker for worker, *_ in order.peers]
-        return ctx, self._watch(ctx, context, connections, workers, order.attempt)
+        return ctx
 
     def _attempt(
         self,
@@ -203,14 +201,43 @@ class _RankRun:
         fields.setdefault("error", order.reason or "ended by another rank")
         return None, order
 
-    @property
-    def _is_resident(self) -> bool:
-        return getattr(self.body, "is_resident", False)
+    def _record_attempt(
+        self,
+        progress: Progress,
+        context: TaskContext,  # of the worker's tasks
+        connections: Connections = ONE_RANK,  # connections to other ranks
+        workers: Sequence[str] = (),  # addresses, by rank
+        attempt: int = 1,
+    ) -> AbstractContextManager[dict[str, Any]]:
+        """Return a context that records the function with its worker: see `record_attempt`."""
+        key, ranks, rank, start_s = (self.gang, self.rank), self.ranks, self.rank, time.time()
+        dtype, shape = self.body.dtype, self.body.shape  # of the first output; None: unknown
 
-    def _watch(self, ctx: Any, context: TaskContext, *attempt: Any) -> Watch:
-        key, body = (self.gang, self.rank), self.body
-        of_first = body.dtype, body.shape
-        return Watch(key, self.ranks, self.rank, *of_first, ctx.progress, context, *attempt)
+        def record(is_running: bool = False, error: str = "", nbytes: int = 0) -> TaskRecord:
+            # Any thread may call this. `error` is why the function, or the attempt, ended early.
+            return TaskRecord(
+                key=key,
+                start_s=start_s,
+                stop_s=time.time(),
+                stages=tuple(
+                    Stage(workers[peer_rank], LINK, received_bytes, waited_s)
+                    for peer_rank, received_bytes, waited_s in sorted(connections.received)
+                ),
+                worker=context.address,
+                shape=() if error else ranks.shape(rank),
+                dtype="" if dtype is None else str(dtype),
+                nbytes=nbytes,
+                array_shape=shape,
+                blocks=ranks.grid,
+                step=progress.step,
+                steps=progress.steps,
+                first_step=progress.first,
+                attempt=attempt,
+                error=error[:REASON_CHARS],
+                wanted_bytes=0 if is_running else None,
+            )
+
+        return record_attempt(context, key, record, BaseException)
 
 
 def _order_when_whole(

@@ -12,20 +12,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distributed import Worker
 from distributed.comm.addressing import get_address_host
 from distributed.worker import WORKER_ANY_RUNNING
 
-from dask_p2p.engine.context import TaskContext, record_attempt
 from dask_p2p.errors import SectionError
-from dask_p2p.monitoring.records import REASON_CHARS, Stage, TaskRecord
 from dask_p2p.monitoring.runs import pace_text
-from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.context import must_encrypt
 from dask_p2p.plugins.dask_internals import SamplingInterval
 from dask_p2p.plugins.gangs.coordinator import Order
@@ -33,10 +30,9 @@ from dask_p2p.plugins.gangs.scheduler import FORGET, JOIN, LEAVE, ORDER, SAVES
 from dask_p2p.plugins.registration import give_plugin
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import Checkpoints, SavedStates, States
-from dask_p2p.sections.wire.connections import ONE_RANK, Connections
+from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.transports.rpc import Background, rpc_handler
-from dask_p2p.types import DType, Key
 
 _ENDS = ("committed", "stopped")  # final states
 _CAUSE_CHARS = 1000
@@ -236,11 +232,9 @@ class WorkerRanks:
             self._is_registered = True
 
     @contextmanager
-    def rank_attempt(
-        self, gang: str, rank: int, size: int, **settings: Any
-    ) -> Iterator[RankAttempt]:
+    def rank_attempt(self, *arguments: Any, **reach: Any) -> Iterator[RankAttempt]:
         """Run a rank of a gang inside this context. For parameters see `RankAttempt`."""
-        rank_attempt = RankAttempt(self, gang, rank, size, **settings)
+        rank_attempt = RankAttempt(self, *arguments, **reach)
         self._ranks[rank_attempt.token] = rank_attempt
         try:
             self.worker.loop.add_callback(self._sample)
@@ -269,11 +263,6 @@ _LOG_S = 10.0  # time between lines of the log
 LINK = "connection"
 
 
-def is_logged() -> bool:
-    """Return whether the log of this process takes lines of progress."""
-    return logger.isEnabledFor(logging.INFO)
-
-
 @dataclass(slots=True)
 class Progress:
     """Progress of a function. Its own thread writes, others read."""
@@ -281,8 +270,12 @@ class Progress:
     step: int = 0  # steps done
     steps: int = 0  # total number of steps; 0 if unknown
     first: int = 0  # first step of this attempt
-    logs: bool = False  # whether this rank logs its progress; checked in each step
+    #: Whether this rank logs its progress, and the log takes it: checked in each step.
+    logs: bool = False
     _last: tuple[int, float] = (0, 0.0)  # step and time of the last line
+
+    def __post_init__(self) -> None:
+        self.logs = self.logs and logger.isEnabledFor(logging.INFO)
 
     def advance(self, step: int) -> None:
         self.step = step
@@ -297,54 +290,3 @@ class Progress:
             rate = (self.step - last) / (now_s - last_s)
             logger.info("%s", pace_text(self.step, self.steps, rate, 0.0))
             self._last = self.step, now_s
-
-
-@dataclass
-class Watch:
-    """Records a rank's function with its worker, while it runs and afterwards."""
-
-    key: Key  # key of the rank's task
-    ranks: RankGrid  # partition of the arrays
-    rank: int
-    #: Data type and shape of the first output; None: unknown.
-    dtype: DType | None
-    shape: tuple[float, ...] | None
-    progress: Progress  # current step
-    context: TaskContext  # of the worker's tasks
-    connections: Connections = ONE_RANK  # connections to other ranks
-    workers: Sequence[str] = ()  # addresses, by rank
-    attempt: int = 1
-    start_s: float = field(default_factory=time.time)
-
-    def record_attempt(self) -> AbstractContextManager[dict[str, Any]]:
-        """Return a context for the function: see `dask_p2p.engine.context.record_attempt`."""
-        return record_attempt(self.context, self.key, self._record, BaseException)
-
-    def _record(self, is_running: bool = False, error: str = "", nbytes: int = 0) -> TaskRecord:
-        """Return a record of the current state. Thread-safe.
-
-        `error` is the reason why the function, or the attempt, has ended early. `nbytes` is the
-        size of the rank's outputs.
-        """
-        ranks, progress, is_made = self.ranks, self.progress, not error
-        return TaskRecord(
-            key=self.key,
-            start_s=self.start_s,
-            stop_s=time.time(),
-            stages=tuple(
-                Stage(self.workers[rank], LINK, received_bytes, waited_s)
-                for rank, received_bytes, waited_s in sorted(self.connections.received)
-            ),
-            worker=self.context.address,
-            shape=ranks.shape(self.rank) if is_made else (),
-            dtype="" if self.dtype is None else str(self.dtype),
-            nbytes=nbytes,
-            array_shape=self.shape,
-            blocks=ranks.grid,
-            step=progress.step,
-            steps=progress.steps,
-            first_step=progress.first,
-            attempt=self.attempt,
-            error=error[:REASON_CHARS],
-            wanted_bytes=0 if is_running else None,
-        )

@@ -20,7 +20,7 @@ from dask_p2p.errors import InputError, TransferError
 from dask_p2p.geometry import box_size, box_slices
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.sections.exchange.device import HOST, Host, Lending, SourcePieces
-from dask_p2p.sections.exchange.regions import ExchangeCall, HaloMover, RegionMover
+from dask_p2p.sections.exchange.regions import ExchangeCall, HaloMover
 from dask_p2p.sections.gpu.halo_windows import HaloWindows
 from dask_p2p.sections.gpu.messages import EVENTS, READ, WRITTEN, LentArrays, MessageLender
 from dask_p2p.sections.gpu.regions import GpuRegions, read_in_parts
@@ -52,7 +52,7 @@ class Gpu(GpuStreams):
     def halo_mover(self, calls: Sequence[ExchangeCall], connections: Connections) -> HaloMover:
         return HaloWindows(self, calls, connections)
 
-    def region_mover(self, connections: Connections, reads_memory: bool) -> RegionMover:
+    def region_mover(self, connections: Connections, reads_memory: bool) -> GpuRegions:
         return GpuRegions(self, connections, reads_memory)
 
     def lending(self, connections: Connections) -> Lending | None:
@@ -78,7 +78,7 @@ def device_for(kind: Kind, options: Options, connections: Connections = ONE_RANK
 class _Read(NamedTuple):
     """A read of pieces of another rank's array."""
 
-    rank: int
+    owner: int
     descriptor: bytes
     into: Array
     pieces: Sequence[Piece]
@@ -94,12 +94,13 @@ class GpuLending(LentArrays, Lending):
     lends_whole = True
 
     def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
-        super().__init__(gpu)
-        self._connections, self.backend = connections, gpu.backend
+        LentArrays.__init__(self, gpu)
+        Lending.__init__(self, connections)
+        self.backend = gpu.backend
         self._batch = region_batch()
         self._before: dict[int, int] = {}  # by reader: number of arrays of earlier exchanges
         self._owed_bytes: Counter[int] = Counter()  # by owner: bytes read and not acknowledged
-        self._reads: list[_Read] = []  # of the present exchange
+        self._pending: list[_Read] = []  # reads of the present exchange
         self._large: list[_LargeCopy] = []  # of this rank's own arrays, before `flush`
         if not connections.is_alone:
             self._open()
@@ -136,7 +137,7 @@ class GpuLending(LentArrays, Lending):
         return any(block.data.mem is memory for lent in self._lent.values() for block in lent)
 
     def begin(self, ranks: Collection[int]) -> None:
-        self._reads.clear()
+        self._pending.clear()
         for rank in ranks:
             self._owed_bytes.pop(rank, None)
         self._before = {rank: len(arrays) for rank, arrays in self._lent.items()}
@@ -155,12 +156,12 @@ class GpuLending(LentArrays, Lending):
         self, rank: int, descriptor: bytes, shape: Sequence[int], into: Array, axes: Sequence[int]
     ) -> None:
         pieces = whole_piece(tuple(shape), into.shape)
-        self._reads.append(_Read(rank, descriptor, into, pieces, axes))
+        self._pending.append(_Read(rank, descriptor, into, pieces, axes))
 
     def read_pieces(
         self, rank: int, descriptor: bytes, into: Array, pieces: SourcePieces, axes: Sequence[int]
     ) -> None:
-        self._reads.append(_Read(rank, descriptor, into, pieces, axes))
+        self._pending.append(_Read(rank, descriptor, into, pieces, axes))
 
     def end(self, text: str, readers: Collection[int], read: Collection[int]) -> None:
         gpu = self._gpu
@@ -193,16 +194,15 @@ class GpuLending(LentArrays, Lending):
     def _add_reads(self) -> list[_LargeCopy]:
         # In diagonal order: no two ranks begin with the memory of the same one.
         rank, size = self._connections.rank_and_size
-        self._reads.sort(key=lambda read: (read.rank - rank) % size)
-        return [copy for read in self._reads for copy in self._add_read(read)]
-
-    def _add_read(self, read: _Read) -> list[_LargeCopy]:
-        rank, descriptor, into, pieces, axes = read
-        _, ((_, array),) = map_descriptor(self._near[rank], descriptor, into.dtype)
-        self._owed_bytes[rank] += array.nbytes
-        elements = sum(box_size(src) for _, src, _ in pieces)
-        self._count(rank, elements * into.dtype.itemsize)
-        return self._add(into, array, pieces, axes)
+        self._pending.sort(key=lambda read: (read.owner - rank) % size)
+        large: list[_LargeCopy] = []
+        for owner, descriptor, into, pieces, axes in self._pending:
+            _, ((_, array),) = map_descriptor(self._near[owner], descriptor, into.dtype)
+            self._owed_bytes[owner] += array.nbytes
+            elements = sum(box_size(src) for _, src, _ in pieces)
+            self._count(owner, elements * into.dtype.itemsize)
+            large += self._add(into, array, pieces, axes)
+        return large
 
     def _count(self, rank: int, size_bytes: int) -> None:
         self._connections.count(rank, size_bytes)
@@ -265,7 +265,7 @@ class GraphLending(GpuLending):
         return len(self._near) == size - 1
 
     def begin(self, ranks: Collection[int]) -> None:
-        self._reads.clear()
+        self._pending.clear()
 
     def received(self, ranks: Collection[int]) -> None:
         pass  # no rank reads before the graph runs

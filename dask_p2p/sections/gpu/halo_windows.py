@@ -197,17 +197,32 @@ class HaloWindows(HaloMover):
         self._gpu.copy(to_ptr, of_ptr, src.nbytes, self._gpu.stream)
 
     def _packed(self, layout: PackedLayout) -> Packed:
-        return Packed(layout, self._gpu.empty((layout.size_bytes,), np.uint8))
+        return Packed(layout, self._gpu.empty((layout.positions.size_bytes,), np.uint8))
 
     # --- once
 
     def _open(self) -> None:
         """Open peers' windows, and allocate packed memory."""
-        self._open_windows()
-        slots = [
-            {} if self._window is None else self._in_window(self._window, n) for n in range(SLOTS)
-        ]
-        for rank, layout in self._sends.items():
+        gpu, sends = self._gpu, self._sends
+        window, self._windows = opened(
+            gpu,
+            self._connections,
+            self._text,
+            sends.keys() & self._received.keys(),
+            lambda near: OwnWindow(gpu, {r: sends[r].positions.size_bytes for r in near}),
+            lambda rank, descriptor: PeerWindow(
+                gpu, descriptor, self._received[rank].buffer.nbytes
+            ),
+        )
+        slots: list[dict[int, Packed]] = [{} for _ in range(SLOTS)]
+        if window is not None and self._windows:
+            self._window = window
+            self._pulled = gpu.module.cuda.Event(disable_timing=True)
+            slots = [
+                {rank: Packed(sends[rank], window.memory(rank, n)) for rank in self._windows}
+                for n in range(SLOTS)
+            ]
+        for rank, layout in sends.items():
             if rank not in self._windows:
                 packed = self._packed(layout)
                 self._down[rank] = packed, self._message_memory(rank, packed.buffer)
@@ -224,33 +239,11 @@ class HaloWindows(HaloMover):
             return np.asarray(Pinned(buffer.nbytes))[: buffer.nbytes]
         return np.empty(buffer.nbytes, np.uint8)
 
-    def _in_window(self, window: OwnWindow, slot: int) -> dict[int, Packed]:
-        return {
-            rank: Packed(self._sends[rank], window.memory(rank, slot)) for rank in self._windows
-        }
-
-    def _open_windows(self) -> None:
-        """Exchange the windows' descriptors; keep windows that both peers can read."""
-        gpu, sends = self._gpu, self._sends
-        window, self._windows = opened(
-            gpu,
-            self._connections,
-            self._text,
-            sends.keys() & self._received.keys(),
-            lambda near: OwnWindow(gpu, {rank: sends[rank].size_bytes for rank in near}),
-            lambda rank, descriptor: PeerWindow(
-                gpu, descriptor, self._received[rank].buffer.nbytes
-            ),
-        )
-        if self._windows:
-            self._window = window
-            self._pulled = gpu.module.cuda.Event(disable_timing=True)
-
 
 def _runs(layout: PackedLayout, shapes: Sequence[tuple[int, ...]]) -> list[_ByteRun] | None:
     """Return the runs of contiguous regions of arrays in C order; None if one is scattered."""
     runs = []
-    of_arrays = zip(layout.boxes, layout.dtypes, shapes, layout.starts, strict=True)
+    of_arrays = zip(layout.boxes, layout.dtypes, shapes, layout.positions.starts, strict=True)
     for number, (boxes, dtype, shape, packed_bytes) in enumerate(of_arrays):
         strides = c_strides(shape, dtype.itemsize)
         for box in boxes:

@@ -29,7 +29,6 @@ from dask_p2p.sections.gpu.windows import (
     try_share,
 )
 from dask_p2p.sections.wire.connections import Connections
-from dask_p2p.sections.wire.mailbox import Lender
 from dask_p2p.transports import cuda_ipc
 from dask_p2p.types import Array
 
@@ -42,10 +41,7 @@ class GpuMessages:
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
         self._gpu, self._connections = gpu, connections
-        self._of_host = RegionExchange(connections, reads_memory)
-
-    def prepare(self) -> None:
-        self._of_host.prepare()
+        self.of_host = RegionExchange(connections, reads_memory)
 
     def bring(
         self,
@@ -113,14 +109,15 @@ class GpuMessages:
         gpu = self._gpu
         axes = tuple(range(len(call.exchange.axes)))
         straight = replace(call, exchange=replace(call.exchange, axes=axes))
-        down = {
-            rank: _joined([*map(gpu.to_host, pieces)], axis) for rank, pieces in regions.items()
-        }
+        down = {}
+        for rank, pieces in regions.items():
+            on_host = [*map(gpu.to_host, pieces)]
+            down[rank] = on_host[0] if len(on_host) == 1 else np.concatenate(on_host, axis)
         up = {
             rank: np.empty(call.exchange.shape_before(target.shape), call.dtype)
             for rank, target in targets.items()
         }
-        self._of_host.give(straight, down, up)
+        self.of_host.give(straight, down, up)
         arrived = {rank: gpu.module.asarray(host_array) for rank, host_array in up.items()}
         with gpu.queue.within(gpu.stream):
             for rank, array in arrived.items():
@@ -130,10 +127,6 @@ class GpuMessages:
 def _bytes_of(array: Array) -> Array:
     flat: Array = array.reshape(-1).view(np.uint8)
     return flat
-
-
-def _joined(pieces: Sequence[Any], axis: int) -> Any:
-    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
 
 # Arrays that a rank's GPU lends other ranks of the host, and two events that order all accesses.
@@ -196,8 +189,11 @@ class LentArrays:
 _BYTE = np.dtype(np.uint8)
 
 
-class MessageLender(LentArrays, Lender):
-    """The arrays of a rank's GPU that it sends and receives in messages."""
+class MessageLender(LentArrays):
+    """The arrays of a rank's GPU that it sends in messages, and its copies of others' arrays.
+
+    The methods are called while the rank moves messages, from the one thread that moves them.
+    """
 
     def __init__(self, gpu: GpuStreams, connections: Connections) -> None:
         super().__init__(gpu)
@@ -206,6 +202,7 @@ class MessageLender(LentArrays, Lender):
         self._refusing = set[int]()  # ranks that cannot read this one's memory
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
+        """Return the offer of contiguous arrays for a rank; None if their bytes have to be sent."""
         size_bytes = sum(array.nbytes for array in arrays)
         is_near = self._gpu.has_windows and not self._connections.is_on_other_host(rank)
         is_small = size_bytes < tuning.current.lent_message_bytes
@@ -221,6 +218,10 @@ class MessageLender(LentArrays, Lender):
         return json.dumps([rank in self._near, self.acknowledgement().decode(), texts]).encode()
 
     def bring(self, rank: int, offer: bytes, into: Array | None) -> Sequence[Array] | None:
+        """Return copies of the arrays that a rank offers, as bytes; None if they are unreadable.
+
+        The only array is copied into the bytes `into`, if that is given.
+        """
         if not self._gpu.is_running:
             return None
         is_open, events, descriptors = json.loads(offer)
@@ -251,9 +252,11 @@ class MessageLender(LentArrays, Lender):
         return target
 
     def acknowledgement(self) -> bytes:
+        """Return the data of the acknowledgement of the newest copies."""
         return b"" if self._own_events is None else self._own_events.descriptor(-1)
 
     def acknowledged(self, rank: int, count: int, acknowledgement: bytes) -> None:
+        """Take note that a rank has copied the first arrays that it was offered."""
         if not self._gpu.is_running:
             return  # the arrays stay until all ranks have ended
         with self._gpu.entered():
@@ -263,6 +266,7 @@ class MessageLender(LentArrays, Lender):
                 self._release(rank, count)
 
     def refused(self, rank: int, count: int) -> None:
+        """Take note that a rank cannot read the first arrays that it was offered, nor others."""
         self._refusing.add(rank)
         del self._lent[rank][:count]
 

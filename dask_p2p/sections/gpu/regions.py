@@ -50,7 +50,7 @@ from dask_p2p.geometry import (
 )
 from dask_p2p.plans import Piece
 from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Pieces, along
-from dask_p2p.sections.exchange.regions import ExchangeCall, RegionMover, regions_of
+from dask_p2p.sections.exchange.regions import ExchangeCall, regions_of
 from dask_p2p.sections.gpu.messages import GpuMessages
 from dask_p2p.sections.gpu.windows import (
     SLOTS,
@@ -93,7 +93,7 @@ class _PendingReads(NamedTuple):
     acknowledgements: Callable[[], Mapping[int, Buffer]]  # waits for them; by rank of the reader
 
 
-class GpuRegions(RegionMover):
+class GpuRegions:
     """Exchanges regions in GPU memory, repeatedly, as `RegionExchange` does in host memory."""
 
     def __init__(self, gpu: GpuStreams, connections: Connections, reads_memory: bool) -> None:
@@ -172,7 +172,10 @@ class GpuRegions(RegionMover):
                 gpu.check_goes_on()
                 read = self._read(call, remaining, targets)
         unread = {rank: target for rank, target in targets.items() if rank not in read}
-        acknowledgements = self._acknowledge(call, read)
+        self._record(_READ)
+        has_read = {rank: bytes([rank in read]) for rank in near}
+        into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
+        acknowledgements = connections.begin(f"{call.text}, read", has_read, into)
         return _PendingReads(call, pieces.axis, blocks, regions, unread, acknowledgements)
 
     def _copy_own(
@@ -244,22 +247,14 @@ class GpuRegions(RegionMover):
             fields.append((number, piece.shape, piece.strides, place))
         return pack_descriptor(axis, tuple(fields)) if fields else b""
 
-    def _acknowledge(
-        self, call: ExchangeCall, read: set[int]
-    ) -> Callable[[], Mapping[int, Buffer]]:
-        self._record(_READ)
-        near = self._open(call)
-        descriptors = {rank: bytes([rank in read]) for rank in near}
-        into: dict[int, Buffer | None] = {rank: bytearray(1) for rank in near}
-        return self._connections.begin(f"{call.text}, read", descriptors, into)
-
     def _open(self, call: ExchangeCall) -> dict[int, PeerMemory]:
         """Find out, once, which ranks of the host read each other's memory."""
         if self._near is None:
             self._events, self._near = opened_by_all(
                 self._gpu, self._connections, call.text, _WRITTEN + MOST_PIECES
             )
-            self._messages.prepare()
+            # Later exchanges involve only ranks that have data for each other.
+            self._messages.of_host.reads.try_all()
         return self._near
 
 

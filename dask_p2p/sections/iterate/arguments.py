@@ -57,11 +57,6 @@ class Arguments:
     stores: StoreSpecs
 
     @property
-    def results(self) -> list[FieldSpec]:
-        """The fields that `iterate` returns."""
-        return [spec for spec in self.fields if not spec.is_constant]
-
-    @property
     def wholes(self) -> list[int]:
         """Numbers of the arrays that each rank receives as a whole."""
         lazy = [
@@ -76,7 +71,7 @@ class Arguments:
         """Return the results in the form of the fields."""
         next_arrays = iter(arrays)
         results: dict[str, Any] = {}
-        for spec in self.results:
+        for spec in (spec for spec in self.fields if not spec.is_constant):
             levels = [next(next_arrays) for _ in spec.depths]
             results[spec.name] = levels if spec.is_list else levels[0]
         if UNNAMED in results:

@@ -19,7 +19,6 @@ from dask_p2p.sections.gpu.device import Gpu, can_wait_for_peers, captured, own_
 from dask_p2p.sections.iterate.functions import is_replayable
 from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.types import Array
 
 if TYPE_CHECKING:
     from dask_p2p.sections.iterate.iteration import Iteration
@@ -64,13 +63,11 @@ class Captured:
         fields, results = self._fields, self._graph_results
         self._fields = self._graph_results = []
         for field, result in zip(fields, results, strict=True):
-            same = self._count(result.view(np.uint8) == field.inner.copy().view(np.uint8))
+            is_same = result.view(np.uint8) == field.inner.copy().view(np.uint8)
+            same = int(self._device.module.count_nonzero(is_same))
             if same < result.nbytes:
                 return f"{result.nbytes - same} of {result.nbytes} bytes"
         return ""
-
-    def _count(self, array: Array) -> int:
-        return int(self._device.module.count_nonzero(array))
 
 
 AUTO = "auto"  # value of `capture`
@@ -113,7 +110,7 @@ class Replays:
             return None
         graph: Captured | None = None
         exchanges = [call.exchange for call in calls if call.exchange is not None]
-        counts = [exchange.count for exchange in exchanges]
+        counts = [exchange.mover.count for exchange in exchanges]
         try:
             graph = Captured(device, levels, steps)
         except AttemptEndedError:
@@ -123,7 +120,7 @@ class Replays:
                 raise
             restore()
             for exchange, count in zip(exchanges, counts, strict=True):
-                exchange.count = count
+                exchange.mover.count = count
         if not self._is_promised and not self._all(graph is not None):
             return None
         assert graph is not None
@@ -147,7 +144,7 @@ class Replays:
 
     def _can_begin(self, calls: Collection[Call], levels: Sequence[HaloArray]) -> bool:
         """Return whether this rank can capture steps; with "auto" also whether they are short."""
-        can = [call.exchange.can_enqueue() for call in calls if call.exchange is not None]
+        can = [call.exchange.mover.can_enqueue() for call in calls if call.exchange is not None]
         is_possible = isinstance(self._ctx.device, Gpu) and can_wait_for_peers()
         if not is_possible or not all(can):
             return False
@@ -205,24 +202,22 @@ class Overlap:
 
     def is_wanted(self, call: Call) -> bool:
         """Return whether a call overlaps, as far as its function is known."""
-        if not self._iteration.overlap or not _has_parts(call):
+        exchange = call.exchange
+        if not self._iteration.overlap or exchange is None or not exchange.has_parts:
             return False
         if self._is_promised:
             return True
-        if self._iteration.capture is True or not call.is_worth_hiding:
+        if self._iteration.capture is True or not exchange.is_worth_hiding:
             return False
         is_alike = self._computes_alike.get(id(call.phase))
         return self._is_plain(call) if is_alike is None else is_alike
 
     def is_due(self, call: Call) -> bool:
         """Return whether a call may overlap in a graph, and has yet to be compared."""
-        if (
-            not self._iteration.overlap
-            or id(call.phase) in self._computes_alike
-            or not _has_parts(call)
-        ):
+        exchange, is_known = call.exchange, id(call.phase) in self._computes_alike
+        if not self._iteration.overlap or is_known or exchange is None or not exchange.has_parts:
             return False
-        return call.is_worth_hiding_in_graph and self._is_plain(call)
+        return exchange.is_worth_hiding_in_graph and self._is_plain(call)
 
     def is_checked(self, call: Call) -> bool:
         """Return whether a function is known to compute parts alike."""
@@ -233,7 +228,7 @@ class Overlap:
         exchange, block_box = call.exchange, self._block_box
         if exchange is None:
             call.apply(block_box)
-        elif not (call.is_worth_hiding_in_graph and self.is_checked(call)):
+        elif not (exchange.is_worth_hiding_in_graph and self.is_checked(call)):
             exchange.enqueue(call.halo_arrays)
             call.apply(block_box)
         else:
@@ -286,7 +281,3 @@ class Overlap:
 
     def _sums(self, call: Call) -> list[int]:
         return [self._device.checksum(field.next_level.data) for field in call.changed_fields]
-
-
-def _has_parts(call: Call) -> bool:
-    return call.exchange is not None and any(map(box_size, call.exchange.boxes[1:]))

@@ -11,14 +11,13 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.geometry import Index
 from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
 from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.arguments import check_array, checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.graph import Whole, check_decompositions, check_input, check_same_kind
-from dask_p2p.sections.api.outputs import LocalBlock, Output
+from dask_p2p.sections.api.outputs import LocalBlock
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.grids import OTHERS, Points, by_name, checked_points
 from dask_p2p.sections.iterate.functions import AT, OUT
@@ -88,18 +87,14 @@ class FieldSpec:
 
 
 @dataclass(frozen=True)
-class FieldOutput(Output):
+class FieldOutput(LocalBlock):
     """A field as an output of the section."""
 
-    dtype: DType
-    extra: tuple[int, ...]  # by axis: by how much it is longer than the first field
+    extra: tuple[int, ...] = ()  # by axis: by how much it is longer than the first field
     shares_memory: bool = False  # whether a rank's only block is its local block, and no copy
 
     def chunks(self, ranks: RankGrid) -> tuple[tuple[float, ...], ...]:
         return ranks.extend(self.extra).chunks
-
-    def indices(self, ranks: RankGrid, rank: int) -> list[Index]:
-        return LocalBlock(self.dtype).indices(ranks, rank)
 
     def blocks(self, ctx: Any, ranks: RankGrid, value: Any, name: str) -> list[Any]:
         ranks = ranks.extend(self.extra)
@@ -109,10 +104,10 @@ class FieldOutput(Output):
             and len(self.indices(ranks, ctx.rank)) == 1
         ):
             return [value]
-        return LocalBlock(self.dtype).blocks(ctx, ranks, value, name)
+        return super().blocks(ctx, ranks, value, name)
 
     def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        return LocalBlock(self.dtype).size_bytes(ranks.extend(self.extra), rank)
+        return super().size_bytes(ranks.extend(self.extra), rank)
 
 
 def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
@@ -128,7 +123,8 @@ def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple
     arrays: list[DaskArray] = []
     for name, value in fields.items():
         field = value if isinstance(value, Field) else Field(value)
-        if is_scalar(field.value):
+        is_number = isinstance(field.value, (bool, int, float, complex, np.number, np.bool_))
+        if is_number or (isinstance(field.value, np.ndarray) and not field.value.ndim):
             scalars.append(make_scalar_spec(name, field.value, field.dtype))
             continue
         options = replace(
@@ -244,12 +240,6 @@ class ScalarSpec:
     value: Any  # a NumPy scalar
 
 
-def is_scalar(value: Any) -> bool:
-    """Return whether the value of a field is a number."""
-    is_plain = isinstance(value, (bool, int, float, complex, np.number, np.bool_))
-    return is_plain or (isinstance(value, np.ndarray) and not value.ndim)
-
-
 def make_scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
     """Return the spec of a number; its dtype is that of `value` by default."""
     check_plain(name, value)
@@ -353,43 +343,35 @@ def divide_constants(
             specs.append(ConstantSpec(name, Points(xy)))
             continue
         options = constant if isinstance(constant, Field) else Field(constant)
-        check_kind_of(options.value, field)
-        if isinstance(options.value, Whole) or not len(getattr(options.value, "shape", ())):
-            specs.append(_whole_constant(name, options.value, field, arrays))
+        is_whole = isinstance(options.value, Whole)
+        value = options.value.value if is_whole else options.value
+        check_one_library([field, value])
+        check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
+        if is_whole or not len(getattr(value, "shape", ())):
+            if is_dask_array(value):
+                check_input(value, field)
+                specs.append(ConstantSpec(name, is_whole=True))
+                arrays.append(value)
+            else:
+                specs.append(ConstantSpec(name, value))
             continue
-        array = _divide_constant(name, options.value, field)
-        if options is constant:
-            options = replace(options, value=_whole_array(name, array, field))
-            boundary = "none" if options.boundary is None else options.boundary
-            options = replace(options, depth=options.depth or 0, boundary=boundary)
-            spec, levels = make_field_spec(
-                name, replace(options, corners=options.corners is not False)
-            )
-            with_halo.append(replace(spec, is_constant=True))
-            halo_arrays += levels
-        else:
+        array = _divide_constant(name, value, field)
+        if options is not constant:
             specs.append(ConstantSpec(name, ndim=array.ndim, shape=array.shape))
             arrays.append(array[(None,) * (field.ndim - array.ndim)])
+            continue
+        if array.shape != field.shape:
+            raise InputError(
+                f"constants: expected an array of the fields' shape, {field.shape}, for a constant "
+                f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
+            )
+        boundary, corners = options.boundary, options.corners is not False
+        boundary = "none" if boundary is None else boundary
+        options = Field(array, options.depth or 0, boundary, options.dtype, corners)
+        spec, levels = make_field_spec(name, options)
+        with_halo.append(replace(spec, is_constant=True))
+        halo_arrays += levels
     return specs, arrays, with_halo, halo_arrays
-
-
-def _whole_constant(
-    name: str, constant: Any, field: DaskArray, arrays: list[DaskArray]
-) -> ConstantSpec:
-    """Return the spec of a constant that is not divided; add it to `arrays` if it is lazy."""
-    value = constant.value if isinstance(constant, Whole) else constant
-    if not is_dask_array(value):
-        return ConstantSpec(name, value)
-    check_input(value, field)
-    arrays.append(value)
-    return ConstantSpec(name, is_whole=True)
-
-
-def check_kind_of(constant: Any, field: DaskArray) -> None:
-    """Refuse a constant of another array library than the fields': `UnsupportedArrayError`."""
-    value = constant.value if isinstance(constant, Whole) else constant
-    check_one_library([field, value])
-    check_same_kind(backend_for(field._meta), getattr(value, "_meta", value), "a constant")
 
 
 def _divide_constant(name: str, constant: Any, field: DaskArray) -> DaskArray:
@@ -417,12 +399,3 @@ def _divide_constant(name: str, constant: Any, field: DaskArray) -> DaskArray:
         (1,) if size == 1 else sizes for size, sizes in zip(array.shape, chunks, strict=True)
     )
     return array if array.chunks == array_chunks else rechunk(array, array_chunks)
-
-
-def _whole_array(name: str, array: DaskArray, field: DaskArray) -> DaskArray:
-    if array.shape != field.shape:
-        raise InputError(
-            f"constants: expected an array of the fields' shape, {field.shape}, for a constant "
-            f"with a halo, got {name!r} of shape {array.shape}. Broadcast it, da.broadcast_to."
-        )
-    return array

@@ -42,17 +42,14 @@ class Binding:
 
     @property
     def names(self) -> set[str]:
-        """Names of all values that the function reads or fills."""
         return {value.name for value in self.positional} | {*self.keywords.values()}
 
     @property
     def fills_out(self) -> bool:
-        """True if the function fills a parameter named `out`."""
         return VALUES[OUT] in self.names
 
     @property
     def reads_at(self) -> bool:
-        """True if the function has a parameter `at`."""
         return VALUES[AT] in self.names
 
     def bind(self, function: Callable[..., Any], values: Mapping[str, Any]) -> partial[Any]:
@@ -231,15 +228,13 @@ def _is_plain_code(code: CodeType, function: FunctionType, visited: set[int]) ->
         before = None
         if kind in ("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"):
             before = name
-        if kind in ("LOAD_GLOBAL", "LOAD_NAME") and not _is_plain_global(name, function, visited):
-            return False
+        if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
+            is_global = name in function.__globals__
+            if not is_global and name not in _BUILTINS:
+                return False
+            if is_global and not _is_plain(function.__globals__[name], visited):
+                return False
     return True
-
-
-def _is_plain_global(name: str, function: FunctionType, visited: set[int]) -> bool:
-    if name in function.__globals__:
-        return _is_plain(function.__globals__[name], visited)
-    return name in _BUILTINS
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:

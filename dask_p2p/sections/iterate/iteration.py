@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from dask.utils import funcname
 
 from dask_p2p.backends.base import SLOTS as STREAM_SLOTS
 from dask_p2p.backends.cupy import free_bytes
@@ -41,10 +42,13 @@ _SLABS = 8  # of a local block, at least: copies of one are concurrent with step
 _FIRST_SLABS, _MOST_SLABS = 32, 128  # of the first visit to a GPU, which is timed; of a later one
 _MOST_STEPS = 64  # of a visit
 _MOST_WHOLE_STEPS = 256  # of a visit of the whole local block
-#: Least ratio of a slab's rows to those of its halo on one side, with the most steps. The rows of a
-#: halo are computed twice. On two cores, 4096 x 4096 float64 by five points took 0.94 of the time
-#: in core with 12, and 1.05 with 4.
-_LEAST_RATIO: dict[Kind, int] = {"cupy": 4, "numpy": 12}
+#: Least ratio of a slab's rows to those of its halo on one side, with the most steps. Each slab
+#: needs memory for its halo, and the halos of a local block are computed twice. On two cores,
+#: 4096 x 4096 float64 by five points took 0.53 of the time in core with 6, and 0.60 with 12.
+_LEAST_RATIO: dict[Kind, int] = {"cupy": 2, "numpy": 6}
+_ACTIONS = "up", "run", "down"
+#: Seconds that a row took in each action in this process, by function and fields, for later runs.
+_row_times: dict[Hashable, list[float]] = {}
 
 
 @dataclass(frozen=True)
@@ -199,7 +203,8 @@ def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int, is_streamed: bool) ->
 class VisitPlan:
     """The number of steps of a visit, the rows of a slab, and the halos that they need.
 
-    A GPU's first visit is short. `choose` then finds the sizes by its times.
+    A GPU's first visit is short. `choose` then finds the sizes by its times, also those of later
+    runs of the same function in this process.
 
     Raises `InputError` if they do not fit the array, and `MemoryLimitError` if a GPU has too little
     memory.
@@ -227,9 +232,14 @@ class VisitPlan:
         pairs = [(length, width) for length, width in zip(shape, widths, strict=True) if width]
         longest = min((length // width for length, width in pairs), default=iteration.steps)
         steps = self._most_steps(iteration, rows, fitting_rows, longest)
-        agreed = ctx.allreduce(np.array([steps, fitting_rows, self.kind == "cupy", -rows]), "min")
+        names = tuple(funcname(phase.function) for phase in iteration.phases)
+        fields = tuple((spec.dtype.str, spec.depths) for spec in self._specs)
+        self._key = names, fields, shape, tuple(ctx.grid)
+        row_times = _row_times.get(self._key, [inf] * len(_ACTIONS))
+        figures = [steps, fitting_rows, self.kind == "cupy", -rows, *np.negative(row_times)]
+        agreed = ctx.allreduce(np.array(figures), "min")
         #: The number of steps of a visit, at first and at most.
-        self.steps, self._fitting_rows, is_on_gpus, least = map(int, agreed)
+        self.steps, self._fitting_rows, is_on_gpus, least = map(int, agreed[:4])
         self.most_steps, self._rows = self.steps, -least
         #: The fields with halos for all steps of a visit.
         self.specs = list(map(self._widened, self._specs))
@@ -246,17 +256,29 @@ class VisitPlan:
         self.is_timed = bool(is_on_gpus) and self.is_wide[0] and None in self._requested
         slabs = _FIRST_SLABS if self.is_timed else _SLABS if self.is_wide[0] else 1
         by_size = -(-rows // slabs)
+        #: Rows that a slab takes over from the previous one after each step: what steps read beyond
+        #: their own rows in levels that are 1, 2, ... steps old, and `depth` more at the first end.
+        self.strip_rows = max(
+            (age + 1) * self.depth[0] + max(depth[0])
+            for spec in self._specs
+            for age, depth in enumerate(spec.depths, 1)
+        )
         if self.is_wide[0]:
             by_size = min(by_size, max(most_rows, halo_rows))
         self.slab_rows = iteration.slab_rows or max(1, by_size)
-        if self.is_timed and iteration.steps_per_visit is None:
+        if self.is_timed and np.isfinite(agreed).all():
+            self.choose(-agreed[4:])
+        elif self.is_timed and iteration.steps_per_visit is None:
             self.steps = 1
 
-    def choose(self, row_s: Mapping[str, float]) -> None:
+    def choose(self, row_times: Sequence[float]) -> None:
         """Choose the sizes by the seconds that a row takes "up", in one step's "run", and "down".
 
         A visit takes as long as the slowest of the three for all slabs, and as the others for one.
         """
+        self.is_timed = False
+        _row_times[self._key] = [*row_times]
+        row_s = dict(zip(_ACTIONS, map(float, row_times), strict=True))
         requested_steps, requested_rows = self._requested
         doubled = (1 << number for number in range(self.most_steps.bit_length()))
         steps_of_visits = [self.steps] if requested_steps else [*doubled, self.most_steps]
@@ -265,10 +287,12 @@ class VisitPlan:
 
         def step_s(sizes: tuple[int, int]) -> float:
             steps, rows = sizes
-            slabs, halo_rows = -(-self._rows // rows), self.depth[0] * (steps - 1)
+            slabs, later_steps = -(-self._rows // rows), steps - 1
             up, down = (rows * row_s[action] for action in ("up", "down"))
-            run = steps * (rows + halo_rows) * row_s["run"]
-            return (up + (slabs - 1) * max(up, run, down) + run + down) / steps
+            run = (steps * rows + later_steps * self.strip_rows) * row_s["run"]
+            halo_rows = steps * later_steps * self.depth[0]  # at both ends of the local block
+            last = run + halo_rows * row_s["run"] + down
+            return (up + (slabs - 1) * max(up, run, down) + last) / steps
 
         pairs = sorted(product(map(int, steps_of_visits), rows_of_slabs))
         fitting = [(k, n) for k, n in pairs if n + 2 * k * self.depth[0] <= self._fitting_rows]
@@ -276,7 +300,9 @@ class VisitPlan:
             fitting or [(self.steps, self.slab_rows)], key=step_s
         )
         expected_ms = 1e3 * step_s(sizes)
-        logger.info("visits of %d steps to slabs of %d rows: %.3g ms a step", *sizes, expected_ms)
+        is_by_bus = max(row_s["up"], row_s["down"]) > sizes[0] * row_s["run"]
+        text = "visits of %d steps to slabs of %d rows: %.3g ms a step, as long as %s takes"
+        logger.info(text, *sizes, expected_ms, "the bus" if is_by_bus else "the function")
 
     def _most_steps(self, iteration: Iteration, rows: int, most_rows: int, longest: int) -> int:
         """Return the number of steps of a visit: the argument, or a number for thick slabs."""
@@ -286,7 +312,7 @@ class VisitPlan:
                 f"steps_per_visit: expected at most {longest}, as its halo is not longer than an "
                 f"axis, got {requested}. Give a smaller number."
             )
-        slab = min(most_rows, max(1, rows // _SLABS))
+        slab = min(most_rows // 2, max(1, rows // _SLABS))
         chosen = min(_MOST_STEPS, slab // max(1, _LEAST_RATIO[self.kind] * self.depth[0]))
         chosen = chosen if self.is_wide[0] else _MOST_WHOLE_STEPS
         return max(1, min(requested or chosen, longest, iteration.steps))

@@ -36,29 +36,17 @@ class LocalField:
 
     @property
     def newest(self) -> HaloArray:
-        """The newest level."""
         return self.levels[0]
 
     @property
     def layout(self) -> HaloLayout:
-        """Layout of all levels."""
         return self.newest.layout
 
     @property
     def next_level(self) -> HaloArray:
-        """Memory for the next level."""
         if self._next_level is None:
             self._next_level = HaloArray(self.layout)
         return self._next_level
-
-    def restoring(self) -> Callable[[], None]:
-        """Return a function that restores the present order of all memory."""
-        levels, next_level = self.levels, self.next_level
-
-        def restore() -> None:
-            self.levels, self._next_level = levels, next_level
-
-        return restore
 
     def rotate(self) -> None:
         """Make the filled memory the newest level, and reuse that of the oldest for the next."""
@@ -177,16 +165,15 @@ class LocalFields:
 
     @property
     def levels(self) -> list[HaloArray]:
-        """All levels of all fields."""
         return [level for field in self.fields.values() for level in field.levels]
 
     def restoring(self) -> Callable[[], None]:
         """Return a function that restores the present order of the memory of all fields."""
-        of_fields = [field.restoring() for field in self.fields.values()]
+        orders = [(field, field.levels, field.next_level) for field in self.fields.values()]
 
         def restore() -> None:
-            for restore_field in of_fields:
-                restore_field()
+            for field, levels, next_level in orders:
+                field.levels, field._next_level = levels, next_level
 
         return restore
 

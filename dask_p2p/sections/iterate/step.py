@@ -49,7 +49,6 @@ class Phase:
 
     @cached_property
     def fills_out(self) -> bool:
-        """True if the function fills a parameter named `out`."""
         return self.binding.fills_out
 
     @cached_property
@@ -157,7 +156,9 @@ def _check_numbers(values: Sequence[Any], has_until: bool) -> None:
                 f"array of shape {shape}. Give coupled fields by name, iterate(func, {{'u': u, "
                 f"'v': v}}, ...), and return {{'u': ..., 'v': ...}}."
             )
-        if value is not None and not _is_number(value):
+        kind = getattr(getattr(value, "dtype", None), "kind", "")
+        is_number = isinstance(value, (bool, int, float, complex)) or kind in set("biufc")
+        if value is not None and not is_number:
             raise BlockMismatchError(
                 f"expected numbers for until= from the function, got {type(value).__name__}. "
                 f"Return plain numbers, float(...)."
@@ -172,12 +173,6 @@ def _check_numbers(values: Sequence[Any], has_until: bool) -> None:
 
 def _ndim(value: Any) -> int:
     return int(getattr(value, "ndim", isinstance(value, (list, tuple))))
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, (bool, int, float, complex)):
-        return True
-    return getattr(getattr(value, "dtype", None), "kind", "") in set("biufc")
 
 
 def replace_block(
@@ -325,13 +320,3 @@ class Call:
         for box in boundary_parts:
             returned = self.apply(box)
         return returned
-
-    @property
-    def is_worth_hiding(self) -> bool:
-        """True if the interior should be computed while halos are in flight."""
-        return self.exchange is not None and self.exchange.is_worth_hiding
-
-    @property
-    def is_worth_hiding_in_graph(self) -> bool:
-        """The same for captured steps."""
-        return self.exchange is not None and self.exchange.is_worth_hiding_in_graph

@@ -1,16 +1,17 @@
 """Steps of `iterate` on fields that lie in host memory, and go through a GPU slab by slab.
 
 A *visit* makes several steps. It fills halos that are as wide as all of its steps need, and then
-takes the local block apart along the first axis. A slab goes to the GPU with its halo; each step
-leaves a region that is smaller by the depth. The slab is left after the last one::
+takes the local block apart along the first axis. A step of a slab reads `depth` rows beyond those
+that it makes. So each step ends `depth` rows before the last one, and the next slab goes on there::
 
-    rows      ---halo---|--------slab--------|---halo---
-    copied in ..........................................
-    step 1         ................................
-    step 2              ......................              copied out
+    rows      ---halo---|----slab 0----|----slab 1----|----slab 2----|---halo---
+    copied in .........................|..............|.........................
+    step 1         ................|..............|.........................
+    step 2              .......|..............|.........................           copied out
 
-Copies in, steps and copies out are concurrent, in three streams. Before the steps, rows that the
-next slab needs, too, are copied to it on the GPU. So each row goes in once and out once in a visit.
+No row between slabs is computed twice. The next slab also reads the last rows of a slab: those that
+were copied in, before the first step, and those of each result, which *strips* keep for it. Each
+row goes in once and out once in a visit, in three concurrent streams of copies and steps.
 Results go where the rows came from: fields need no second memory on the host. Without a GPU the
 function gets NumPy arrays, and slabs are small enough for a cache.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import pairwise, starmap
 from types import SimpleNamespace
 from typing import Any
 
@@ -117,6 +119,7 @@ class StreamedSteps:
         self._slots: _HostSlots | SlabSlots | None = None
         self._constants: dict[str, Any] | None = None  # arguments that are the same in each step
         self._parts = 0  # number of slabs of all visits so far
+        self._strips: dict[str, Array] = {}  # by name of field, for each step of a visit
         self._is_staged = False  # whether fields go through other memory, which is pinned
 
     def make(self, step: int, loop: Loop) -> int:
@@ -132,42 +135,40 @@ class StreamedSteps:
             finally:
                 slots.wait()  # no copy uses the fields' memory
         if self._plan.is_timed:
-            self._plan.is_timed = False
             self._choose_sizes(slots, count)
         self._is_stale = True
         return count
 
     def _choose_sizes(self, slots: Any, count: int) -> None:
         """Choose the sizes of later visits by the times of the first one; the same on all ranks."""
-        rows, actions = self._plan.slab_rows, ("up", "run", "down")
-        computed_rows = count * (rows + self._plan.depth[0] * (count - 1))
-        seconds = [slots.action_s(action) for action in actions]
-        per_row = np.array(seconds) / (rows, computed_rows, rows)
+        plan, self._plan.is_timed = self._plan, False
+        seconds = [slots.action_s(action) for action in ("up", "run", "down")]
+        per_row = np.array(seconds) / plan.slab_rows / (1, count, 1)
         slowest = self._ctx.allreduce(per_row, "max")
         if slowest.all():
-            self._plan.choose(dict(zip(actions, map(float, slowest), strict=True)))
+            plan.choose(slowest)
             self._slots, self._parts = None, 0
 
     def _visit(self, slots: _HostSlots | SlabSlots, step: int, count: int) -> None:
         """Queue the copies of all slabs, and make their steps."""
-        all_rows, slabs = self._slabs, list[list[_SlabField]]()
-        first, self._parts = self._parts, self._parts + len(all_rows)
-        for number in range(len(all_rows) + 1):
+        regions, slabs = self._regions(count), list[list[_SlabField]]()
+        first, self._parts = self._parts, self._parts + len(regions)
+        for number in range(len(regions) + 1):
             part = first + number
-            is_last = number == len(all_rows)
+            is_last = number == len(regions)
             # The slot has been copied out, of earlier visits as well.
             is_free = [("down", part - slots.count)] if part >= slots.count else []
             if not is_last:
-                slabs.append(self._slab_fields(all_rows[number], count))
+                slabs.append(self._slab_fields(number, regions[number]))
                 self._place(slots, part, slabs[-1])
             if number:
-                rows, slab_fields = all_rows[number - 1], slabs[number - 1]
+                boxes, slab_fields = regions[number - 1], slabs[number - 1]
                 with slots.action("run", part - 1, [("up", part - 1), *is_free]):
                     if not is_last:
                         self._share_rows(slab_fields, slabs[number])
-                    self._compute(step, count, rows, slab_fields)
+                    self._compute(step, boxes, slab_fields)
                 with slots.action("down", part - 1, [("run", part - 1)]):
-                    self._copy_out(slots, part - 1, rows, slab_fields)
+                    self._copy_out(slots, part - 1, boxes[-1][0], slab_fields)
             if not is_last:  # at the end, as threads may fill a slot before its copy
                 with slots.action("up", part, is_free):
                     self._copy_in(slots, part, *slabs[-2:])
@@ -200,14 +201,15 @@ class StreamedSteps:
             for level, next_level in zip(slab.levels, next_slab.levels, strict=True):
                 next_level[:count] = level[len(level) - count :]
 
-    @staticmethod
     def _copy_out(
-        slots: Any, part: int, rows: tuple[int, int], slab_fields: Sequence[_SlabField]
+        self, slots: Any, part: int, rows: tuple[int, int], slab_fields: Sequence[_SlabField]
     ) -> None:
+        start, stop = max(0, rows[0]), min(rows[1], self.block_box[0][1])
+        if start >= stop:
+            return
         for slab in (slab for slab in slab_fields if not slab.local.spec.is_constant):
-            start, stop = (row - slab.start for row in rows)
-            for host_rows, level in zip(slab.host_rows(*rows), slab.levels, strict=True):
-                slots.copy_out(part, host_rows, level[start:stop])
+            for host_rows, level in zip(slab.host_rows(start, stop), slab.levels, strict=True):
+                slots.copy_out(part, host_rows, level[start - slab.start : stop - slab.start])
 
     def current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update halos after a step; return a function of all values of some names."""
@@ -243,12 +245,13 @@ class StreamedSteps:
         """Return memory for slabs, thinner ones if the GPU has too little."""
         plan, warn = self._plan, partial(warn_once, _warn, "iterate")
         while True:
-            slabs = [self._slab_fields(rows, plan.steps) for rows in self._slabs]
+            slabs = list(starmap(self._slab_fields, enumerate(self._regions(plan.steps))))
             slot_bytes = max(map(_slot_bytes, slabs), default=0)
-            if self._device is HOST:
-                return _HostSlots(slot_bytes)
             count = min(SLOTS, max(1, len(slabs)))
             try:
+                self._strips = self._make_strips(plan.strip_rows if len(slabs) > 1 else 0)
+                if self._device is HOST:
+                    return _HostSlots(slot_bytes)
                 return SlabSlots(slot_bytes, count, warn, plan.is_timed, self._is_staged)
             except MemoryError as exc:
                 if plan.slab_rows == 1 or not plan.is_wide[0]:
@@ -258,6 +261,16 @@ class StreamedSteps:
                         f"a smaller slab_rows or steps_per_visit, or delete arrays on the GPU."
                     ) from exc
                 plan.slab_rows = -(-plan.slab_rows // 2)
+
+    def _make_strips(self, rows: int) -> dict[str, Array]:
+        """Return memory for the last rows of all fields after each step."""
+        strips = {}
+        for local in (local for local in self._fields if not local.spec.is_constant):
+            shape = self._plan.steps, rows, *local.levels[0].data.shape[1:]
+            strips[local.spec.name] = self._device.zeros(shape, local.spec.dtype)
+        if self._device is not HOST:  # the steps are in another stream
+            self._device.module.cuda.Stream.null.synchronize()
+        return strips
 
     def _prepare(self) -> None:
         """Set the arguments that are the same in each step, and pin the fields' memory."""
@@ -290,14 +303,27 @@ class StreamedSteps:
             return -_FAR, _FAR
         return -start, self._iteration.shape[axis] - start
 
-    def _region(self, rows: tuple[int, int], ahead: int) -> Box:
-        """Return the box that later steps read, or whose rows they make; `ahead` is their number.
+    def _regions(self, count: int) -> list[list[Box]]:
+        """Return, for each slab and step of a visit, the box that the step makes."""
+        (low, _), depth = self._limits(0), self._plan.depth[0]
+        regions: list[list[Box]] = [[] for _ in self._slabs]
+        for number in range(1, count + 1):
+            (start, stop), *across = self._block_region(count - number)
+            ends = [row - number * depth for row, _ in self._slabs[1:]]
+            # The first slab with `depth` rows from the start on makes all rows before its end.
+            ends = [end if end >= max(start, low + depth) else start for end in ends]
+            for boxes, rows in zip(regions, pairwise([start, *ends, stop]), strict=True):
+                boxes.append((rows, *across))
+        return regions
+
+    def _block_region(self, ahead: int) -> Box:
+        """Return the box that later steps read, or the local block; `ahead` is their number.
 
         It does not end where a step would read a part of its halo beyond an end of the array.
         """
         plan, region = self._plan, []
-        for axis, bounds in enumerate((rows, *self.block_box[1:])):
-            (start, stop), (low, high) = bounds, self._limits(axis)
+        for axis, (start, stop) in enumerate(self.block_box):
+            low, high = self._limits(axis)
             if plan.is_wide[axis]:
                 depth = plan.depth[axis]
                 start, stop = max(low, start - ahead * depth), min(high, stop + ahead * depth)
@@ -307,9 +333,14 @@ class StreamedSteps:
             region.append((start, stop))
         return tuple(region)
 
-    def _slab_fields(self, rows: tuple[int, int], count: int) -> list[_SlabField]:
+    def _slab_fields(self, number: int, regions: Sequence[Box]) -> list[_SlabField]:
         """Return the fields of a slab, with the rows that its steps need."""
-        (start, stop), (low, high) = self._region(rows, count)[0], self._limits(0)
+        (low, high), slabs = self._limits(0), self._slabs
+        depth = self._plan.depth[0] * self._plan.is_wide[0]
+        start = max(low, min(rows[0] for rows, *_ in regions) - depth)
+        stop = slabs[number][1]
+        if number == len(slabs) - 1:
+            stop = self._block_region(len(regions))[0][1]
         slab_fields = []
         for local in self._fields:
             (before, after), (first, last) = local.spec.widest[0], both_ends(local.spec.boundary[0])
@@ -318,17 +349,29 @@ class StreamedSteps:
             slab_fields.append(_SlabField(local, start - before, stop + after))
         return slab_fields
 
-    def _compute(
-        self, first: int, count: int, rows: tuple[int, int], slab_fields: Sequence[_SlabField]
-    ) -> None:
+    def _compute(self, first: int, regions: Sequence[Box], slab_fields: list[_SlabField]) -> None:
         fields = {slab.local.spec.name: slab for slab in slab_fields}
-        for number in range(count):
+        for number, region in enumerate(regions):
+            start, stop = region[0]
+            if start == stop:  # the next slab makes these rows, and those of later steps
+                break
             self._number.value = first + number
-            region = self._region(rows, count - 1 - number)
             for name in self._make_step(fields, region):
                 fields[name].rotate()
-                if number + 1 < count:
-                    self._fill_ends(fields[name], region)
+                if number + 1 < len(regions):
+                    self._complete(fields[name], region, number)
+
+    def _complete(self, slab: _SlabField, region: Box, number: int) -> None:
+        """Add the rows and ends beyond a result, and keep its last rows for the next slab.
+
+        The first slab gets old rows of a strip, which it does not read.
+        """
+        strip, level = self._strips[slab.local.spec.name][number], slab.levels[0]
+        start, stop = (row - slab.start for row in region[0])
+        before, last = min(len(strip), start), min(len(strip), stop)
+        level[start - before : start] = strip[len(strip) - before :]
+        self._fill_ends(slab, region)
+        strip[len(strip) - last :] = level[stop - last : stop]
 
     def _make_step(self, fields: Mapping[str, _SlabField], region: Box) -> list[str]:
         """Call the function for a region; return the names of the fields that it changes."""

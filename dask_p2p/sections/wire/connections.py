@@ -23,10 +23,10 @@ from dask_p2p import tuning
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer, Channel, Connection
-from dask_p2p.sections.wire.endpoint import TAKEN, Endpoint, RankAddress, Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.endpoint import TAKEN, RankAddress, Reach, host_of, uses_ucx
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage
 from dask_p2p.sections.wire.mailbox import Receive
-from dask_p2p.sections.wire.point_to_point import CurrentWait, PointToPoint, Polling
+from dask_p2p.sections.wire.point_to_point import PointToPoint
 from dask_p2p.sections.wire.streams import reserve_files
 from dask_p2p.transports.ucx_messenger import Messenger
 from dask_p2p.types import Array
@@ -39,27 +39,21 @@ class Connections(PointToPoint):
 
     #: True for the connections of a section's only rank, which has nothing to exchange.
     is_alone = False
+    rank_and_size: tuple[int, int]
 
-    def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
-        super().__init__()
-        self._connections: dict[int, Connection] = {}  # by rank
-        self._waiting = set[int]()  # ranks with messages of the current exchange in transit
-        self._current = CurrentWait(reach.timeout_s)
-        self._payloads: dict[int, memoryview] | None = None  # received so far; None: no exchange
+    def __init__(self, reach: Reach) -> None:
+        super().__init__(reach)
         self._background: threading.Thread | None = None
-        self._failure = ""  # text only: an exception would keep the frames of its traceback alive
         self._timeout_s = reach.timeout_s
-        self._endpoint = Endpoint(reach)
-        self._polling = Polling(self._endpoint.bell, reach.timeout_s)
         #: Attempt token and address of this rank, for others.
         self.token, self.endpoint = self._endpoint.token, self._endpoint.text
-        self._is_woken = self._is_finishing = False
+        self._is_finishing = False
         #: True if the ranks use UCX for large messages between hosts. It is the same on all ranks.
         self.use_ucx = False
 
     def start(self, rank: int, peers: Sequence[RankAddress]) -> None:
         """Begin an attempt, with the addresses and attempt tokens of all ranks."""
-        self._rank, self._peers = rank, peers
+        self._rank, self._peers, self.rank_and_size = rank, peers, (rank, len(peers))
         self._rank_by_token = {peer.token: rank for rank, peer in enumerate(peers)}
         self.hosts = [host_of(peer.endpoint) for peer in peers]
         has_cores = self.hosts.count(self.hosts[rank]) <= len(os.sched_getaffinity(0))
@@ -75,10 +69,6 @@ class Connections(PointToPoint):
 
     def _count_here(self) -> int:
         return sum(self._endpoint.is_here(peer.endpoint) for peer in self._peers)
-
-    @property
-    def rank_and_size(self) -> tuple[int, int]:
-        return self._rank, len(self._peers)
 
     def is_on_other_host(self, rank: int) -> bool:
         return host_of(self._peers[rank].endpoint) != host_of(self.endpoint)
@@ -366,15 +356,8 @@ class GroupConnections(Connections):
     ) -> None:
         self._parent, self._ranks, self._name = connections, [*ranks], name
         own_rank, _ = connections.rank_and_size
-        self._rank = self._ranks.index(own_rank)
-
-    @property
-    def is_alone(self) -> bool:  # type: ignore[override]
-        return len(self._ranks) == 1
-
-    @property
-    def rank_and_size(self) -> tuple[int, int]:
-        return self._rank, len(self._ranks)
+        self.rank_and_size = self._ranks.index(own_rank), len(self._ranks)
+        self.is_alone = len(self._ranks) == 1
 
     def is_on_other_host(self, rank: int) -> bool:
         return self._parent.is_on_other_host(self._ranks[rank])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -48,8 +48,6 @@ MOST_INLINE_BYTES = ROOM_BYTES
 _START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload size, label
 PART = struct.Struct("<QQ")  # address, size
 OFFER_BYTES = struct.Struct("<QQ")  # size of an offer, and zero: so that the rest is aligned
-#: A small message. Its tag, communicator and description, and the bytes of the value.
-SmallValue: TypeAlias = tuple[int, int, bytes, bytes]
 
 
 @dataclass
@@ -58,7 +56,7 @@ class SentMessage:
 
     buffers: Sequence[Any]  # its header, and the bytes that follow
     parts: Sequence[Any] = ()  # bytes of the value, which its receiver copies from here
-    lent: int = 0  # number of arrays among them that a `Lender` offers
+    lent: int = 0  # number of arrays among them that its sender offers
     end: int | None = None  # number of buffers that the connection has sent after this message
 
     @property
@@ -95,8 +93,8 @@ def is_inline(header: memoryview) -> bool:
     return kind == VALUE and not size_bytes
 
 
-def small_value(frame: bytes) -> SmallValue:
-    """Return the value in the bytes of a message."""
+def small_value(frame: bytes) -> tuple[int, int, bytes, bytes]:
+    """Return the tag, communicator, description and bytes of the value of a small message."""
     tag, size_bytes, _, communicator, length = _START.unpack_from(frame)
     if length > ROOM_BYTES:
         at = HEADER.size + aligned(length)

@@ -7,7 +7,8 @@ arrive. They are kept until the function receives them, in order.
 The messages share the sockets of the calls of all ranks. Each one has a header of the same size. A
 small value lies in the header. A large value of a rank on the same host is not sent: the header has
 its address, the receiver copies it from the sender's memory and acknowledges. Arrays in the memory
-of a GPU are lent in the same way, by a `Lender`.
+of a GPU are lent in the same way: a message has an *offer* in their place, and the receiver copies
+them or requests their bytes.
 """
 
 from __future__ import annotations
@@ -75,10 +76,6 @@ class Receive:
     arrival: Arrival | None = None  # the message, once its header is here
 
     @property
-    def has_begun(self) -> bool:
-        return self.arrival is not None
-
-    @property
     def is_complete(self) -> bool:
         return self.arrival is not None and self.arrival.is_complete
 
@@ -88,7 +85,7 @@ class Mailbox:
     """The messages of one connection."""
 
     rank: int = -1  # the peer
-    lender: Lender | None = None  # of this rank's arrays
+    lender: Any = None  # of this rank's arrays: a `MessageLender`, if they are in GPU memory
     arrived: deque[Arrival] = field(default_factory=deque)  # not received by the function yet
     receives: deque[Receive] = field(default_factory=deque)  # begun by the function, without header
     #: Sent by address, and not acknowledged yet.
@@ -188,12 +185,13 @@ class Mailbox:
         is_for_it = receive is not None and receive.description == arrival.description
         into = receive.lent_memory if receive is not None and is_for_it else None
         copies = None if self.lender is None else self.lender.bring(self.rank, offer, into)
-        if copies is None or self.lender is None:
+        if copies is None:
             arrival.data = None
             return None
         arrival.data, arrival.lent = payload[at + aligned(size_bytes) :], copies
         self.received_bytes += sum(array.nbytes for array in copies)
-        return self.lender.acknowledgement()
+        acknowledgement: bytes = self.lender.acknowledgement()
+        return acknowledgement
 
     def _read(self, frame: Frame, descriptor: Any) -> bytes | None:
         """Copy a value from the sender's memory; return the acknowledgement, None if unreadable."""

@@ -18,16 +18,9 @@ from typing import Any
 
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
-from dask_p2p.sections.wire.endpoint import Endpoint, is_lost
+from dask_p2p.sections.wire.endpoint import Endpoint, RankAddress, Reach, is_lost
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage, slots_message
-from dask_p2p.sections.wire.mailbox import (
-    HAS_ORDERED_STORES,
-    MOST_BYTES,
-    STORE_S,
-    Lender,
-    Receive,
-    Slots,
-)
+from dask_p2p.sections.wire.mailbox import HAS_ORDERED_STORES, MOST_BYTES, STORE_S, Receive, Slots
 from dask_p2p.sections.wire.streams import Bell, Stream
 from dask_p2p.transports.ucx_messenger import NAP_S
 from dask_p2p.types import Array
@@ -39,25 +32,25 @@ class PointToPoint(ABC):
     """The messages of one rank, over its connections."""
 
     _rank: int
-    _connections: dict[int, Connection]  # by rank
+    _peers: Sequence[RankAddress]
     _spin_s: float
-    _failure: str
-    _is_woken: bool
-    _endpoint: Endpoint
-    _polling: Polling
-    _current: CurrentWait
-    _waiting: set[int]
-    _peers: Sequence[Any]
-    _payloads: dict[int, memoryview] | None
 
-    def __init__(self) -> None:
+    def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
+        self._connections: dict[int, Connection] = {}  # by rank
+        self._waiting = set[int]()  # ranks with messages of the current exchange in transit
+        self._current = CurrentWait(reach.timeout_s)
+        self._payloads: dict[int, memoryview] | None = None  # received so far; None: no exchange
+        self._failure = ""  # text only: an exception would keep the frames of its traceback alive
+        self._is_woken = False
+        self._endpoint = Endpoint(reach)
+        self._polling = Polling(self._endpoint.bell, reach.timeout_s)
         self._sent = Counter[int]()  # number of messages, by rank
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
         self._asleep: list[Slots] = []  # those that peers may not fill, until a wait ends
         self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
-        #: Lends this rank's arrays in messages; None if their bytes are sent.
-        self.lender: Lender | None = None
+        #: Lends this rank's arrays in messages: a `MessageLender`. None: their bytes are sent.
+        self.lender: Any = None
 
     @abstractmethod
     def _meet(self, rank: int) -> Connection: ...
@@ -89,7 +82,8 @@ class PointToPoint(ABC):
         if self.lender is None:
             return None
         self.complete()  # from now on no other thread moves messages
-        return self.lender.offer(rank, arrays)
+        offer: bytes | None = self.lender.offer(rank, arrays)
+        return offer
 
     def send_message(self, rank: int, message: SentMessage) -> None:
         self.complete()
@@ -177,9 +171,9 @@ class PointToPoint(ABC):
         connection = self._connections[rank]
 
         def is_done() -> bool:
-            if not receive.has_begun and connection.call:
+            if receive.arrival is None and connection.call:
                 self._move(rank, connection)  # the rank may have sent it before that call
-                if not receive.has_begun:
+                if receive.arrival is None:
                     raise SectionError(
                         f"expected a message of rank {rank} for {call} of rank {self._rank}, but "
                         f"rank {rank} called {connection.call}. Let it send first, "
@@ -312,16 +306,12 @@ class Polling:
         if not polled and uses_channel:
             time.sleep(NAP_S)
         if not polled and time.monotonic() >= self._look_s:
-            self._check({rank: connections[rank] for rank in sockets.values()})
+            self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
+            for rank in sockets.values():
+                if is_lost(connections[rank].socket, self._timeout_s):
+                    raise LostConnectionError(rank, f"no answer for {self._timeout_s:g} s")
         self._bell.hush()
         return {*others, *(sockets[number] for number, _ in polled if number in sockets)}
-
-    def _check(self, connections: Mapping[int, Connection]) -> None:
-        """Raise `LostConnectionError` if a connection to another host is lost."""
-        self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
-        for rank, connection in connections.items():
-            if is_lost(connection.socket, self._timeout_s):
-                raise LostConnectionError(rank, f"no answer for {self._timeout_s:g} s")
 
 
 logger = logging.getLogger(__name__)

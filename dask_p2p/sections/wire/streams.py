@@ -35,7 +35,6 @@ class Bell:
             raise
 
     def fileno(self) -> int:
-        """Return the file descriptor that the thread polls."""
         return self._number
 
     def ring(self) -> None:

@@ -13,7 +13,7 @@ from dask_p2p.fusing.running.assembling import Assembling
 from dask_p2p.fusing.running.gang import ProgramContext
 from dask_p2p.fusing.running.messages import Messages
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.device import HostLending
+from dask_p2p.sections.exchange.device import Lending
 from dask_p2p.sections.exchange.regions import Reads
 from tests.fusing.support import check_blocks, run_programs
 from tests.sections.gangs import run_gang
@@ -51,7 +51,7 @@ def test_whole_values(reads_memory):
         reads = Reads(ctx.connections, reads_memory)
         reads.try_all()
         values = dict(VALUES) if ctx.rank == 0 else {}
-        assembling = Assembling([HostLending(ctx.connections, reads)])
+        assembling = Assembling([Lending(ctx.connections, reads)])
         Messages(ctx.connections, assembling).exchange(1, superstep[ctx.rank], values)
         return values
 
@@ -84,8 +84,8 @@ def reads(monkeypatch):
 
         return read
 
-    for original in (HostLending.read, HostLending.read_bytes):
-        monkeypatch.setattr(HostLending, original.__name__, late(original))
+    for original in (Lending.read, Lending.read_bytes):
+        monkeypatch.setattr(Lending, original.__name__, late(original))
     return counts
 
 

@@ -14,7 +14,7 @@ from dask_p2p.fusing.planning.sizes import AssembledBlock, AssembleStep, Regions
 from dask_p2p.fusing.running.assembling import Assembling, kept_plans
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
-from dask_p2p.sections.exchange.device import HOST_ARRAYS, HostLending
+from dask_p2p.sections.exchange.device import HOST_ARRAYS, Lending
 from tests.fusing.support import (
     check_blocks,
     graphs,
@@ -192,13 +192,13 @@ def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
 def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
     """Each once, and only into blocks that other ranks send regions of."""
     copied = []
-    original = HostLending.copy_pieces
+    original = Lending.copy_pieces
 
     def noted(self, into, array, pieces, axes):
         copied.append(len(pieces))
         original(self, into, array, pieces, axes)
 
-    monkeypatch.setattr(HostLending, "copy_pieces", noted)
+    monkeypatch.setattr(Lending, "copy_pieces", noted)
     assembling, (block, other_block, *_) = Assembling(), blocks_of(TRANSPOSE)
     sources = [np.full((2, 12), float(n)) for n in range(6)]
     steps = [

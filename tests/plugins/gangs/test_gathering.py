@@ -150,7 +150,7 @@ def test_ranks_stay_where_nothing_is_gained(case):
         looks.scheduler.tasks["x", 0].worker_restrictions = {"a"}
     if case == "has joined":
         looks.coordinator.join("x", 2, 0, "t", "a")
-    looks.after(10.0)
+    looks.after(9.0)
     assert looks.scheduler.moved == []
     assert not looks.scheduler.ended
 

@@ -48,7 +48,7 @@ def test_a_section_of_one_rank_runs_in_the_function_of_another(client, compute):
 
 
 def test_a_warning_names_the_section_whose_workers_an_inner_one_needs(monkeypatch):
-    monkeypatch.setattr("dask_p2p.plugins.gangs.scheduler.REMINDER_S", 0.5)
+    monkeypatch.setattr("dask_p2p.plugins.gangs.gathering.REMINDER_S", 0.5)
     with (
         dask.config.set({"p2p.sections.warn-after": "100 ms"}),
         warnings.catch_warnings(record=True) as records,

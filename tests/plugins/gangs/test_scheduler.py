@@ -11,7 +11,6 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.gangs.scheduler import (
     FORGET,
     Gangs,
-    Waiting,
 )
 from tests.clock import run_clocked
 from tests.sections.support import coordinator_of
@@ -209,9 +208,7 @@ def test_outputs_of_an_unknown_gang_are_released():
     assert running(main) == [("x", 1)]
 
 
-def test_a_gang_is_forgotten_with_its_last_task(monkeypatch):
-    forgotten = []
-    monkeypatch.setattr(Waiting, "forget", lambda waiting, gang: forgotten.append(gang))
+def test_a_gang_is_forgotten_with_its_last_task():
 
     async def main(scheduler, gangs):
         await join_all(gangs)
@@ -220,6 +217,5 @@ def test_a_gang_is_forgotten_with_its_last_task(monkeypatch):
             gangs.transition(("x", rank), "released", "forgotten")
             del scheduler.tasks["x", rank]
         assert coordinator_of(gangs).size("x") is None
-        assert forgotten == ["x"]  # another one of this name has not waited yet
 
     running(main)

@@ -12,8 +12,8 @@ import pytest
 
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
-from dask_p2p.plugins.gangs.coordinator import Coordinator
-from dask_p2p.plugins.gangs.scheduler import Waiting
+from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
+from dask_p2p.plugins.gangs.gathering import Gathering
 from tests.clock import run_clocked
 from tests.support import BOUND_S, in_process
 from tests.transports.loopback import true_later
@@ -52,8 +52,11 @@ class Scheduler:
         self.warnings.append(pickle.loads(event["message"]))
 
 
-def no_timer_is_left():
-    return not asyncio.get_running_loop().has_timers()
+def gathering_of(scheduler, coordinator, after_s):
+    """Return the object that checks the gang, by the time of the event loop."""
+    gathering = Gathering(scheduler, coordinator, after_s, asyncio.get_running_loop().time)
+    gathering.add([("x", COMMIT)])
+    return gathering
 
 
 def warnings_of(scheduler):
@@ -61,13 +64,11 @@ def warnings_of(scheduler):
 
     async def main():
         coordinator = Coordinator(8)
-        waiting = Waiting(scheduler, coordinator, AFTER_S)
+        gathering = gathering_of(scheduler, coordinator, AFTER_S)
         coordinator.join("x", len(scheduler.tasks), 0, "t0", "a")
-        waiting.watch("x")
-        waiting.watch("x")  # once for each rank that joins
-        await asyncio.sleep(1.5 * AFTER_S)
-        waiting.close()
-        assert no_timer_is_left()
+        await asyncio.sleep(2 * AFTER_S)
+        gathering.close()
+        assert not asyncio.get_running_loop().has_timers()
         return scheduler.warnings
 
     return run_clocked(main())
@@ -79,15 +80,13 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
 
     async def main():
         coordinator = Coordinator(8)
-        waiting = Waiting(scheduler, coordinator, 10 * AFTER_S)
+        gathering = gathering_of(scheduler, coordinator, 10 * AFTER_S)
         for token in range(40):
+            gathering.add([("x", COMMIT)])
             coordinator.join("x", 2, 0, str(token), "a")
-            waiting.watch("x")
             await asyncio.sleep(AFTER_S)
             coordinator.forget("x")
-            waiting.forget("x")
-        assert no_timer_is_left()
-        waiting.forget("x")
+            gathering.forget(("x", COMMIT))
 
     run_clocked(main())
     assert not scheduler.warnings
@@ -129,21 +128,20 @@ def test_the_first_ones_are_named():
 
 
 def test_the_warning_is_repeated_until_the_gang_begins(monkeypatch):
-    monkeypatch.setattr("dask_p2p.plugins.gangs.scheduler.REMINDER_S", AFTER_S)
+    monkeypatch.setattr("dask_p2p.plugins.gangs.gathering.REMINDER_S", AFTER_S)
     scheduler = Scheduler([task("processing"), task("queued")])
 
     async def main():
         coordinator = Coordinator(8)
-        waiting = Waiting(scheduler, coordinator, AFTER_S)
+        gathering = gathering_of(scheduler, coordinator, AFTER_S)
         coordinator.join("x", 2, 0, "t0", "a")
-        waiting.watch("x")
         while len(scheduler.warnings) < 3:
             await asyncio.sleep(AFTER_S)
         coordinator.join("x", 2, 1, "t1", "b")
         count = len(scheduler.warnings)
         await asyncio.sleep(5 * AFTER_S)
         assert len(scheduler.warnings) == count
-        assert no_timer_is_left()
+        gathering.close()
 
     run_clocked(main())
 
@@ -153,16 +151,17 @@ def test_a_gang_that_runs_in_time_causes_no_warning():
 
     async def main():
         coordinator = Coordinator(8)
-        waiting = Waiting(scheduler, coordinator, 10 * AFTER_S)
+        gathering = gathering_of(scheduler, coordinator, 10 * AFTER_S)
         coordinator.join("x", 2, 0, "t0", "a")
-        waiting.watch("x")
+        await asyncio.sleep(7 * AFTER_S)
         coordinator.join("x", 2, 1, "t1", "b")
         coordinator.drop("x", 0, "taken back")  # it has waited, but not since it ran
         coordinator.join("x", 2, 0, "again", "a")
-        await asyncio.sleep(15 * AFTER_S)
+        await asyncio.sleep(7 * AFTER_S)
         assert scheduler.warnings == []
-        await asyncio.sleep(20 * AFTER_S)
+        await asyncio.sleep(7 * AFTER_S)
         assert len(scheduler.warnings) == 1
+        gathering.close()
 
     run_clocked(main())
 

@@ -199,25 +199,31 @@ def test_fields_that_cannot_be_pinned(gpu, monkeypatch, sizes, refused):
 
 
 @pytest.mark.parametrize(
-    ("up_s", "run_s", "steps", "rows"),
+    ("columns", "up_s", "run_s", "steps", "rows"),
     [
-        (1e-3, 1e-6, {64}, {16}),  # a slow bus: long visits
-        (1e-6, 1e-3, {1}, {16}),  # a slow function: no step twice
-        (1e-4, 1e-5, {8, 16}, {64, 128}),  # thicker slabs make fewer steps twice
+        (7, 1e-3, 1e-6, {64}, {16}),  # a slow bus: long visits
+        (8, 1e-6, 1e-3, {1}, {16}),  # a slow function: no step twice
+        (9, 1e-4, 1e-5, {64}, {128}),  # thicker slabs copy fewer strips
     ],
 )
-def test_sizes_by_the_times_of_the_first_visit(gpu, up_s, run_s, steps, rows):
-    x = da.zeros((4096, 8), chunks=(2048, 8))
+def test_sizes_by_the_times_of_the_first_visit(gpu, columns, up_s, run_s, steps, rows):
+    x = da.zeros((4096, columns), chunks=(2048, columns))
     task = rank_tasks(streamed(kernel(gpu, star), x, 1, 100, ranks=2))[0]
 
     def sizes(ctx):
         plan = VisitPlan(task.body.function, ctx)
         assert (plan.steps, plan.is_timed) == (1, True)
-        plan.choose({"up": up_s, "run": run_s, "down": up_s})
+        plan.choose([up_s, run_s, up_s])
+        return plan.steps, plan.slab_rows
+
+    def sizes_of_later_run(ctx):
+        plan = VisitPlan(task.body.function, ctx)
+        assert not plan.is_timed
         return plan.steps, plan.slab_rows
 
     first, second = run_gang(task.args[2], sizes)
     assert first == second
+    assert run_gang(task.args[2], sizes_of_later_run) == [first, second]
     assert first[0] in steps
     assert first[1] in rows
 

@@ -147,7 +147,12 @@ class CheckpointFiles:
         def create() -> None:
             with self._explain_errors(folder):
                 self._check_run()
-                self._clear(step)
+                if folder.exists() and not self._has_mark(step):
+                    raise FileError(
+                        f"expected no folder at {folder}, got one that dask_p2p has not written. "
+                        f"Move it, or give another path."
+                    )
+                self._remove(step, last=False)
                 dtypes = (value.array.dtype for value in values.values())
                 group = create_group(folder, dtypes, _ATTRIBUTES)
                 create_arrays(group, self._shapes(values), self._values.chunks)
@@ -360,15 +365,6 @@ class CheckpointFiles:
         older = [step for step in steps if step <= newest]
         for step in {*steps} - {*older[-self._spec.keep :]}:
             self._remove(step)
-
-    def _clear(self, step: int) -> None:
-        """Make a place for a checkpoint. Raises `FileError` if a user's folder is there."""
-        if self._step_folder(step).exists() and not self._has_mark(step):
-            raise FileError(
-                f"expected no folder at {self._step_folder(step)}, got one that dask_p2p has not "
-                f"written. Move it, or give another path."
-            )
-        self._remove(step, last=False)
 
     def _remove(self, step: int, last: bool = True) -> None:
         """Remove a checkpoint; in each moment a file shows that this package wrote it."""

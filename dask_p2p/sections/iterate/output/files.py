@@ -134,7 +134,6 @@ class StateValues:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Chunks of the arrays in a store."""
         return store_chunks(self.grid.chunks)
 
     def _is_divided(self, leaf: Leaf) -> bool:
@@ -202,14 +201,12 @@ class Parts:
         self.fingerprint = np.uint64(0)
 
     def write(self, group: Any, name: str, block: Array, box: Box) -> None:
-        """Write a part of an array."""
         array = open_array(group, name)
         if block.size:
             array[box_slices(box)] = block
         self._add(array, name, block, box)
 
     def create(self, group: Any, name: str, values: Array) -> None:
-        """Create an array with some values."""
         self._add(group.create_array(name, data=values, config=CONFIG), name, values)
 
     def read(self, group: Any, name: str, box: Box | None = None, counts: bool = True) -> Array:
@@ -334,8 +331,10 @@ class Descriptions:
                 for name, method in sorted(vars(value).items()):
                     if isinstance(method, FunctionType) and name not in _MAKE_OR_COMPARE:
                         yield f"{name} {self(method)}"
-        elif (function := _compiled_from(value)) is not None:
-            yield self(function)
+        elif getattr(value, "py_func", None):  # compiled by Numba
+            yield self(value.py_func)
+        elif getattr(value, "__wrapped__", None):  # compiled by JAX, or with a cache
+            yield self(value.__wrapped__)
         else:
             reduced = value.__reduce_ex__(4)
             if isinstance(reduced, str):
@@ -387,8 +386,3 @@ def _global_names(code: CodeType) -> set[str]:
     }
     inner = (value for value in code.co_consts if isinstance(value, CodeType))
     return names.union(*map(_global_names, inner))
-
-
-def _compiled_from(value: Any) -> Any:
-    """Return the Python function of one that Numba or JAX has compiled, or that has a cache."""
-    return getattr(value, "py_func", None) or getattr(value, "__wrapped__", None)

@@ -14,7 +14,7 @@ import numpy as np
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_shape
 from dask_p2p.sections.api.outputs import shape_of
-from dask_p2p.sections.comparison import Comparison, PositionWatch, watch_positions
+from dask_p2p.sections.comparison import Comparison, Watch, watch_positions
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, SavedValue
 from dask_p2p.sections.gang.checkpoints import Period
@@ -269,12 +269,13 @@ class Frames:
         arguments: Arguments,
         copies: tuple[Any, ...],  # of its function and keywords
         box: Box,
-        watch: PositionWatch | None = None,
+        watch: Watch | None = None,
     ) -> list[Array]:
         """Call a function, of a computed field or its copy, for a box of the local block."""
         function, keywords = copies
         values = {**arguments(field.binding, box), **keywords}
-        bound = field.binding.bind(function, watch_positions(values, watch))
+        watched = values if watch is None else watch_positions(values, watch)
+        bound = field.binding.bind(function, watched)
         value: Any = self._readers[field.name](bound)
         part, box_lengths = self._first.parts(box)[0], box_shape(box)
         shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))

@@ -93,9 +93,8 @@ def create_arrays(
     version = group.metadata.zarr_format
     for name, (shape, dtype) in shapes.items():
         chunk_shape = (*(1 for _ in along), *chunks) if shape else along
-        options = {"chunks": chunk_shape, "config": CONFIG, "compressors": make_compressor(version)}
+        options = {"chunks": chunk_shape, "config": CONFIG, **_codecs(version, frames is not None)}
         options |= named_axes(version, dims[name]) if dims else {}
-        options |= {} if frames is None else checksum(version, options["compressors"])
         if frames is not None and dtype.kind in "fc":
             options["fill_value"] = np.nan  # of frames that are not written
         try:
@@ -187,7 +186,6 @@ class Folder:
 
     @property
     def name(self) -> str:
-        """The last part of the path."""
         return self.path.rstrip("/").rpartition("/")[2]
 
     @cached_property
@@ -211,7 +209,6 @@ class Folder:
             self.store.sync()
 
     def exists(self) -> bool:
-        """Return whether there is such a folder or file."""
         self._files.invalidate_cache()
         return bool(self._files.exists(self._root))
 
@@ -234,7 +231,6 @@ class Folder:
         self._files.makedirs(self._root, exist_ok=True)
 
     def read(self) -> bytes:
-        """Return the contents of the file."""
         contents: bytes = self._files.cat_file(self._root)
         return contents
 
@@ -251,7 +247,6 @@ class Folder:
         _sync_path(os.path.dirname(self._root))
 
     def touch(self) -> None:
-        """Create an empty file of this name."""
         self._files.touch(self._root)
 
     def remove(self) -> None:
@@ -402,29 +397,21 @@ def zarr_format(dtypes: Iterable[DType]) -> int:
     return 3 if all(dtype.kind in "biufc" and dtype.isnative for dtype in dtypes) else 2
 
 
-def make_compressor(version: int) -> Any:
-    """Return a compressor for arrays that a program writes while it computes.
+def _codecs(version: int, has_checksums: bool) -> dict[str, Any]:
+    """Return the codecs of arrays that a program writes while it computes.
 
-    It takes a quarter of the time of Zarr's default, and fields of floats become smaller.
+    Compression takes a quarter of the time of Zarr's default, and fields of floats become smaller.
+    Each reader compares the checksums of chunks.
     """
     if version == 2:
-        from numcodecs import Blosc
+        from numcodecs import CRC32C, Blosc
 
-        return Blosc(cname="lz4", clevel=1, shuffle=Blosc.SHUFFLE)
-    from zarr.codecs import BloscCodec
+        compressor = Blosc(cname="lz4", clevel=1, shuffle=Blosc.SHUFFLE)
+        return {"compressors": compressor} | ({"filters": [CRC32C()]} if has_checksums else {})
+    from zarr.codecs import BloscCodec, Crc32cCodec
 
-    return BloscCodec(cname="lz4", clevel=1, shuffle="shuffle")
-
-
-def checksum(version: int, compressor: Any) -> dict[str, Any]:
-    """Return the keywords of an array whose chunks have checksums, which each reader compares."""
-    if version == 2:
-        from numcodecs import CRC32C
-
-        return {"filters": [CRC32C()]}
-    from zarr.codecs import Crc32cCodec
-
-    return {"compressors": [compressor, Crc32cCodec()]}
+    codec = BloscCodec(cname="lz4", clevel=1, shuffle="shuffle")
+    return {"compressors": [codec, Crc32cCodec()] if has_checksums else codec}
 
 
 def store_chunks(chunks: Chunks) -> tuple[int, ...]:

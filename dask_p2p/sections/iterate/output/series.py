@@ -82,7 +82,6 @@ class SeriesSpec:
     is_same: bool = False  # whether all ranks have the same value
 
     def count(self, steps: int) -> int:
-        """Return the number of values of a number of steps."""
         return steps // self.record.every
 
     def unset(self, count: int) -> Array:
@@ -93,7 +92,6 @@ class SeriesSpec:
         return np.broadcast_to(fill, (count, *record.shape))
 
     def size_bytes(self, steps: int) -> int:
-        """Return the size of the series of a number of steps."""
         return int(self.unset(self.count(steps)).nbytes)
 
 
@@ -153,7 +151,6 @@ class Series:
 
     @property
     def names(self) -> set[str]:
-        """Names of all values that the functions read."""
         return set().union(*(spec.binding.names for spec in self._specs))
 
     @property

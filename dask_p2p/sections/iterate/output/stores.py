@@ -213,7 +213,7 @@ def checked_stores(
     """
     saves = list(save) if isinstance(save, Iterable) else [save]
     if not saves and checkpoint is None:
-        return NO_STORES
+        return StoreSpecs()
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
     for store in saves:
@@ -297,7 +297,6 @@ class FramesSpec:
         return count * sum(sizes)
 
     def slices(self, ndim: int) -> tuple[slice, ...]:
-        """Return the slice of each axis."""
         return self.region or (slice(None),) * ndim
 
 
@@ -309,17 +308,10 @@ class StoreSpecs:
     checkpoint: Checkpoint | None = None
     chunks: tuple[int, ...] = ()  # of the arrays of checkpoints
 
-    def __bool__(self) -> bool:
-        return bool(self.frames) or self.checkpoint is not None
-
     @property
     def names(self) -> set[str]:
-        """Names of all values that the functions read."""
         computed = [field for frames in self.frames for field in frames.computed]
         return set().union(*(field.binding.names for field in computed))
-
-
-NO_STORES = StoreSpecs()
 
 
 def checked_frames(
