@@ -130,10 +130,12 @@ def test_lines_have_ends(path):
 
 def test_another_tag_is_refused():
     def tagged(ctx):
-        if ctx.rank == 0:
-            ctx.send(1, 1, tag=5)
-        else:
-            ctx.recv(0)
+        out = np.zeros(3)  # that the message before has filled
+        for tag in (5, 5, 0):
+            if ctx.rank == 0:
+                ctx.send(out, 1, tag=5)
+            else:
+                ctx.recv(0, tag, out=out)
 
     with pytest.raises(
         SectionError,
