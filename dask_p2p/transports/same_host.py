@@ -344,7 +344,7 @@ class SameHostReading(Reading):
                 requests = self.requests[number:][:_MOST_PUBLISHED]
                 reply = ask_and_wait(
                     transport.worker, request.holder, transport.publish_op, timeout_s, about,
-                    blocks=[(other.key, other.shape) for other in requests],
+                    blocks=[(block.key, block.shape) for block in requests],
                 )  # fmt: skip
                 check_reply(reply, request.holder, request)
         except OSError as exc:

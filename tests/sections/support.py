@@ -20,7 +20,7 @@ def coordinator_of(gangs):
 def gangs_on(dask_scheduler):
     """Return the part of the scheduler's plugin that runs gangs; None without the plugin."""
     plugin = dask_scheduler.plugins.get(PLUGIN_NAME)
-    return plugin and plugin._gangs
+    return plugin and plugin.gangs
 
 
 def ranks_of(dask_worker):

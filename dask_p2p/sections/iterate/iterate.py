@@ -194,9 +194,9 @@ def iterate(
         constants with one value for each element are `dask_p2p.Field`.
     steps_per_visit : int, optional
         Number of steps of a visit: halos are exchanged once for all of them, and are as many times
-        as wide. By default as memory allows, up to 16.
+        as wide. By default the fastest number up to 64, by the times of a first visit.
     slab_rows : int, optional
-        Number of rows of a slab. By default as memory allows.
+        Number of rows of a slab. By default the fastest one.
     **kwargs
         Keywords for `func`, passed unchanged. Use `functools.partial` for a keyword that `iterate`
         has too.

@@ -66,11 +66,11 @@ class _SlabField:
     start: int  # the first row in them; 0 is the first row of the local block
     stop: int
     levels: list[Array] = field(default_factory=list)
-    spare: Any = None  # memory for the next level
+    next_level: Any = None  # memory that the next step fills
 
     def rotate(self) -> None:
         """Make the filled memory the newest level."""
-        self.levels, self.spare = [self.spare, *self.levels[:-1]], self.levels[-1]
+        self.levels, self.next_level = [self.next_level, *self.levels[:-1]], self.levels[-1]
 
     @cached_property
     def _offsets(self) -> list[int]:
@@ -183,7 +183,7 @@ class StreamedSteps:
                 slab.levels.append(slots.array(part, index, rows))
                 index += _aligned(rows.nbytes)
             if not slab.local.spec.is_constant:
-                slab.spare = slab.levels.pop()
+                slab.next_level = slab.levels.pop()
 
     @staticmethod
     def _copy_in(slots: Any, part: int, *slabs: Sequence[_SlabField]) -> None:
@@ -386,7 +386,7 @@ class StreamedSteps:
                 pairs_of_axes = zip(region, boxes[0], strict=True)
                 inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in pairs_of_axes)
                 parts[name] = HaloPart(data[0], inner, ())
-                outs[name] = slab.view(slab.spare, region)
+                outs[name] = slab.view(slab.next_level, region)
         if not self._is_checked:
             self._is_checked = True
             return check_call(phase, self._device, values, parts, outs)
