@@ -130,12 +130,13 @@ def test_lines_have_ends(path):
 
 def test_another_tag_is_refused():
     def tagged(ctx):
-        out = np.zeros(3)  # that the message before has filled
-        for tag in (5, 5, 0):
-            if ctx.rank == 0:
-                ctx.send(out, 1, tag=5)
-            else:
-                ctx.recv(0, tag, out=out)
+        out, other = np.zeros(3), 1 - ctx.rank
+        for _ in range(3):
+            ctx.sendrecv(np.ones(3), other, other, tag=5, out=out)
+        if ctx.rank == 0:
+            ctx.send(out, 1, tag=5)
+        else:
+            ctx.recv(0, out=out)  # filled by the message before, too
 
     with pytest.raises(
         SectionError,
