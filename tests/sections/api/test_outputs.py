@@ -146,21 +146,12 @@ def array():
     return da.from_array(X, chunks=(4, 6))
 
 
-def in_metres(x):
-    return x * pint.get_application_registry().m
-
-
 UNITS = {
     "astropy": lambda x: np.asarray(x).view(Quantity),
-    "pint": in_metres,
+    "pint": lambda x: x * pint.get_application_registry().m,
     "masked": lambda x: np.ma.masked_array(x, np.zeros(np.shape(x), bool)),
     "matrix": lambda x: np.atleast_2d(x).view(np.matrix),
 }
-
-
-def stored(path, unit):
-    save = Save(path / "frames.zarr", every=1, compute={"c": lambda u: unit(u)})
-    return iterate(lambda u: {"u": u}, {"u": array()}, 0, 2, save=save)["u"]
 
 
 def on_gpu(unit, **options):
@@ -227,8 +218,9 @@ def test_numbers_in_arguments(unit):
 @pytest.mark.parametrize("unit", UNITS)
 def test_computed_fields_and_coordinates(unit, tmp_path):
     pytest.importorskip("zarr")
+    save = Save(tmp_path / "frames.zarr", every=1, compute={"c": UNITS[unit]})
     with pytest.raises(UnsupportedArrayError, match=r"compute\['c'\]: .* would be lost"):
-        stored(tmp_path, UNITS[unit]).compute(scheduler="sync")
+        named(lambda u: {"u": u}, save=save)["u"].compute(scheduler="sync")
     coords = {"y": UNITS[unit](np.arange(4.0))}
     with pytest.raises(UnsupportedArrayError, match=r"coords\['y'\]: .* would be lost"):
         iterate(lambda u: {"u": u}, {"u": array()}, 0, 2, save=Save(tmp_path, 1, coords=coords))

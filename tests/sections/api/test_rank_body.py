@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import PerRank, Record, Save, iterate, spmd
-from dask_p2p.errors import P2PWarning, UnsupportedArrayError
+from dask_p2p.errors import P2PWarning
 from tests.support import own_client
 
 X = np.arange(32.0).reshape(8, 4)
@@ -82,7 +82,32 @@ def two_functions():
     return iterate(function, {"u": array()}, 1, 3, **options)["n"] / [1, 2, 3]
 
 
-PROGRAMS = [closure, scratch, record, boundary, two_functions]
+class NoCopy:
+    """As a lock, it can be sent to a rank, but not be copied there."""
+
+    was_sent = False
+
+    def __getstate__(self):
+        if self.was_sent:
+            raise TypeError("cannot be pickled")
+        return {"was_sent": True}
+
+    def __deepcopy__(self, memo):
+        raise TypeError("cannot be copied")
+
+
+def arguments():
+    def count(ctx, x, log, module, lock):
+        assert module is np
+        log.append(ctx.rank)
+        ctx.barrier()
+        return len(log)
+
+    options = {"ranks": RANKS, "outputs": PerRank(0.0)}
+    return spmd(count, array(), log=[], module=np, lock=NoCopy(), **options)
+
+
+PROGRAMS = [closure, scratch, record, boundary, two_functions, arguments]
 
 
 @pytest.fixture(scope="module")
@@ -106,18 +131,6 @@ def test_ranks_of_one_process_share_no_functions_of_computed_fields(in_process, 
     # The first call, before all steps, is for the dtype.
     frames = np.broadcast_to(np.array([2, 3, 4])[:, None, None], (3, 8, 4))
     np.testing.assert_array_equal(zarr.open(tmp_path)["n"][:], frames)
-
-
-@pytest.mark.parametrize("block", [3.0, None, [[1.0] * 4] * 2])
-def test_blocks_that_are_no_arrays_are_named(block):
-    x = array().map_blocks(lambda _: block, dtype=float, meta=np.empty((0, 0)))
-    for y in (
-        spmd(lambda ctx, x: x, x, ranks=1),
-        iterate(lambda u: u, x, 0, 1, ranks=1),
-        iterate(lambda u, c: u + c, array(), 0, 1, constants=(x,), ranks=1),
-    ):
-        with pytest.raises(UnsupportedArrayError, match=f"got builtins.{type(block).__name__}"):
-            y.compute(scheduler="sync")
 
 
 def steps_of(ctx, x):

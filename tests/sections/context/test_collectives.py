@@ -118,7 +118,6 @@ def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeyp
         lambda ctx: ctx.allreduce(np.zeros(200_000 + ctx.rank)),
         lambda ctx: ctx.allreduce(np.zeros(200_000 if ctx.rank else 2)),
         lambda ctx: ctx.allreduce((1, 2) if ctx.rank else (1, 2.0)),
-        lambda ctx: ctx.gather(np.zeros(2 + ctx.rank)),
         lambda ctx: ctx.reduce(1, root=ctx.rank),
         lambda ctx: ctx.alltoall([1, 2]) if ctx.rank else ctx.allreduce(1),
         lambda ctx: ctx.scatter([1, 2]) if ctx.rank else ctx.bcast(1),

@@ -29,16 +29,6 @@ def constants(ctx, x):
     return s.x
 
 
-def numbers(ctx, x):
-    s = ctx.state(x=x, t=0.5, n=0, z=np.float32(0), flags=(False, 1j))
-    for step in ctx.steps(STEPS, s, every=1):
-        assert (s.t, s.n, s.z, s.flags) == (0.5 + step, step, step, (step % 2 == 1, 1j + step))
-        assert [type(number) for number in (s.t, s.n, s.z)] == [float, int, np.float32]
-        s.x, s.t, s.n, s.z = s.x + 1, s.t + 1, s.n + 1, s.z + np.float32(1)
-        s.flags = (not s.flags[0], s.flags[1] + 1)
-    return s.x
-
-
 def other_shapes(ctx, x):
     """Particles that come and go."""
     s = ctx.state(x=x, some=np.zeros((1, 2), "f4"))
@@ -60,13 +50,40 @@ def dicts(ctx, x):
     return s.fields["u"]
 
 
+def values_after(step):
+    """Return values of all kinds, each time in other places."""
+    values = [
+        *(np.arange(6.0).reshape(2, 3), np.arange(6).reshape(2, 3).T[::-1], np.array(3.5)),
+        *(np.zeros(3, [("a", "i4"), ("b", ">f8", 2)]), np.array(["2020-01-01"], "M8[D]")),
+        *(np.arange(3, dtype=">i2"), "abc" == "abd", 2**62, 0.5, 1j, np.complex64(3 + 1j)),
+    ]
+    return values[step % len(values) :] + values[: step % len(values)]
+
+
+def all_kinds(ctx, x):
+    s = ctx.state(x=x, values=values_after(0))
+    for step in ctx.steps(STEPS, s, every=1):
+        for value, expected in zip(s.values, values_after(step), strict=True):
+            assert type(value) is type(expected)
+            assert np.array_equal(value, expected)
+            assert np.asarray(value).dtype == np.asarray(expected).dtype
+        s.x, s.values = s.x + 1, values_after(step + 1)
+    return s.x
+
+
+KINDS = [np.random.PCG64, np.random.PCG64DXSM, np.random.MT19937, np.random.Philox, np.random.SFC64]
+
+
 def random_numbers(ctx, x):
-    s, generator = ctx.state(x=x, draw=np.random.default_rng(3)), np.random.default_rng(3)
-    generator.normal(size=STEPS)
-    for _ in ctx.steps(STEPS, s, every=1):
-        s.x = s.x + s.draw.normal()
-    assert s.draw.normal() == generator.normal()
-    return x + STEPS
+    """Three numbers leave half of a word."""
+    generators = [np.random.Generator(kind(3)) for kind in KINDS]
+    draws = [[g.integers(9, size=3, dtype=np.int32) for _ in range(STEPS)] for g in generators]
+    s = ctx.state(x=x, generators=[np.random.Generator(kind(3)) for kind in KINDS])
+    for step in ctx.steps(STEPS, s, every=1):
+        for generator, numbers in zip(s.generators, draws, strict=True):
+            assert np.array_equal(generator.integers(9, size=3, dtype=np.int32), numbers[step])
+        s.x = s.x + 1
+    return s.x
 
 
 def halo_arrays(ctx, x):
@@ -98,16 +115,9 @@ def of_a_function(ctx, x):
 
 
 RIGHT = [
-    *(in_place_by_another_name, constants, numbers, other_shapes),
-    *(dicts, random_numbers, halo_arrays, without_end, of_a_function),
+    *(in_place_by_another_name, constants, other_shapes),
+    *(dicts, all_kinds, random_numbers, halo_arrays, without_end, of_a_function),
 ]
-
-
-def copy_worked_on(ctx, x):
-    s = ctx.state(x=x)
-    for _ in ctx.steps(STEPS, s, every=1):
-        x += 1
-    return x
 
 
 def argument_worked_on(ctx, x):
@@ -115,16 +125,6 @@ def argument_worked_on(ctx, x):
     for _ in ctx.steps(STEPS, s, every=1):
         x = x + 1
     return x
-
-
-def number_not_used(ctx, x):
-    s = ctx.state(x=x, n=0)
-    n = s.n
-    for _ in ctx.steps(STEPS, s, every=1):
-        s.x = s.x + 1
-        n += 1
-    assert n == STEPS
-    return s.x
 
 
 def number_of_the_loop(ctx, x):
@@ -135,7 +135,7 @@ def number_of_the_loop(ctx, x):
     return s.x
 
 
-AT_THE_START = [constants, copy_worked_on, argument_worked_on, number_not_used, number_of_the_loop]
+AT_THE_START = [constants, argument_worked_on, number_of_the_loop]
 
 
 def attempts(size):
@@ -209,6 +209,37 @@ def test_a_step_returns_nothing(alone):
         alone.loop(lambda s: s.u + 1, 3, u=np.zeros(3))
 
 
+@pytest.mark.parametrize(
+    ("value", "received"),
+    [
+        ("text", "str as u"),
+        (None, "NoneType as u"),
+        ([np.zeros(2), {"a": b"bytes"}], r"bytes as u\[1\]\['a'\]"),
+        (np.array([None]), "ndarray as u"),
+        (2**70, f"{2**70} as u"),
+        (np.random.RandomState(3), "RandomState as u"),
+    ],
+)
+def test_other_values_are_refused(alone, value, received):
+    with pytest.raises(InputError, match=f"numbers of 64 bits, .* got {received}"):
+        alone.state(u=value)
+    s = alone.state(u=0)
+    steps = alone.steps(3, s)
+    next(steps)
+    s.u = value
+    with pytest.raises(InputError, match="state: expected"):
+        next(steps)
+
+
+def test_values_keep_their_names(alone):
+    s = alone.state(u=np.zeros(3))
+    steps = alone.steps(3, s)
+    next(steps)
+    s.v = 3
+    with pytest.raises(InputError, match=r"values that ctx\.state got, \['u'\], got \['u', 'v'\]"):
+        next(steps)
+
+
 # --- variables that a loop carries from step to step, next to its state
 
 
@@ -271,18 +302,11 @@ def inner_loop(ctx, s):
         s.u = s.u + total + sum([number for number in range(2)])  # noqa: C416
 
 
-def attribute(ctx, s):
-    for _ in ctx.steps(3, s):
-        s.t += 0.5
-        s.u = s.u + s.t
-
-
 @pytest.mark.parametrize(
     ("function", "names"),
     [
         *((time, ["t"]), (previous, ["scale", "before"]), (closing, ["t"]), (residual, [])),
-        (swapped, ["u", "v"]),
-        *((views_of_the_state, []), (inner_loop, []), (attribute, [])),
+        *((swapped, ["u", "v"]), (views_of_the_state, []), (inner_loop, [])),
     ],
 )
 def test_values_that_a_loop_carries_are_named(alone, function, names, own_log):

@@ -101,34 +101,6 @@ def to_columns(ctx):
     assert np.array_equal(columns, X[box_slices(ctx.box_of((1,)))])
 
 
-def bytes_sent(monkeypatch):
-    """Record the messages of redistributions; return the list of their sizes in bytes."""
-    begin, sent = Connections.begin, []
-
-    def counting(connections, call, sends, receives, in_background=False):
-        if call.endswith("float64"):
-            sent.extend(map(len, sends.values()))
-        return begin(connections, call, sends, receives, in_background)
-
-    monkeypatch.setattr(Connections, "begin", counting)
-    return sent
-
-
-def test_large_parts_are_read(monkeypatch):
-    """And they count as received bytes."""
-
-    def counted(ctx):
-        before = connections_of(ctx).received
-        to_columns(ctx)
-        (_, count, _), *_ = connections_of(ctx).received
-        assert not before
-        assert count > 256 * 256 * 8
-
-    sent = bytes_sent(monkeypatch)
-    run_gang(SLABS, counted)
-    assert sent == [0, 0]
-
-
 def test_contiguous_memory_is_read_by_threads():
     """Half a row, which has more than two pieces of a thread and a short last one."""
     x = np.arange(2 * 2 * 9_000_003, dtype="u4").reshape(2, -1)
@@ -141,15 +113,31 @@ def test_contiguous_memory_is_read_by_threads():
     run_gang(ranks, halves)
 
 
-def test_ranks_that_cannot_read_get_messages(monkeypatch):
+def test_only_ranks_that_cannot_read_get_messages(monkeypatch):
     """The process of that number is another one, an option forbids reads, or hosts differ."""
+
+    begin, sent = Connections.begin, []  # sizes of messages in bytes
+
+    def counting(connections, call, sends, receives, in_background=False):
+        if call.endswith("float64"):
+            sent.extend(map(len, sends.values()))
+        return begin(connections, call, sends, receives, in_background)
+
+    def counted(ctx):
+        to_columns(ctx)
+        (_, count, _), *_ = connections_of(ctx).received
+        assert count > 256 * 256 * 8
+
+    monkeypatch.setattr(Connections, "begin", counting)
+    run_gang(SLABS, counted)
+    assert sent == [0, 0]
+    sent.clear()
     holds = regions.process_memory.holds
     monkeypatch.setattr(
         regions.process_memory,
         "holds",
         lambda pid, address, token: holds(pid, address, bytes([*token[:-1], token[-1] ^ 1])),
     )
-    sent = bytes_sent(monkeypatch)
     run_gang(SLABS, to_columns)
     assert sent == [256 * 256 * 8] * 2
     monkeypatch.setattr(regions.process_memory, "holds", holds)

@@ -76,9 +76,6 @@ def test_auto_hides_halos_of_other_ranks(gpu, monkeypatch):
     assert {*calls} == {(12, 30), (10, 30), (1, 30)}
 
 
-# --- through the host
-
-
 # --- failures
 
 
@@ -136,20 +133,6 @@ def test_a_gpu_that_waits_for_a_lost_rank(gpu, monkeypatch):
     gpu.cupy.cuda.runtime.streamQuery = lambda stream: 0
     with (second_gpu := Gpu()).running([]):
         assert second_gpu.stream is not device.stream, "which no other device uses"
-
-
-def test_windows_of_an_attempt_that_failed_stay_a_while(gpu, monkeypatch):
-    tune(monkeypatch, window_linger_s=1.0)
-    device = Gpu()
-    device.exported.append(memory := gpu.empty((100,), "f8"))
-    used = gpu.live_bytes
-    del memory
-    device.let_go(is_orderly=False)
-    assert gpu.live_bytes == used
-    wait_until(lambda: gpu.live_bytes < used)
-    device.exported.append(gpu.empty((100,), "f8"))
-    device.let_go(is_orderly=True)
-    assert gpu.live_bytes < used
 
 
 @pytest.mark.parametrize("ended", [(True, True), (True, False)])

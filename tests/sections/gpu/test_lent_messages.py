@@ -15,6 +15,7 @@ from dask_p2p.sections.gpu import messages as module
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import PeerMemory
 from tests.sections.gangs import connections_of, run_gang
+from tests.sections.gpu.test_regions import overwritten
 from tests.simulation.streams import Array
 from tests.support import BOUND_S, tune
 
@@ -56,13 +57,6 @@ def values_of(rank, round_number=0):
     return np.arange(48.0).reshape(SHAPE) + 100 * rank + 1000 * round_number
 
 
-def filled(gpu, array, values):
-    """Write into an array by a kernel of the rank's stream."""
-    gpu.do(gpu.current[-1].name, "the function", writes=[array])
-    array.values[...] = values
-    return array
-
-
 def ring(ctx):
     return {"dest": (ctx.rank + 1) % ctx.size, "source": (ctx.rank - 1) % ctx.size}
 
@@ -71,13 +65,13 @@ def around(gpu, ctx, turns=4, has_out=False):
     """Send the same array around, which changes after each message; return the values."""
     message, received_arrays = gpu.empty(SHAPE, float), []
     for round_number in range(turns):
-        filled(gpu, message, values_of(ctx.rank, round_number))
+        overwritten(gpu, message, values_of(ctx.rank, round_number))
         out = gpu.empty(SHAPE, float) if has_out else None
         received_array = ctx.sendrecv(message, **ring(ctx), out=out)
         assert isinstance(received_array, Array)
         assert out is None or received_array is out
         received_arrays.append(received_array)
-        filled(gpu, message, -1.0)
+        overwritten(gpu, message, -1.0)
     ctx.device.stream.synchronize()
     return [*map(gpu.read, received_arrays)]
 
@@ -108,22 +102,10 @@ def _unopened(monkeypatch):
     monkeypatch.setattr(module.MessageLender, "acknowledged", acknowledged)
 
 
-def to_the_right(gpu, ctx):
-    """Send the same array three times from rank 0 to rank 1; return the values."""
-    if ctx.rank == 0:
-        message = gpu.empty(SHAPE, float)
-        for round_number in range(3):
-            ctx.send(filled(gpu, message, values_of(0, round_number)), 1)
-    received_arrays = [ctx.recv(0) for _ in range(3 if ctx.rank == 1 else 0)]
-    ctx.device.stream.synchronize()
-    return [*map(gpu.read, received_arrays)]
-
-
 @pytest.mark.usefixtures("_unopened")
 def test_a_sender_that_cannot_open_events_needs_none(gpu, downloads):
     """The receiver's host waits for its copies then, in each message."""
-    for round_number, array in enumerate(run(gpu, partial(to_the_right, gpu))[1]):
-        np.testing.assert_array_equal(array, values_of(0, round_number))
+    check_around(run(gpu, partial(around, gpu)))
     assert not downloads
 
 

@@ -251,30 +251,25 @@ def test_a_rank_without_shared_events(gpu, through_host, monkeypatch, target):
         assert sends == receives == ([0, 1, 3] if rank == 2 else [2])
 
 
-def test_memory_that_cannot_be_exported(gpu, through_host, monkeypatch):
-    """In one call only: for example, the region has memory of another allocator."""
-    original = cuda_ipc.export
+@pytest.mark.parametrize("call", ["exported", "mapped"])
+def test_memory_that_cannot_be_shared(gpu, through_host, monkeypatch, call):
+    """For example, the region has memory of another allocator; the other ones are shared."""
+    export, mapped = cuda_ipc.export, PeerMemory.mapped
 
-    def sometimes(region):
+    def fails_to_export(region):
         if region.shape[0] == 14:  # of the second rank's local block
             raise TransferError("managed memory")
-        return original(region)
+        return export(region)
 
-    monkeypatch.setattr(cuda_ipc, "export", sometimes)
-    run(gpu, SLABS, partial(to_columns, gpu))
-    assert sorted(through_host) == OF_THE_SECOND
-
-
-def test_memory_that_cannot_be_mapped(gpu, through_host, monkeypatch):
-    """The memory of one local block, from the first to the last row that others read."""
-    original = PeerMemory.mapped
-
-    def fails(instance, handle, spread_bytes):
-        if spread_bytes == (13 * 40 + 10) * 8:  # of the second rank, which has 14 rows
+    def fails_to_map(instance, handle, spread_bytes):
+        if spread_bytes == (13 * 40 + 10) * 8:  # from its first to its last row that others read
             raise TransferError("ipc: the memory cannot be mapped")
-        return original(instance, handle, spread_bytes)
+        return mapped(instance, handle, spread_bytes)
 
-    monkeypatch.setattr(PeerMemory, "mapped", fails)
+    if call == "exported":
+        monkeypatch.setattr(cuda_ipc, "export", fails_to_export)
+    else:
+        monkeypatch.setattr(PeerMemory, "mapped", fails_to_map)
     run(gpu, SLABS, partial(to_columns, gpu))
     assert sorted(through_host) == OF_THE_SECOND
 
@@ -345,29 +340,6 @@ def test_calls_that_differ_are_found(gpu, monkeypatch, window_bytes):
 # --- events
 
 
-def one_after_the_other(gpu, slow):
-    """The second rank reads from the first, then exchanges with the third, repeatedly."""
-    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
-
-    def function(ctx, local_block):
-        regions = ctx.device.region_mover(connections_of(ctx), False)
-        for number in range(6):
-            gives, gets = moves[number % 2]
-            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
-            sends, receives = (
-                {rank: [((0, 4), (0, 20))] for rank in side.get(ctx.rank, ())}
-                for side in (gives, gets)
-            )
-            local_block = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
-            call = ExchangeCall(f"call {number}", a.dtype, local_block, mean_elements=80)
-            regions.bring(call, a, out)
-            if ctx.rank in gets:
-                assert np.array_equal(out.get(), np.full((4, 20), number))
-        regions.settle()
-
-    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
-
-
 class Counted(list):
     """The numbers of waits for events that were recorded more or less often than the own event."""
 
@@ -419,5 +391,24 @@ def counted(monkeypatch):
 
 
 def test_no_event_is_recorded_again_before_it_is_waited_for(gpu, counted):
-    one_after_the_other(gpu, counted)
+    """The second rank reads from the first, then exchanges with the third, repeatedly."""
+    moves = [({0: [1]}, {1: [0]}), ({1: [2], 2: [1]}, {1: [2], 2: [1]})]
+
+    def function(ctx, local_block):
+        regions = ctx.device.region_mover(connections_of(ctx), False)
+        for number in range(6):
+            gives, gets = moves[number % 2]
+            a, out = filled(gpu, np.full((4, 20), number, "f8")), gpu.empty((4, 20), "f8")
+            sends, receives = (
+                {rank: [((0, 4), (0, 20))] for rank in side.get(ctx.rank, ())}
+                for side in (gives, gets)
+            )
+            local_block = Exchange(a.shape, out.shape, (0, 1), [], [], sends, receives)
+            call = ExchangeCall(f"call {number}", a.dtype, local_block, mean_elements=80)
+            regions.bring(call, a, out)
+            if ctx.rank in gets:
+                assert np.array_equal(out.get(), np.full((4, 20), number))
+        regions.settle()
+
+    run(gpu, RankGrid(((16, 16, 16), (40,)), (3, 1)), function)
     assert not counted

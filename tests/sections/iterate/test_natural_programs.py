@@ -114,17 +114,12 @@ def test_fractions_in_fields_of_integers_are_refused(dtype):
         out[:2] = 0.5 * u[1:3]
         out[2:] = 1
 
-    def elements(u, out):
-        for i in range(out.shape[0]):
-            for j in range(out.shape[1]):
-                out[i, j] = u[i + 1, j] * 0.5
-
     def of_views(u, out):
         half = out[: len(out) // 2]
         half[...] = np.sqrt(u[1 : len(half) + 1])
         out[len(half) :] = 0
 
-    for function in (whole, in_parts, elements, of_views):
+    for function in (whole, in_parts, of_views):
         y = iterate(function, array(x, (3, 4)), {0: 1}, 3, ranks=1)
         with pytest.raises(BlockMismatchError, match=rf"converted to {x.dtype} without .*dtype="):
             computed(y)

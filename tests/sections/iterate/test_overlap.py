@@ -6,24 +6,18 @@ from collections import Counter
 from functools import partial
 from threading import get_ident
 
-import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import iterate
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.geometry import box_shape
 from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connections import Connections
+from tests.sections.test_checks import in_ranks, rounds_otherwise, smooth
 from tests.support import tune
 
 #: Workers in this process, which fixtures can change.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
-X = np.random.default_rng(0).normal(size=(24, 5))
-
-
-def smooth(u, out):
-    out[:] = 0.5 * u[1:-1] + 0.25 * (u[:-2] + u[2:])
 
 
 def uses_length(u, out):
@@ -34,11 +28,6 @@ def uses_length(u, out):
 def uses_mean(u, out):
     smooth(u, out)
     out -= u.mean()
-
-
-def rounds_otherwise(u, out):
-    smooth(u, out)
-    out *= 1 + np.finfo(float).eps * (len(out) < 12)
 
 
 def counter():
@@ -86,11 +75,6 @@ def far(monkeypatch):
     """Ranks as on hosts of their own, where small blocks are worth overlap."""
     monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: True)
     tune(monkeypatch, overlap_elements=1)
-
-
-def in_ranks(function, steps, ranks=2, **options):
-    x = da.from_array(X, chunks=(24 // ranks, 5))
-    return iterate(function, x, {0: 1}, steps, ranks=ranks, **options).compute()
 
 
 def whole(function, steps, **options):

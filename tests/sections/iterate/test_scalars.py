@@ -115,22 +115,6 @@ def test_stores_keep_numbers(client, tmp_path, ranks):
     assert np.array_equal(frames["u"][1], advanced(20)[0])
 
 
-def rank_number(u, t, at):
-    return {"u": u + 1, "t": t + at.rank}
-
-
-def rank_number_later(u, t, at):
-    return {"u": u + 1, "t": t + (at.rank if at.step == 5 else 1)}
-
-
-def half(u, t):
-    return {"u": u + 1, "t": t + 0.5}
-
-
-def of_an_array(u, t):
-    return {"u": u + 1, "t": u}
-
-
 def of_another_name(u, t, out):
     out.u[...] = u
     return {"time": t}
@@ -139,10 +123,13 @@ def of_another_name(u, t, out):
 @pytest.mark.parametrize(
     ("step", "start", "message"),
     [
-        (rank_number, 0.0, r"same number .* all ranks .* 't', got .* to"),
-        (rank_number_later, 0.0, r"same number .* all ranks .* 't', got .* to"),
-        (half, 0, r"becomes int64 .* 't', got float64"),
-        (of_an_array, 0.0, r"number .* 't', got float64 of shape"),
+        (
+            lambda u, t, at: {"u": u, "t": t + (at.rank if at.step == 5 else 1)},
+            0.0,
+            r"same number .* all ranks .* 't', got .* to",
+        ),
+        (lambda u, t: {"u": u, "t": t + 0.5}, 0, r"becomes int64 .* 't', got float64"),
+        (lambda u, t: {"u": u, "t": u}, 0.0, r"number .* 't', got float64 of shape"),
         (of_another_name, 0.0, r"fields that are numbers, \['t'\], got \['time'"),
     ],
 )

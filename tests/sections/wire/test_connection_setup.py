@@ -13,27 +13,11 @@ from contextlib import ExitStack, suppress
 import pytest
 
 from dask_p2p.errors import SectionError
-from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.wire.support import TCP, Gang, tls
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
-
-
-def finished(rank, connections):
-    connections.finish()
-    return sorted(other for other, *_ in connections.received)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 12])
-def test_the_end_makes_only_the_connections_of_a_tree(size):
-    with Gang(size) as gang:
-        found = gang.run(finished)
-    for rank, ranks in enumerate(found):
-        above, below = tree_neighbours(rank, size)
-        assert ranks == [*above, *below]
-
 
 SIZE = 12  # in a tree, some of these have no connection to each other
 

@@ -22,10 +22,6 @@ def limit(soft, hard):
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def soft_limit():
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-
-
 @pytest.fixture
 def limited(client):
     """Set the limits of all workers, for one test."""
@@ -63,7 +59,8 @@ def test_ranks_of_several_processes_have_the_files_that_they_need(client, limite
     limited(200, 4096)
     y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
     assert np.array_equal(y.compute(), np.full(32, 32.0))
-    assert min(client.run(soft_limit).values()) > 16 * 16
+    limits = client.run(resource.getrlimit, resource.RLIMIT_NOFILE)
+    assert min(limits.values())[0] > 16 * 16
 
 
 def test_a_need_beyond_the_hard_limit_is_refused_before_the_start(client, limited):
