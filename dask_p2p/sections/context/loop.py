@@ -292,10 +292,14 @@ class SavedLoop:
             self.check()
             if self._sums:
                 sums = self._state.checksums()
-                changed = np.array([sums[name] != first for name, first in self._sums.items()])
-                changed = self._ctx.allreduce(changed.astype(np.int64), "max")
-                pairs = zip(self._sums.items(), changed, strict=True)
-                self._sums = {name: first for (name, first), is_changed in pairs if not is_changed}
+                pairs = [(sums[name], first) for name, first in self._sums.items()]
+                # 0: no elements, which is no change; 1: unchanged; 2: changed.
+                changes = [
+                    0 if pair == (None, None) else 1 + (pair[0] != pair[1]) for pair in pairs
+                ]
+                most = self._ctx.allreduce(np.array(changes), "max")
+                items = zip(self._sums.items(), most, strict=True)
+                self._sums = {name: first for (name, first), change in items if change == 1}
         return [*self._sums]
 
     def _write(self, store: StateStore, step: int) -> None:

@@ -118,10 +118,10 @@ class State:
             leaf.array for leaf in leaves
         ]
 
-    def checksums(self) -> dict[str, int]:
-        """Return the checksum of each value that has elements, by name."""
-        leaves = self.leaves().items()
-        return {name: self._device.checksum(leaf.array) for name, leaf in leaves if leaf.array.size}
+    def checksums(self) -> dict[str, int | None]:
+        """Return the checksum of each value by name; None without elements."""
+        arrays = {name: leaf.array for name, leaf in self.leaves().items()}
+        return {name: self._device.checksum(x) if x.size else None for name, x in arrays.items()}
 
     def load(self, saved: memoryview) -> None:
         """Take over the values of a checkpoint; arrays of the same shape are filled in place."""

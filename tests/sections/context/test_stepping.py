@@ -40,6 +40,15 @@ def other_shapes(ctx, x):
     return s.x
 
 
+def moving_particles(ctx, x):
+    """One rank begins without particles, and the other one is soon without any."""
+    s = ctx.state(x=x, p=np.zeros(1 - ctx.rank), none=np.zeros(0))
+    for _ in ctx.steps(STEPS, s, every=1):
+        s.x = s.x + 1
+        s.p = np.zeros(ctx.rank)
+    return s.x
+
+
 def dicts(ctx, x):
     s = ctx.state(fields={"u": x, 2: (x - 1, 0.0)})
     for _ in ctx.steps(STEPS, s, every=1):
@@ -115,7 +124,7 @@ def of_a_function(ctx, x):
 
 
 RIGHT = [
-    *(in_place_by_another_name, constants, other_shapes),
+    *(in_place_by_another_name, constants, other_shapes, moving_particles),
     *(dicts, all_kinds, random_numbers, halo_arrays, without_end, of_a_function),
 ]
 
