@@ -113,17 +113,6 @@ def c_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
     return tuple(item_bytes * prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
-def cut_box(box: Box, axis: int, at: int) -> tuple[Box, Box]:
-    """Return two parts of a box. The first has `at` elements along an axis.
-
-    >>> cut_box(((0, 4), (2, 7)), 1, 3)
-    (((0, 4), (2, 5)), ((0, 4), (5, 7)))
-    """
-    start, stop = box[axis]
-    before, after = box[:axis], box[axis + 1 :]
-    return (*before, (start, start + at), *after), (*before, (start + at, stop), *after)
-
-
 def round_up(number: int, step: int) -> int:
     """Return the least multiple of a step that is not below a number."""
     return -(-number // step) * step
