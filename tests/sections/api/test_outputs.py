@@ -218,7 +218,7 @@ def test_numbers_in_arguments(unit):
 @pytest.mark.parametrize("unit", UNITS)
 def test_computed_fields_and_coordinates(unit, tmp_path):
     pytest.importorskip("zarr")
-    save = Save(tmp_path / "frames.zarr", every=1, compute={"c": UNITS[unit]})
+    save = Save(tmp_path / "frames.zarr", every=1, compute={"c": lambda u: UNITS[unit](u)})
     with pytest.raises(UnsupportedArrayError, match=r"compute\['c'\]: .* would be lost"):
         named(lambda u: {"u": u}, save=save)["u"].compute(scheduler="sync")
     coords = {"y": UNITS[unit](np.arange(4.0))}
