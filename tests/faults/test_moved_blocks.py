@@ -136,3 +136,30 @@ def test_rebalance(gate):
         assert moved_to, "nothing was moved"
         finish(client, gate, y)
         assert moved_to & {reader, *read_from(client, reader)}
+
+
+def test_the_active_memory_manager_drops_replicas(client, gate):
+    reader = addresses(client)[0]
+    x = slabs(client)
+    client.replicate(futures_of(x), n=3, workers=addresses(client)[1:])
+    assert all(len(holders(client, x, i)) >= 3 for i in range(3))
+    y = start(client, gate, x, reader)
+    client.amm.start()
+    client.amm.run_once()
+
+    def reduced():
+        return all(len(holders(client, x, i)) == 1 for i in range(3))
+
+    wait_until(reduced, BOUND_S)
+    client.amm.stop()
+    finish(client, gate, y)
+
+
+def test_a_holder_that_is_retired(client, gate):
+    reader, holder, *_ = addresses(client)
+    x = slabs(client)
+    y = start(client, gate, x, reader)
+    client.retire_workers([holder])
+    assert holder not in addresses(client)
+    finish(client, gate, y)
+    assert holder not in read_from(client, reader)
