@@ -25,6 +25,7 @@ DIFFERENT = {
     "ops/test_estimate.py::test_as_many_bytes_move_as_estimated": _RUNS,
     "ops/test_cupy.py::test_the_methods_of_dask": "install does not change dask_array",
     "ops/test_overlap.py::test_arguments_that_dask_has_still_to_compute": _LAZY,
+    "ops/test_overlap.py::test_depth_and_boundary_are_those_of_dask_by_default": _TRIM,
     "ops/test_overlap.py::test_functions_are_not_called_for_blocks_without_elements": _LAZY,
     "ops/test_overlap.py::test_functions_that_trim_are_called_for_all_blocks": _TRIM,
     "ops/test_overlap.py::test_names_and_numbers_of_axes": "names of dask_array have tokens",

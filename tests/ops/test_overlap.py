@@ -97,23 +97,19 @@ NOT_FOR_FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("way", ["one", "several", "by Dask", "installed"])
+@pytest.mark.parametrize("way", ["one", "several", "by Dask"])
 def test_all_other_keywords_are_for_the_function(way):
     names = parameter_names(
         *(f"dask_p2p.ops.{name}" for name in ("overlap", "arguments", "rechunk")),
-        *("dask_p2p.graph.arrays", "dask_p2p.tools.dropin", "dask_p2p.tools.zarr_stores"),
         *("dask.array.core", "dask.array.blockwise", "dask.blockwise", "functools"),
     )
     x = da.from_array(X, chunks=(6, 10))
     arrays = [x] * (2 if way == "several" else 1)
     extra = {"token": "added"} if way == "by Dask" else {}
-    assert {"func", "x", "plan", "make", "verb", "self", "concatenate", "output"} <= {*names}
+    assert {"func", "x", "plan", "self", "concatenate", "output"} <= {*names}
     for name in {*names} - NOT_FOR_FUNCTIONS:
         options = {"depth": {0: 1}, "dtype": float, **extra, name: 3}
-        with dask_p2p.install() as used:
-            map_overlap = da.map_overlap if way == "installed" else dask_p2p.map_overlap
-            y = map_overlap(added, *arrays, **options)
-        assert used.count == (way == "installed"), name
+        y = dask_p2p.map_overlap(added, *arrays, **options)
         np.testing.assert_array_equal(y.compute(scheduler="sync"), X * len(arrays) + 3, name)
 
 
@@ -442,6 +438,18 @@ def test_several_arrays_are_aligned_and_cut_as_dask_does():
         dask_p2p.map_overlap(weighed, x, y, depth=0, align_arrays=False).compute(scheduler="sync")
 
 
+def test_depth_and_boundary_are_those_of_dask_by_default():
+    x = da.from_array(X, chunks=(4, 5))
+    np.testing.assert_array_equal(
+        dask_p2p.map_overlap(np.negative, x).compute(scheduler="sync"), -X
+    )
+    ends = dask_p2p.map_overlap(lambda b: b.cumsum(0), x, depth=1, trim=False, dtype=float)
+    expected = da.map_overlap(
+        lambda b: b.cumsum(0), x, depth=1, boundary="none", trim=False, dtype=float
+    )
+    np.testing.assert_array_equal(*dask.compute(ends, expected, scheduler="sync"))
+
+
 @pytest.mark.parametrize(
     ("of_numpy", "name"), [("wrap", "periodic"), ("symmetric", "reflect"), ("edge", "nearest")]
 )
@@ -449,3 +457,8 @@ def test_boundaries_may_have_the_names_that_numpy_gives_them(of_numpy, name):
     x = da.from_array(X, chunks=(4, 5))
     by_name, expected = (dask_p2p.map_overlap(star, x, 2, kind) for kind in (of_numpy, name))
     assert by_name.name == expected.name
+    padded = np.pad(X, 2, mode=of_numpy)
+    one_block = da.from_array(padded, chunks=padded.shape)
+    np.testing.assert_array_equal(
+        expected.compute(scheduler="sync"), star(one_block.compute(scheduler="sync"))[2:-2, 2:-2]
+    )
