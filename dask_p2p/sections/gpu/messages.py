@@ -218,7 +218,7 @@ class MessageLender(LentArrays):
     def bring(self, rank: int, offer: bytes, into: Array | None) -> Sequence[Array] | None:
         """Return copies of the arrays that a rank offers, as bytes; None if they are unreadable.
 
-        The only array is copied into the bytes `into`, if that is given.
+        A single array is copied into the bytes `into`, unless that is None.
         """
         if not self._gpu.is_running:
             return None
