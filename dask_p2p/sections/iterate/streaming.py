@@ -248,6 +248,7 @@ class StreamedSteps:
             slabs = list(starmap(self._slab_fields, enumerate(self._regions(plan.steps))))
             slot_bytes = max(map(_slot_bytes, slabs), default=0)
             count = min(SLOTS, max(1, len(slabs)))
+            self._strips = {}  # frees the memory of other sizes first
             try:
                 self._strips = self._make_strips(plan.strip_rows if len(slabs) > 1 else 0)
                 if self._device is HOST:
@@ -305,11 +306,11 @@ class StreamedSteps:
 
     def _regions(self, count: int) -> list[list[Box]]:
         """Return, for each slab and step of a visit, the box that the step makes."""
-        (low, _), depth = self._limits(0), self._plan.depth[0]
-        regions: list[list[Box]] = [[] for _ in self._slabs]
+        (low, _), depth, slabs = self._limits(0), self._plan.depth[0], self._slabs
+        regions: list[list[Box]] = [[] for _ in slabs]
         for number in range(1, count + 1):
             (start, stop), *across = self._block_region(count - number)
-            ends = [row - number * depth for row, _ in self._slabs[1:]]
+            ends = [row - number * depth for row, _ in slabs[1:]]
             # The first slab with `depth` rows from the start on makes all rows before its end.
             ends = [end if end >= max(start, low + depth) else start for end in ends]
             for boxes, rows in zip(regions, pairwise([start, *ends, stop]), strict=True):
