@@ -55,12 +55,13 @@ def test_the_stacks_of_a_section_that_stalls(client, tmp_path):
     )
     assert {report.worker for report in reports.values()} == {*client.scheduler_info()["workers"]}
     wait_until(lambda: {line[:11] for line in logged(client)} >= {"Rank 0 of 3", "Rank 2 of 3"})
+    before = len(logged(client))
+    time.sleep(0.5)  # the ranks look for messages many times
+    assert len(logged(client)) <= before + 2, "both have logged the last wait"
     (tmp_path / "go").touch()
     future.result()
     wait_until(lambda: stalled(client, after=0) == [])
     assert all("dask_p2p.stalled(client)" in line for line in logged(client))
-    exchanges = 20  # of each of the two
-    assert len(logged(client)) <= 2 * exchanges
 
 
 def logged(client):
