@@ -27,9 +27,9 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
     Another attempt goes on at 3, and comes to step 5. If that ended in the middle, and 3 was gone,
     all would begin at the start.
     """
-    kept = [SavedStates() for _ in range(2)]
-    for step, of in ((2, kept), (3, kept), (7, kept[1:])):
-        for saved in of:
+    memories = [SavedStates() for _ in range(2)]
+    for step, holders in ((2, memories), (3, memories), (7, memories[1:])):
+        for saved in holders:
             saved.add(saved.open("x"), 1, step, [memoryview(b"%d" % step)])
     seen = []
 
@@ -38,12 +38,12 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
             seen.append({step for states in to.values() for step in states})
             super().add(to, rank, step, state)
 
-    for saved in kept:
+    for saved in memories:
         saved.__class__ = Watched
 
     def save(rank, connections):
-        own = States(kept[rank], "x", 3, (0, 1), lambda: None)
-        checkpoints = Checkpoints(rank, ["a", "b"], connections, own)
+        states = States(memories[rank], "x", 3, (0, 1), lambda: None)
+        checkpoints = Checkpoints(rank, ["a", "b"], connections, states)
         checkpoints.save(5, [np.zeros(1)])
         checkpoints.save(6, [np.zeros(1)])
 
@@ -53,13 +53,13 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
     assert all(len(steps - {6}) < 2 for steps in seen[4:]), (
         "with the one that is made there are two"
     )
-    assert [set(dict(saved.steps("x"))[1]) for saved in kept] == [{5, 6}] * 2
+    assert [set(dict(saved.steps("x"))[1]) for saved in memories] == [{5, 6}] * 2
 
 
 def test_a_state_that_is_lost_meanwhile_ends_the_attempt():
     def restore(rank, connections):
-        own = States(SavedStates(), "x", 10, (0, 1, 2), lambda: None)
-        Checkpoints(rank, "abc", connections, own).read_state()
+        states = States(SavedStates(), "x", 10, (0, 1, 2), lambda: None)
+        Checkpoints(rank, "abc", connections, states).read_state()
 
     with Gang(3) as gang:
         for future in gang.begin(restore):
@@ -68,11 +68,11 @@ def test_a_state_that_is_lost_meanwhile_ends_the_attempt():
 
 def test_no_state_goes_before_a_newer_one_is_whole():
     """One rank lags behind: the others keep the states that it has, too."""
-    kept = [SavedStates() for _ in range(5)]
+    memories = [SavedStates() for _ in range(5)]
 
     def save(rank, connections):
-        own = States(kept[rank], "x", None, (), lambda: None)
-        checkpoints = Checkpoints(rank, "abcde", connections, own)
+        states = States(memories[rank], "x", None, (), lambda: None)
+        checkpoints = Checkpoints(rank, "abcde", connections, states)
         for step in (5,) if rank == 4 else (5, 10, 15, 20):
             checkpoints.save(step, [np.zeros(3)])
 
@@ -80,7 +80,7 @@ def test_no_state_goes_before_a_newer_one_is_whole():
         futures = gang.begin(save)
         futures[4].result(BOUND_S)
         assert not wait(futures[:4], 0.3).done
-    assert all(5 in dict(each.steps("x"))[rank] for rank, each in enumerate(kept))
+    assert all(5 in dict(saved.steps("x"))[rank] for rank, saved in enumerate(memories))
 
 
 @pytest.mark.parametrize("step_s", [0.001, 0.3, 4.0, 50.0])
@@ -92,7 +92,7 @@ def test_checkpoints_are_due_after_some_time(monkeypatch, step_s):
     period, found = Period("30 s"), []
     for step in range(1, 1 + int(200 / step_s)):
         clock.now_s += step_s
-        if period.is_due(step, lambda own: looks.append(1) or own):
+        if period.is_due(step, lambda value: looks.append(1) or value):
             found.append(clock.now_s)
     assert all(30 <= b - a <= 30 + 2 * step_s for a, b in zip([0.0, *found], found, strict=False))
     assert len(found) >= 200 // (30 + 2 * step_s)
@@ -124,19 +124,19 @@ def test_states_come_back(method, instead, monkeypatch):
     """The second of three workers is lost. Its rank runs again on the first worker."""
     if method is not None:  # a worker that does not see the memory gets the bytes
         monkeypatch.setattr(Segment, method, instead)
-    kept, notified, addresses = [SavedStates() for _ in range(3)], [], [set() for _ in range(3)]
+    memories, notified, addresses = [SavedStates() for _ in range(3)], [], [set() for _ in range(3)]
 
     def save(rank, connections):
         def notify():
-            assert kept[rank].gangs == ["x"], "or they might be dropped before they are there"
+            assert memories[rank].gangs == ["x"], "or they might be dropped before they are there"
             notified.append(rank)
 
-        own = States(kept[rank], "x", None, (), notify)
-        checkpoints = Checkpoints(rank, "abc", connections, own)
+        states = States(memories[rank], "x", None, (), notify)
+        checkpoints = Checkpoints(rank, "abc", connections, states)
         assert checkpoints.read_state() == (0, None)
         for step in range(1, 9):
             checkpoints.save(step, arrays(step + rank))
-            addresses[rank].add(kept[rank].get("x", rank, step).obj.ctypes.data)
+            addresses[rank].add(memories[rank].get("x", rank, step).obj.ctypes.data)
         checkpoints.save(9, [])
         checkpoints.save(10, [np.zeros(rank)])
         checkpoints.save(11, arrays(11 + rank))
@@ -146,14 +146,14 @@ def test_states_come_back(method, instead, monkeypatch):
         gang.run(save)
     assert sorted(notified) == [0, 1, 2], "once each"
     assert all(len(of_rank) == 2 for of_rank in addresses), "memory is used again"
-    assert [dict(saved.steps("x")) for saved in kept] == [
+    assert [dict(saved.steps("x")) for saved in memories] == [
         {rank: [10, 11] for rank in ranks} for ranks in ((0, 2), (1, 0), (2, 1))
     ]
-    kept[1] = kept[0]  # its own states are gone
+    memories[1] = memories[0]  # its own states are gone
 
     def restore(rank, connections):
-        own = States(kept[rank], "x", 11, (0, 2, 2), lambda: None)
-        checkpoints = Checkpoints(rank, "aac", connections, own)
+        states = States(memories[rank], "x", 11, (0, 2, 2), lambda: None)
+        checkpoints = Checkpoints(rank, "aac", connections, states)
         step, state = checkpoints.read_state()
         assert step == 11
         assert checkpoints.read_state() == (0, None), "once"

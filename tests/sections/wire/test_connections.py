@@ -54,13 +54,13 @@ def test_an_exchange_proceeds_in_the_background(gang):
     arrived = threading.Barrier(3)
 
     def exchange(rank, connections):
-        others = dict.fromkeys({0, 1, 2} - {rank})
+        peer_ranks = dict.fromkeys({0, 1, 2} - {rank})
         end = connections.begin(
-            "x", dict.fromkeys(others, bytes(LARGE)), others, in_background=True
+            "x", dict.fromkeys(peer_ranks, bytes(LARGE)), peer_ranks, in_background=True
         )
         arrived.wait(BOUND_S)
         # Before the exchange is completed.
-        wait_until(lambda: all(has_come(connections, other) for other in others))
+        wait_until(lambda: all(has_come(connections, peer_rank) for peer_rank in peer_ranks))
         return [len(data) for data in end().values()]
 
     assert gang.run(exchange) == [[LARGE, LARGE]] * 3
@@ -68,11 +68,11 @@ def test_an_exchange_proceeds_in_the_background(gang):
 
 def test_failed_connections_keep_no_stack_frames(gang):
     """Frames refer to the arrays of the attempt."""
-    kept, errors = [], []
+    references, errors = [], []
 
     def second(connections):
         local_block = np.ones(10)
-        kept.append(weakref.ref(local_block))
+        references.append(weakref.ref(local_block))
         connections.exchange("second", {}, {1: None})
 
     def exchange(rank, connections):
@@ -88,7 +88,7 @@ def test_failed_connections_keep_no_stack_frames(gang):
     gc.disable()
     try:
         gang.run(lambda rank, connections: rank < 2 and exchange(rank, connections))
-        (text,), (local_block,) = errors, kept
+        (text,), (local_block,) = errors, references
         assert "the connection to rank 1 on worker broke" in text
         assert local_block() is None
     finally:
