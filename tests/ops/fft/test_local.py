@@ -11,7 +11,8 @@ from dask_p2p.backends import memory_order
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import MemoryLimitError
 from dask_p2p.ops.fft import local as local_fft
-from dask_p2p.ops.fft.local import LocalTransform
+from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
+from dask_p2p.ops.fft.stages import plan_local_transforms
 
 FFT, PADDED = ("fftn", (0, 1), (600, 80)), ("ifftn", (1,), (200,))
 RFFT, IRFFT = ("rfft", (1,), (80,)), ("irfft", (1,), (158,))
@@ -25,6 +26,20 @@ def test_blocks_are_transformed_as_they_lie(order):
     result = LocalTransform((("fftn", (0, 2), (4, 6)),), "backward")(lies)
     np.testing.assert_allclose(result, np.fft.fftn(x, axes=(0, 2)), atol=1e-12)
     assert memory_order(result.strides) == order
+
+
+def test_own_blocks_are_overwritten_and_others_are_not():
+    x = np.random.default_rng(0).random((6, 8)) + 0j
+    original = x.copy()
+    steps = (("fftn", (0,), (6,)),)
+    expected = np.fft.fft(x, axis=0)
+    np.testing.assert_allclose(LocalTransform(steps, "backward")(x), expected, atol=1e-12)
+    np.testing.assert_array_equal(x, original)
+    block = np.ascontiguousarray(x.T)
+    result = LocalTransform(steps, "backward", order=(1, 0))(block[...])
+    np.testing.assert_allclose(result, expected, atol=1e-12)
+    assert np.shares_memory(result, block)
+    assert result is not block
 
 
 @pytest.mark.parametrize(
@@ -89,3 +104,26 @@ def test_what_cannot_fit_is_named_and_copies_are_made_in_memory_of_before(monkey
         assert caught.value.missing_bytes == 1
         monkeypatch.undo()
         monkeypatch.setattr(local_fft, "current_worker", lambda: (Namespace(), context))
+
+
+@pytest.mark.parametrize("norm", [None, "backward", "ortho", "forward"])
+@pytest.mark.parametrize("kind", ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_transform_of_several_stages_is_scaled_as_a_whole(kind, norm, on_device):
+    x = np.random.default_rng(0).random((3, 4, 5))
+    x = x if kind in TO_COMPLEX else x + 1j * np.random.default_rng(1).random(x.shape)
+    special = None if kind in ("fft", "ifft") else 2
+    lengths = {0: 3, 1: 4, 2: 8 if kind in TO_REAL else 5}
+    stages = [(1, 2), (), (0,)] if kind in TO_COMPLEX else [(0,), (1, 2), ()]
+    transforms = plan_local_transforms(kind, special, lengths, norm, stages, on_device)
+    assert [local is None for local in transforms] == [not axes for axes in stages]
+    result = x
+    for local in transforms:
+        result = result if local is None else local(result)
+    plain = np.fft.ifft if kind in INVERSE else np.fft.fft
+    run = getattr(np.fft, kind)
+    if kind in TO_REAL:
+        expected = run(plain(plain(x, 3, 0, norm), 4, 1, norm), 8, 2, norm)
+    else:
+        expected = plain(plain(run(x, 5, 2, norm), 4, 1, norm), 3, 0, norm)
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-12)
