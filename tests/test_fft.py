@@ -250,15 +250,17 @@ def test_very_many_blocks():
     assert_close(y, np.fft.fftn(a))
 
 
-@pytest.mark.parametrize("on_device", [True, False])
-def test_blocks_lie_with_the_transformed_axis_last_on_gpus(on_device, monkeypatch):
-    x = da.from_array(numbers((4, 6, 8)), chunks=(2, -1, -1))
+@pytest.mark.parametrize(
+    ("on_device", "length", "axis"), [(True, 6, 0), (True, 4, 2), (False, 6, 2)]
+)
+def test_blocks_lie_as_gpus_transform_them(on_device, length, axis, monkeypatch):
+    x = da.from_array(numbers((length, 6, 8)), chunks=(2, -1, -1))
     with monkeypatch.context() as patch:
         patch.setattr(NumpyBackend, "on_device", on_device)
         y = fft.fftn(x)
     block = dask.get(dict(y.dask), (y.name, 0, 0, 0))
-    assert block.strides[0 if on_device else 2] == block.itemsize
-    assert_close(block, np.fft.fftn(numbers((4, 6, 8)))[:, :3])
+    assert block.strides[axis] == block.itemsize
+    assert_close(block, np.fft.fftn(numbers((length, 6, 8)))[:, :3])
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 8, 1001])

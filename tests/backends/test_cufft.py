@@ -45,6 +45,22 @@ class Plan:
             a[...] = np.nan
 
 
+def plan_along_first(lengths, embed, stride, distance, *rest):
+    """Return a plan like that of cuFFT's advanced layout: columns with this stride."""
+    assert rest[:3] == (embed, stride, distance) == (lengths, stride, 1)
+    kind, columns, *_ = rest[3:]
+    plan = Plan(lengths, (0,), "C2C")
+
+    def fft(a, out, direction):
+        assert kind == a.dtype.char
+        layout = (*lengths, columns), (stride * a.itemsize, a.itemsize)
+        source, target = (np.lib.stride_tricks.as_strided(array, *layout) for array in (a, out))
+        Plan.fft(plan, source, target, direction)
+
+    plan.fft = fft
+    return plan
+
+
 @pytest.fixture
 def cupy(monkeypatch):
     """What was planned, and what was left to CuPy."""
@@ -68,9 +84,11 @@ def cupy(monkeypatch):
     for name in [*NAMES, "hfft"]:
         setattr(library, name, leaves(name))
     package, scipys = ModuleType("cupy"), ModuleType("cupyx.scipy")
-    package.cuda = SimpleNamespace(get_current_stream=lambda: fake.stream)
+    package.cuda = cuda = ModuleType("cupy.cuda")
+    cuda.get_current_stream = lambda: fake.stream
+    cuda.cufft = SimpleNamespace(CUFFT_C2C="F", CUFFT_Z2Z="D", PlanNd=plan_along_first)
     scipys.fft = library
-    for module in (package, ModuleType("cupyx"), scipys, library):
+    for module in (package, cuda, ModuleType("cupyx"), scipys, library):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return fake
 
@@ -112,7 +130,11 @@ def test_plans_are_made_once(cupy, name, axes, overwrites):
         ("fftn", block((4, 6), "f8"), (4, 6), (0, 1), "backward"),
         ("fftn", block((4, 6), "i4"), (4, 6), (0, 1), "backward"),
         ("rfftn", block((4, 6), "i2"), (4, 6), (0, 1), "backward"),
-        ("fftn", block((4, 6)), (4,), (0,), "backward"),
+        ("fftn", block((6, 4)), (6,), (0,), "backward"),
+        ("fftn", block((4, 6)), (8,), (0,), "backward"),
+        ("fftn", block((4, 6), "f8"), (4,), (0,), "backward"),
+        ("fftn", block((4, 4, 4)), (4,), (1,), "backward"),
+        ("fftn", block((4, 4, 4)), (4, 4), (0, 1), "backward"),
         ("rfftn", block((4, 6), "f8"), (6, 4), (1, 0), "backward"),
         ("fftn", block((2, 2, 2, 2)), (2, 2, 2, 2), (0, 1, 2, 3), "backward"),
     ],
@@ -123,6 +145,21 @@ def test_what_is_left_to_cupy(cupy, name, x, lengths, axes, norm):
     np.testing.assert_allclose(y, expected)
     assert (cupy.planned, cupy.left) == ([], [name])
     assert cufft.hfft(np.ones(3)).shape == (4,)
+
+
+@pytest.mark.parametrize("dtype", ["c8", "c16"])
+@pytest.mark.parametrize("name", ["fftn", "ifftn"])
+def test_the_first_axis_is_transformed_where_the_array_is(cupy, name, dtype):
+    x = block((8, 6, 5), dtype)
+    norm = arguments(name, x, (0,))[1]
+    expected = getattr(scipy.fft, name)(np.asarray(x), (8,), (0,), norm=norm)
+    result = getattr(cufft, name)(x, (8,), (0,), norm=norm)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
+    before, part = x.copy(), x[:, 2:5]
+    assert getattr(cufft, name)(part, (8,), (0,), norm=norm, overwrite_x=True) is part
+    np.testing.assert_allclose(part, expected[:, 2:5], rtol=1e-5)
+    np.testing.assert_array_equal(x[:, [0, 1, 5]], before[:, [0, 1, 5]])
+    assert (cupy.planned, cupy.left) == ([], [])
 
 
 def test_a_stream_a_gpu_and_a_thread_have_their_own(cupy, monkeypatch):
@@ -163,7 +200,8 @@ def test_few_plans_are_kept(cupy):
 def test_values(dtype, overwrites):
     cupy = pytest.importorskip("cupy")
     names = ["rfftn"] if dtype[0] == "f" else ["fftn", "ifftn", "irfftn"]
-    for name, axes, shape in product(names, [(2,), (1, 2), (0, 1, 2)], [(4, 6, 8), (3, 5, 7)]):
+    some_axes = [(2,), (1, 2), (0, 1, 2), *([] if dtype[0] == "f" else [(0,)])]
+    for name, axes, shape in product(names, some_axes, [(4, 6, 8), (3, 5, 7), (256, 9, 4)]):
         x = np.random.default_rng(0).normal(size=shape).astype(dtype)
         lengths, norm = arguments(name, x, axes)
         expected = getattr(scipy.fft, name)(x, lengths, axes, norm=norm)

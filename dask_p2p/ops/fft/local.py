@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from dask_p2p.backends import backend_for, memory_order
+from dask_p2p.backends.cufft import is_quick_along_first
 from dask_p2p.backends.host import competing_bytes
 from dask_p2p.config import checked_options
 from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, where_is
@@ -136,8 +137,7 @@ class LocalTransform:
         for name, axes, lengths in self.steps:
             before, shape = shape, self._shape(shape, name, axes, lengths)
             is_complex = dtype.kind == "c"
-            real = np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.float32)
-            dtype = np.result_type(real, np.complex64)
+            dtype = np.result_type(_real(dtype), np.complex64)
             if name in TO_REAL:
                 dtype = np.empty(0, dtype).real.dtype
             elif is_complex and shape == before:
@@ -181,7 +181,7 @@ class LocalTransform:
             block.dtype.kind == "c" and self._shape(block.shape, *self.steps[0]) == block.shape
         )
         if backend.on_device:
-            order = self._best(memory_order(block.strides))
+            order = self.best_order(memory_order(block.strides))
             is_copied |= not block.transpose(order).flags.c_contiguous
         extra_bytes = self.extra_bytes(block.shape, block.dtype) + is_copied * block.nbytes
         purposes = {"for its transform": extra_bytes, "for itself": in_memory_bytes(block)}
@@ -206,8 +206,11 @@ class LocalTransform:
         )
         block = block.transpose(path.before)
         if backend.on_device:
-            is_own = is_own or not block.flags.c_contiguous
-            block = _make_contiguous(block)
+            if path.along_first and block.dtype.kind != "c":
+                block, is_own = block.astype(np.result_type(_real(block.dtype), np.complex64)), True
+            if not (path.along_first and is_own and block[0].flags.c_contiguous):
+                is_own = is_own or not block.flags.c_contiguous
+                block = _make_contiguous(block)
         for name, arguments, norm in path.calls:
             function = getattr(library, name)
             options: dict[str, Any] = {"norm": norm}
@@ -225,16 +228,27 @@ class LocalTransform:
             block *= self.scale
         return block.transpose(path.after)
 
-    def _best(self, order: tuple[int, ...]) -> tuple[int, ...]:
+    def best_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the order of axes in memory in which a GPU transforms a block with this one."""
+        (name, axes, lengths), *others = self.steps
+        is_one_complex = not others and name in ("fftn", "ifftn") and len(axes) == 1
+        if is_one_complex and axes[0] != order[-1] and is_quick_along_first(*lengths):
+            return (*axes, *(axis for axis in order if axis not in axes))
         transformed_axes = {axis for _, axes, _ in self.steps for axis in axes}
         halved = {axes[-1] for name, axes, _ in self.steps if name in (*TO_COMPLEX, *TO_REAL)}
         return tuple(sorted(order, key=lambda axis: (axis in transformed_axes, axis in halved)))
+
+
+def _real(dtype: DType) -> DType:
+    """Return the dtype of real numbers in the precision of the transform of `dtype`."""
+    return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.float32)
 
 
 class _CallPath(NamedTuple):
     before: tuple[int, ...]  # permutation of the block's axes before the calls
     calls: tuple[tuple[str, tuple[Any, ...], str], ...]  # function, lengths and axes, norm
     after: tuple[int, ...]  # permutation of the axes after the calls, to the result's order
+    along_first: bool  # whether the only call transforms along the first axis
 
 
 @lru_cache(maxsize=1024)  # a call takes as long as cuFFT, and most blocks are alike
@@ -244,7 +258,7 @@ def _plan_calls(
     """Return the calls that transform a block, whose axes have the order `lies` in memory."""
     order = transform.order if lies is None else lies
     assert order is not None
-    best = transform._best(order) if on_device else order
+    best = transform.best_order(order) if on_device else order
     axes = range(len(order)) if lies is None else order  # axes of the block, in memory order
     steps = transform.steps
     one = _AS_ONE.get(tuple(name for name, _, _ in steps)) if on_device else None
@@ -260,7 +274,8 @@ def _plan_calls(
             norm = "forward" if name.removesuffix("n") in INVERSE else "backward"
         calls.append((name, arguments, norm))
     before = tuple(axes[order.index(axis)] for axis in best)
-    return _CallPath(before, tuple(calls), tuple(map(best.index, range(len(best)))))
+    after, first_axes = tuple(map(best.index, range(len(best)))), calls[0][1][1]
+    return _CallPath(before, tuple(calls), after, len(best) > 1 and first_axes == (0,))
 
 
 def _make_contiguous(array: Any) -> Any:

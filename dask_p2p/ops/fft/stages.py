@@ -252,16 +252,11 @@ def _steps_along(
     return tuple(steps)
 
 
-def order_in_memory(
-    ndim: int, axes: Sequence[int], transform: Transform, on_device: bool
-) -> tuple[int, ...]:
-    """Return the order of all axes in memory during a transform along some of them."""
+def order_in_memory(ndim: int, local: LocalTransform, on_device: bool) -> tuple[int, ...]:
+    """Return the order of all axes in memory of an assembled block that is transformed."""
     order = tuple(range(ndim))
-    if not on_device:
-        return order  # on CPUs, copies without a permutation gain more
-    # The order that `LocalTransform` would choose itself: transformed axes last.
-    special = {transform.first, transform.last} & {*axes}
-    return tuple(sorted(order, key=lambda axis: (axis in axes, axis in special, axis)))
+    # On CPUs, copies without a permutation gain more.
+    return local.best_order(order) if on_device else order
 
 
 def _run_stage(
@@ -285,7 +280,7 @@ def _run_stage(
         fixed = fix_blocks(x)
         spectrum: DaskArray = map_blocks(local, fixed, chunks=after, dtype=dtype, meta=meta)
         return spectrum
-    order = order_in_memory(x.ndim, stage.axes, transform, backend_for(x._meta).on_device)
+    order = order_in_memory(x.ndim, local, backend_for(x._meta).on_device)
     return run_stage(x, stage.chunks, order, Epilogue(replace(local, order=order), after, meta))
 
 

@@ -337,8 +337,8 @@ class Transforms:
         for stage, local in zip(path, transforms, strict=True):
             is_there = stage.before.local_sizes == current.local_sizes
             order = all_axes
-            if stage.axes and not is_there:
-                order = order_in_memory(len(global_shape), stage.axes, transform, on_device)
+            if local is not None and not is_there:
+                order = order_in_memory(len(global_shape), local, on_device)
             redistribution = self._partitions.between(
                 current, stage.before, all_axes, f"{kind}n()", order
             )

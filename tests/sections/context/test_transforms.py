@@ -11,6 +11,7 @@ import scipy.fft
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dask_p2p.backends.cufft import is_quick_along_first
 from dask_p2p.errors import InputError, SectionError, UnsupportedArrayError
 from dask_p2p.geometry import box_slices
 from dask_p2p.ops.fft import local as local_fft
@@ -38,7 +39,7 @@ def cases(draw):
 
 
 def always_last(*args):
-    """As on GPUs: axes that are transformed lie last in memory."""
+    """As on GPUs: axes that are transformed lie last in memory, or first."""
     return order_in_memory(*args[:-1], True)
 
 
@@ -87,15 +88,21 @@ def test_transforms_are_those_of_numpy(case, dtype, orthogonal, order):
 def fake_cufft():
     """The functions of `cupyx.scipy.fft`, by SciPy: new arrays, of the same precision.
 
-    They accept only arrays that cuFFT transforms fast: in C order, along the last axes.
+    They accept only arrays that cuFFT transforms fast: in C order, along the last axes; or in
+    columns along the first one.
     """
     library = ModuleType("cupyx.scipy.fft")
     for name in ("fftn", "ifftn", "rfft", "rfftn", "irfft", "irfftn"):
 
         def run(block, *args, overwrite_x=False, name=name, norm=None):
-            assert block.flags.c_contiguous
             along = args[1] if name.endswith("n") else [args[1]]
-            assert sorted(along) == [*range(block.ndim)][-len(along) :]
+            if along == (0,) and block.ndim > 1:
+                assert is_quick_along_first(*args[0])
+                assert block[0].flags.c_contiguous
+                assert overwrite_x or block.flags.c_contiguous
+            else:
+                assert block.flags.c_contiguous
+                assert sorted(along) == [*range(block.ndim)][-len(along) :]
             assert name in ("fftn", "ifftn") or along[-1] == block.ndim - 1
             result = block.apply(lambda values: getattr(scipy.fft, name)(values, *args, norm=norm))
             if overwrite_x:
