@@ -254,7 +254,7 @@ def test_very_many_blocks():
     ("on_device", "length", "axis"), [(True, 6, 0), (True, 4, 2), (False, 6, 2)]
 )
 def test_blocks_lie_as_gpus_transform_them(on_device, length, axis, monkeypatch):
-    x = da.from_array(numbers((length, 6, 8)), chunks=(2, -1, -1))
+    x = da.from_array(numbers((length, 6, 8)), chunks=(length // 2, -1, -1))
     with monkeypatch.context() as patch:
         patch.setattr(NumpyBackend, "on_device", on_device)
         y = fft.fftn(x)

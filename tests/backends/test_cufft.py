@@ -208,6 +208,7 @@ def test_values(dtype, overwrites):
         for _ in range(2):
             a = cupy.asarray(x)
             result = getattr(cufft, name)(a, lengths, axes, norm=norm, overwrite_x=overwrites)
-            np.testing.assert_allclose(result.get(), expected, rtol=0, atol=1e-4)
+            atol = 1e-5 * np.abs(expected).max()
+            np.testing.assert_allclose(result.get(), expected, rtol=0, atol=atol)
             assert result.dtype == expected.dtype
             assert overwrites or np.array_equal(a.get(), x)
