@@ -38,6 +38,9 @@ def sizes_of(
         size_bytes = _declared_bytes(key, node, declared)
         if size_bytes is None:
             size_bytes = _size_of(node, key, tasks, sizes_bytes)
+        if size_bytes is None and isinstance(key, tuple) and "extra" in key[1:2]:
+            # Cumulative operations of Dask begin with this part of a block of theirs.
+            size_bytes = _declared_bytes((key[0], *key[2:]), None, declared)
         if size_bytes is not None:
             sizes_bytes[key] = size_bytes
     return sizes_bytes

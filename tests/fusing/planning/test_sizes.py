@@ -79,6 +79,13 @@ def test_unknown_chunk_sizes():
     assert sizes[(x[x > 0.5] + 1).name] == {16 * 8}, "that of the largest input"
 
 
+@pytest.mark.parametrize("shape", [(64,), (64, 32)])
+def test_first_parts_of_cumulative_operations(shape):
+    """Dask makes them from their shape alone."""
+    tasks, sizes = tasks_and_sizes(da.ones(shape, chunks=16).cumsum(axis=0))
+    assert max(sizes[key] for key in tasks.nodes if key[1] == "extra") == 8 * 16 ** len(shape)
+
+
 @pytest.mark.parametrize(("lent_read_bytes", "copies"), [(2**20, 2), (1, 0)])
 def test_regions_in_messages(monkeypatch, lent_read_bytes, copies):
     """One is sent and one is received, unless they are large enough to be read in place."""
