@@ -18,6 +18,7 @@ import pytest
 
 from dask_p2p import Checkpoint, Save, iterate, spmd
 from dask_p2p.errors import FileError, InputError
+from dask_p2p.sections.iterate.output import groups
 from tests.support import BOUND_S, mostly_slow
 from tests.transports.loopback import wait_until
 
@@ -134,21 +135,27 @@ def test_a_run_without_another_checkpoint_ends_with_the_path(tmp_path, program):
 @pytest.mark.parametrize("program", [by_iterate, by_steps])
 def test_all_files_are_on_the_disk_before_the_record(tmp_path, program, monkeypatch):
     """The order of calls: otherwise the loss of a host leaves records without values."""
-    synced, fsync, replace = {}, os.fsync, os.replace
+    synced, sync_files, replace = {}, groups._sync_files, os.replace
 
-    def note(number):
-        path = Path(os.readlink(f"/proc/self/fd/{number}"))
-        synced[path] = path.stat().st_ino
-        fsync(number)
+    def times(folder):
+        return {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))}
+
+    def note(path):
+        folder = Path(path)  # that of all checkpoints: of the files of rank 0 alone
+        files = folder.iterdir() if folder == tmp_path / "states" else times(folder)
+        written = {file: file.stat().st_mtime_ns for file in (folder, *files)}
+        sync_files(path)
+        synced.update(written)
 
     def check(source, target):
         if str(target).endswith(".complete"):
             folder = Path(str(target).removesuffix(".complete"))
-            for path in (folder, *folder.rglob("*"), Path(source)):
-                assert synced.get(path) == path.stat().st_ino, path
+            written = {**times(folder), Path(source): Path(source).stat().st_mtime_ns}
+            assert written.items() <= synced.items()
+            synced.clear()
         replace(source, target)
 
-    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(groups, "_sync_files", note)
     monkeypatch.setattr(os, "replace", check)
     program(tmp_path / "states", 20, keep=1)
     record = tmp_path / "states" / f"step-{20:012}.complete"
