@@ -118,11 +118,13 @@ class Grid:
                 del self._pads[next(iter(self._pads))]
             self._pads[key] = layouts, HaloExchange(layouts, self._ctx._connections)
         layouts, exchange = self._pads[key]
-        padded = {}
-        for layout, (name, block) in zip(layouts, arrays.items(), strict=True):
-            padded[name] = self._ctx.device.empty(layout.halo.shape, layout.dtype)
-            padded[name][box_slices(layout.halo.inner)] = block
-        exchange.fill(layouts, [*padded.values()])
+        halo_arrays = []
+        for layout, block in zip(layouts, arrays.values(), strict=True):
+            memory = self._ctx.device.empty(layout.halo.shape, layout.dtype)
+            halo_arrays.append(HaloArray(layout, memory))
+            halo_arrays[-1].inner[...] = block
+        exchange.begin(halo_arrays, in_background=False).wait()
+        padded = {name: filled.data for name, filled in zip(arrays, halo_arrays, strict=True)}
         return padded if isinstance(a, Mapping) else padded["a"]
 
     def halo_array(
