@@ -388,7 +388,7 @@ class LocalPoints:
         InputError
             If the block has another shape, or the number of values differs.
         """
-        where = self._where(block)
+        array, where = self._located(block)
         all_values = self._module.asarray(values)
         if all_values.shape not in ((), (self._count,)):
             raise InputError(
@@ -396,7 +396,6 @@ class LocalPoints:
                 f"array of shape {all_values.shape}. Give one for each point."
             )
         point_values = all_values[self._numbers] if all_values.ndim else all_values
-        array = block.inner if isinstance(block, HaloArray) else block
         self._module.add.at(array, where, self._weights * point_values)
 
     def sample(self, block: Any) -> Array:
@@ -417,14 +416,14 @@ class LocalPoints:
         InputError
             If the block has another shape.
         """
-        where = self._where(block)
-        array = block.inner if isinstance(block, HaloArray) else block
+        array, where = self._located(block)
         parts = self._weights * array[where]
         samples: Array = self._module.zeros(self._count, parts.dtype)
         self._module.add.at(samples, self._numbers, parts)
         return samples
 
-    def _where(self, block: Any) -> tuple[Array, ...]:
+    def _located(self, block: Any) -> tuple[Any, tuple[Array, ...]]:
+        """Return the array of a block, and where it has the neighbours."""
         array = block.inner if isinstance(block, HaloArray) else block
         shape = getattr(array, "shape", None)
         starts = self._starts.get(shape, set()) if isinstance(shape, tuple) else set()
@@ -436,7 +435,7 @@ class LocalPoints:
             )
         (start,) = starts
         pairs = zip(self._index, start, strict=True)
-        return tuple(along + first if first else along for along, first in pairs)
+        return array, tuple(along + first if first else along for along, first in pairs)
 
 
 def checked_points(xy: Any, shape: Sequence[int], weights: str = "linear") -> Array:
