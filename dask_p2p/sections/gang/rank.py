@@ -137,7 +137,7 @@ class _RankRun:
                 with self._record_attempt(ctx.progress, context, *of_attempt) as fields:
                     result, order = self._attempt(rank_attempt, ctx, thread, fields, ucx)
         if order.state != "committed":
-            _raise_end(order, self.options)
+            _raise_end(order)
         return result
 
     def _connect(self, rank_attempt: RankAttempt, order: Order) -> Any:
@@ -304,7 +304,7 @@ def as_user_error(exc: BaseException, rank: int) -> Exception:
     return named
 
 
-def _raise_end(order: Order, options: Options) -> NoReturn:
+def _raise_end(order: Order) -> NoReturn:
     """End a stopped attempt: all ranks raise the same error, or all are rescheduled."""
     if order.error is not None:
         raise loads(order.error)
