@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
-from types import MappingProxyType, SimpleNamespace
+from unittest import mock
 
 import dask.array as da
 import numpy as np
@@ -25,24 +25,13 @@ X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))
 
 
-def check(
-    gpu,
-    function,
-    x,
-    depth,
-    steps,
-    boundary="periodic",
-    ranks=4,
-    device=Gpu,
-    gang=MappingProxyType({}),
-    **kwargs,
-):
+def check(gpu, function, x, depth, steps, boundary="periodic", ranks=4, device=Gpu, **kwargs):
     a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
     y = iterate(
         kernel(gpu, function), a, depth, steps, boundary=boundary, ranks=ranks,
         capture=True, **kwargs,
     )  # fmt: skip
-    (result,) = run_section(gpu, y, [x], device=device, **gang)
+    (result,) = run_section(gpu, y, [x], device=device)
     assert np.array_equal(result, reference(function, [x], depth, steps, boundary)[0])
     gc.collect()
     gpu.check()
@@ -96,13 +85,12 @@ def test_a_function_that_allocates(gpu, replayed):
 
 def test_checkpoints_are_made_where_they_are_due(gpu, replayed):
     """Also checkpoints within a cycle; the one at its end comes after it."""
-    saved_steps = []
-    checkpoints = SimpleNamespace(
-        save=lambda step, arrays: saved_steps.append(step), read_state=lambda: (0, None)
-    )
-    gang = {"checkpoints": lambda *of_rank: checkpoints}
-    check(gpu, star, X, 1, 15, gang=gang, checkpoint_every=5)
-    assert sorted(saved_steps) == [5] * 4 + [10] * 4
+    states = mock.Mock(**{"read_state.return_value": (0, None)})
+    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
+    y = iterate(kernel(gpu, star), a, 1, 15, ranks=4, capture=True, checkpoint_every=5)
+    (result,) = run_section(gpu, y, [X], device=Gpu, checkpoints=lambda *of_rank: states)
+    assert np.array_equal(result, reference(star, [X], 1, 15, "periodic")[0])
+    assert sorted(call.args[0] for call in states.save.call_args_list) == [5] * 4 + [10] * 4
     assert len(replayed) == 4 * 5  # 2 to 4, 6 to 8, 8 to 10, 10 to 12, 12 to 14
 
 
