@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import gcd, prod
 from pathlib import Path
 from typing import Any
@@ -192,10 +191,10 @@ class Folder:
     @cached_property
     def store(self) -> Any:
         """The folder as Zarr takes it."""
-        from zarr.storage import FsspecStore, LocalStore
-
         if self._is_local:
-            return LocalStore(self._root)
+            return _local_store()(self._root)
+        from zarr.storage import FsspecStore
+
         return FsspecStore.from_url(self.path)
 
     @property
@@ -205,9 +204,9 @@ class Folder:
         return isinstance(self._files, LocalFileSystem)
 
     def sync(self) -> None:
-        """Wait until all that this process has written here is on the disk."""
+        """Wait until all that this process has written to the store is on the disk."""
         if self._is_local:
-            _sync_files(self._root)
+            self.store.sync()
 
     def exists(self) -> bool:
         self._files.invalidate_cache()
@@ -243,10 +242,9 @@ class Folder:
         partial = f"{self._root}.partial"
         with open(partial, "wb") as file:
             file.write(contents)
-        folder = os.path.dirname(self._root)
-        _sync_files(folder)
+        _sync_path(partial)
         os.replace(partial, self._root)
-        _sync_files(folder)
+        _sync_path(os.path.dirname(self._root))
 
     def touch(self) -> None:
         self._files.touch(self._root)
@@ -257,16 +255,44 @@ class Folder:
             self._files.rm(self._root, recursive=True)
 
 
-def _sync_files(folder: str) -> None:
-    """Wait until all files of a folder's file system are on the disk.
+@cache
+def _local_store() -> Any:
+    """Return a class of Zarr's stores in local folders that records the files it has written."""
+    from zarr.storage import LocalStore
 
-    One call takes less than one for each file: 0.1 s in place of 10 s for 4,000 files of 4 KiB.
-    """
-    number = os.open(folder, os.O_RDONLY)
+    class RecordingStore(LocalStore):  # type: ignore[misc]
+        """Each write of a file is atomic, and is on the disk after `sync`."""
+
+        def __init__(self, root: Path | str, *, read_only: bool = False) -> None:
+            super().__init__(root, read_only=read_only)
+            self._written = set[Path]()
+
+        async def set(self, key: str, value: Any) -> None:
+            self._written.add(self.root / key)
+            await super().set(key, value)
+
+        def set_sync(self, key: str, value: Any) -> None:  # of newer versions of Zarr
+            self._written.add(self.root / key)
+            super().set_sync(key, value)
+
+        def sync(self) -> None:
+            """Wait until the files are on the disk."""
+            files, self._written = self._written, set()
+            for file in files:
+                _sync_path(file)
+            depth = len(self.root.parent.parts)
+            for folder in {parent for file in files for parent in file.parents}:
+                if len(folder.parts) >= depth:
+                    with suppress(OSError):  # some file systems have no such call for folders
+                        _sync_path(folder)
+
+    return RecordingStore
+
+
+def _sync_path(path: str | Path) -> None:
+    number = os.open(path, os.O_RDONLY)
     try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(number):
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code), folder)
+        os.fsync(number)
     finally:
         os.close(number)
 

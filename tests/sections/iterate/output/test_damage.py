@@ -18,7 +18,6 @@ import pytest
 
 from dask_p2p import Checkpoint, Save, iterate, spmd
 from dask_p2p.errors import FileError, InputError
-from dask_p2p.sections.iterate.output import groups
 from tests.support import BOUND_S, mostly_slow
 from tests.transports.loopback import wait_until
 
@@ -135,26 +134,26 @@ def test_a_run_without_another_checkpoint_ends_with_the_path(tmp_path, program):
 @pytest.mark.parametrize("program", [by_iterate, by_steps])
 def test_all_files_are_on_the_disk_before_the_record(tmp_path, program, monkeypatch):
     """The order of calls: otherwise the loss of a host leaves records without values."""
-    synced, sync_files, replace = {}, groups._sync_files, os.replace
+    synced, fsync, replace = {}, os.fsync, os.replace
 
-    def times(paths):
-        return {path: path.stat().st_mtime_ns for path in paths}
-
-    def note(folder):  # of the folder of all checkpoints the files of rank 0 alone
-        files = Path(folder).glob("**/*" if Path(folder).name.startswith("step") else "*")
-        synced.update(times(files))
-        sync_files(folder)
+    def note(number):
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        synced[path] = path.stat().st_ino
+        fsync(number)
 
     def check(source, target):
         if str(target).endswith(".complete"):
             folder = Path(str(target).removesuffix(".complete"))
-            assert times([*folder.rglob("*"), Path(source)]).items() <= synced.items()
+            for path in (folder, *folder.rglob("*"), Path(source)):
+                assert synced.get(path) == path.stat().st_ino, path
         replace(source, target)
 
-    monkeypatch.setattr(groups, "_sync_files", note)
+    monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(os, "replace", check)
     program(tmp_path / "states", 20, keep=1)
-    assert tmp_path / "states" / f"step-{20:012}.complete" in synced
+    record = tmp_path / "states" / f"step-{20:012}.complete"
+    assert record.exists()
+    assert record.parent in synced
 
 
 # --- frames
