@@ -41,7 +41,7 @@ def timed(ctx: Any, x: Any, repeats: int) -> Any:
         return time.perf_counter() - start_s
 
     copies = [seconds(np.copyto, to, x) for _ in range(repeats + 1)][1:]
-    checkpoints = [seconds(ctx.save_state, n + 1, [x]) for n in range(_FIRST + repeats)]
+    checkpoints = [seconds(ctx.checkpoints.save, n + 1, [x]) for n in range(_FIRST + repeats)]
     x[0, : 2 * repeats + _FIRST] = copies + checkpoints
     return x
 

@@ -110,6 +110,7 @@ METHODS = {
     "chunks",
     "close_stores",
     "fill",
+    "fill_ends",
     "fill_unread",
     "flush_stores",
     "halo_exchange",
@@ -119,7 +120,6 @@ METHODS = {
     "of_state",
     "part",
     "restore_state",
-    "save_state",
     "size_bytes",
     "span_s",
     "step_for",
@@ -127,7 +127,6 @@ METHODS = {
     "with_indices",
 }
 PROPERTIES = {
-    "has_checkpoints",
     "host_need",
     "need",
     "reduces_by_messages",

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any, NamedTuple
 
-from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, split_evenly, whole_box
+from dask_p2p.geometry import Box, Chunks, Index, block_bounds, block_shape, split_evenly
 from dask_p2p.plans.base import Fill, Piece
 from dask_p2p.plans.fft import FftStage, Transform, plan_stages
 from dask_p2p.plans.grid import redistribution
@@ -114,17 +114,6 @@ class RankGrid:
             along.append(list(zip(numbers, pairwise(bounds), strict=True)))
         for pairs in product(*along):
             yield tuple(number for number, _ in pairs), tuple(box for _, box in pairs)
-
-    def whole_blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
-        """Yield the block of a rank, where each local block is a block; empty ones come last.
-
-        >>> ranks = RankGrid(((2, 3, 0),), (3,))
-        >>> [list(ranks.whole_blocks(rank)) for rank in (1, 2)]
-        [[((1,), ((0, 3),))], []]
-        """
-        shape = self.shape(rank)
-        if all(shape):
-            yield self.indices[rank], whole_box(shape)
 
 
 def surface(grid: Sequence[int], shape: Sequence[int]) -> tuple[float, tuple[int, ...]]:

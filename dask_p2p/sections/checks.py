@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -82,9 +82,7 @@ class StepChecks:
             level for name in fields if name in phase.binding.names for level in fields[name].levels
         ]
         parts = {name: fields[name].parts(self._box)[0] for name in phase.fields}
-        return _FirstCall(
-            phase, self._device, read, values, parts, lambda name: fields[name].next_level
-        )()
+        return _FirstCall(phase, self._device, read, values, parts, _NextLevels(fields))()
 
     def compare(self, call: Any, values: Values, apply: Callable[[], Any]) -> Any:
         """Make a call of a step for the whole local block, and compare it."""
@@ -146,8 +144,7 @@ def check_call(
     outs: Mapping[str, Array],  # by field: the memory of its next values
 ) -> list[str]:
     """Call a function for a region; check it and return names as `StepChecks.first_call` does."""
-    inner = {name: SimpleNamespace(inner=out) for name, out in outs.items()}
-    return _FirstCall(phase, device, (), values, parts, inner.__getitem__)()[0]
+    return _FirstCall(phase, device, (), values, parts, outs)()[0]
 
 
 def _name(function: Any) -> str:
@@ -166,43 +163,34 @@ class _FirstCall:
         fields: Sequence[Any],  # halo arrays that the function reads
         values: Mapping[str, Any],  # its arguments by name
         parts: Mapping[str, Any],  # by field: its newest level, as the function receives it
-        next_level: Callable[[str], Any],  # returns the memory of a field's next values
+        outs: Mapping[str, Array],  # by field: the memory of its next values
     ) -> None:
         self._phase, self._device, self._fields = phase, device, fields
-        self._values, self._parts, self._next_level = values, parts, next_level
-        self._arrays = [*arrays_in(values.values(), device.module.ndarray)]
+        self._values, self._parts, self._outs = values, parts, outs
         self._names: list[str] = []  # of the fields that the function changes
 
     def __call__(self) -> tuple[list[str], Any]:
         """Call the function; return the names of changed fields, and its other values."""
-        before = self._sums()
-        returned = self._fill_out() if self._phase.fills_out else self._fill_blocks()
-        if self._sums() != before:
-            raise write_error()
+        is_refused = can_refuse(self._device, self._phase.function)
+        with refuse_writes(self._device, () if is_refused else self._values.values()):
+            returned = self._fill_out() if self._phase.fills_out else self._fill_blocks()
         if any(field.layout.halo.unread for field in self._fields):
             self._check_corners()
         return self._names, returned._replace(blocks={})  # perhaps views of fields
 
     def _fill_blocks(self) -> Any:
         """Call the function and keep the new blocks; return all that it returns."""
-        outs = self._outs if self._phase.fills_out else _Outs(self._next_level)
+        fills_out = self._phase.fills_out
+        outs = {name: self._outs[name] for name in self._names} if fills_out else self._outs
         returned = self._phase.fill(self._device, self._values, outs, self._parts)
-        self._names = [*outs]
+        if not fills_out:
+            self._names = [*returned.blocks]
         return returned
-
-    def _sums(self) -> list[int]:
-        if can_refuse(self._device, self._phase.function):
-            return []
-        return [self._device.checksum(array) for array in self._arrays]
-
-    @property
-    def _outs(self) -> dict[str, Array]:
-        return {name: self._next_level(name).inner for name in self._names}
 
     def _fill_out(self) -> Any:
         """Call the function, and check that it fills all memory of its parameter `out`."""
-        self._names = [*self._phase.fields]
-        outs = self._outs
+        outs = {name: self._outs[name] for name in self._phase.fields}
+        self._names = [*outs]
         marks = [_Marks(out, self._device, name) for name, out in outs.items() if _Marks.fit(out)]
         returned = self._call_strictly(outs)
         marks = [mark for mark in marks if mark.find_unset()]
@@ -287,18 +275,18 @@ class _FirstCall:
             field.fill_unread(values.get(dtype, unread_value(dtype)))
 
     def _results(self) -> list[int]:
-        return [self._device.checksum(self._next_level(name).data) for name in self._names]
+        return [self._device.checksum(self._outs[name]) for name in self._names]
 
 
-class _Outs(dict[str, Array]):
-    """The memory of those fields that a function returns."""
+class _NextLevels(dict[str, Array]):
+    """The memory of the next values of fields, which is made for those that a function changes."""
 
-    def __init__(self, next_level: Callable[[str], Any]) -> None:
+    def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__()
-        self._next_level = next_level
+        self._fields = fields
 
     def __missing__(self, name: str) -> Array:
-        self[name] = self._next_level(name).inner
+        self[name] = self._fields[name].next_level.inner
         return self[name]
 
 
@@ -453,12 +441,17 @@ def is_kept(value: Any, dtype: DType) -> bool:
     return False
 
 
-def write_error() -> InputError:
-    """Return the error for a function that has written into its fields."""
-    return InputError(
-        "expected a function that only reads its fields and constants, got one that writes "
-        "into them. Write into a copy, u = u.copy(), or into the parameter out."
-    )
+@contextmanager
+def refuse_writes(device: Any, values: Iterable[Any]) -> Iterator[None]:
+    """Raise `InputError` at the end if an array among values has changed."""
+    arrays = [*arrays_in(values, device.module.ndarray)]
+    before = [device.checksum(array) for array in arrays]
+    yield
+    if before != [device.checksum(array) for array in arrays]:
+        raise InputError(
+            "expected a function that only reads its fields and constants, got one that writes "
+            "into them. Write into a copy, u = u.copy(), or into the parameter out."
+        )
 
 
 def can_refuse(device: Any, function: Callable[..., Any]) -> bool:

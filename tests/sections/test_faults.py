@@ -179,7 +179,7 @@ def test_an_error_that_somebody_keeps_keeps_no_states(client):
     """In a notebook it lasts for hours, and states are as large as local blocks."""
 
     def failing(ctx, x):
-        ctx.save_state(1, [x])
+        ctx.checkpoints.save(1, [x])
         raise ValueError("too large")
 
     y = spmd(failing, array(), ranks=4).persist()
@@ -191,7 +191,7 @@ def test_an_error_that_somebody_keeps_keeps_no_states(client):
 
 def checkpointing(ctx, x, folder):
     """Rank 1 copies its second state after others have their copies, and after the cancel."""
-    ctx.save_state(1, [x])
+    ctx.checkpoints.save(1, [x])
     copy, thread_id = ctx.device.copy_to_host, threading.get_ident()
 
     def copy_late(*args):
@@ -203,7 +203,7 @@ def checkpointing(ctx, x, folder):
     with pytest.MonkeyPatch.context() as patch:
         if ctx.rank == 1:
             patch.setattr(ctx.device, "copy_to_host", copy_late)
-        ctx.save_state(2, [x])
+        ctx.checkpoints.save(2, [x])
     return x
 
 

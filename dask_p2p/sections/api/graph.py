@@ -7,12 +7,11 @@ any output is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from operator import index as as_int
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import dask
@@ -43,27 +42,18 @@ from dask_p2p.types import Array, DaskArray, Key
 def section_arrays(
     prefix: str,  # of the new arrays' names, and thus of Dask's tasks
     function: Callable[..., Any],
-    arrays: Sequence[DaskArray],  # of like chunks, or of length 1; in blocks of one kind
-    ranks: RankGrid,  # decomposition of the arrays
+    arrays: Sequence[DaskArray],  # in blocks of one kind
+    inputs: Sequence[InputSpec],  # of these arrays
+    ranks: RankGrid,  # decomposition of the first one
     outputs: Outputs,  # the arrays that are made
     options: Options,  # sent with the tasks
-    other_grids: Mapping[int, RankGrid] = MappingProxyType({}),  # decompositions of other shapes
-    wholes: Collection[int] = (),  # numbers of the arrays that each rank receives as a whole
 ) -> tuple[DaskArray, ...]:
     """Return the lazy arrays that a gang makes, from inputs of graphs or of expressions.
 
     Each rank calls the function with a context and its `LocalBlocks`.
     """
-    inputs = tuple(
-        InputSpec(x.dtype, grid=RankGrid(x.chunks, (1,) * x.ndim), is_whole=True)
-        if n in wholes
-        else InputSpec(x.dtype, grid=other_grids[n])
-        if n in other_grids
-        else _input_spec(x, arrays[0])
-        for n, x in enumerate(arrays)
-    )
     kind = backend_for(arrays[0]._meta).name if arrays else NUMPY.name
-    section = Section(prefix, RankBody(function, ranks, inputs, outputs, kind), options)
+    section = Section(prefix, RankBody(function, ranks, tuple(inputs), outputs, kind), options)
     return tuple(gang_arrays(section, arrays, len(outputs.specs)))
 
 
@@ -177,7 +167,7 @@ class Section:
         ranks = self.body.ranks
         blocks = [
             [
-                List(*(TaskRef((name, *index)) for index, _ in spec.blocks(ranks, rank)))
+                List(*(TaskRef((name, *index)) for index, _ in spec.blocks(rank)))
                 for name, spec in zip(names, self.body.inputs, strict=True)
             ]
             for rank in range(ranks.size)
@@ -196,13 +186,6 @@ class Section:
         ranks, output = self.body.ranks, self.body.outputs.specs[number]
         for rank in range(ranks.size):
             yield [(name, *index) for index in output.indices(ranks, rank)]
-
-
-def _input_spec(x: DaskArray, first: DaskArray) -> InputSpec:
-    pairs = list(zip(x.shape, first.shape, strict=True))
-    repeated = tuple(axis for axis, (size, full_size) in enumerate(pairs) if size == 1 != full_size)
-    extra = tuple(max(0, size - full_size) if size != 1 else 0 for size, full_size in pairs)
-    return InputSpec(np.dtype(x.dtype), repeated, extra if any(extra) else ())
 
 
 #: Least size of local blocks for several ranks on a worker by default: they share Python's lock.
@@ -239,12 +222,18 @@ class Whole:
     value: Any
 
 
-class Inputs(NamedTuple):
-    """The arrays that a section reads."""
+def input_spec(value: Any, first: DaskArray, ranks: RankGrid) -> InputSpec:
+    """Return the spec of a `Whole`, or of an array with the chunks of the first one.
 
-    arrays: list[DaskArray]
-    other_grids: dict[int, RankGrid]  # by number: decompositions of arrays of other shapes
-    wholes: frozenset[int]  # numbers of the arrays that each rank receives as a whole
+    Along some axes it may be longer at the end, or have one element. `ranks` divide the first one.
+    """
+    if isinstance(value, Whole):
+        x = value.value
+        return InputSpec(np.dtype(x.dtype), RankGrid(x.chunks, (1,) * x.ndim))
+    pairs = list(zip(value.shape, first.shape, strict=True))
+    repeated = tuple(axis for axis, (size, full_size) in enumerate(pairs) if size == 1 != full_size)
+    extra = [max(0, size - full_size) if size != 1 else 0 for size, full_size in pairs]
+    return InputSpec(np.dtype(value.dtype), ranks.extend(extra), repeated)
 
 
 def check_computed(*values: Any) -> None:
@@ -282,31 +271,35 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
             )
 
 
-def checked_inputs(values: Sequence[Any], ranks: RankGrid) -> Inputs:
+def checked_inputs(
+    values: Sequence[Any], ranks: RankGrid
+) -> tuple[list[DaskArray], list[InputSpec]]:
     """Return arrays with one block for each local block where a shape is another than the first's.
 
     The decompositions of these are those of `Context.grid_of`. Raises `InputError` if the number
     of axes differs; otherwise the same errors as `check_decompositions`.
     """
-    wholes = frozenset(n for n, value in enumerate(values) if isinstance(value, Whole))
-    arrays = [value.value if isinstance(value, Whole) else value for value in values]
-    check_one_library(arrays)
-    divided = [x for n, x in enumerate(arrays) if n not in wholes]
-    check_decompositions([x for x in divided if getattr(x, "shape", None) == arrays[0].shape])
-    divided_arrays, grids = list(arrays), dict[int, RankGrid]()
-    for number, x in enumerate(arrays):
-        check_input(x, arrays[0])
-        if number in wholes or x.shape == arrays[0].shape:
-            continue
-        if x.ndim != arrays[0].ndim:
+    first = values[0]
+    check_one_library([x.value if isinstance(x, Whole) else x for x in values])
+    check_decompositions([x for x in values if getattr(x, "shape", None) == first.shape])
+    arrays, specs = list[DaskArray](), list[InputSpec]()
+    for value in values:
+        x = value.value if isinstance(value, Whole) else value
+        check_input(x, first)
+        if isinstance(value, Whole) or x.shape == first.shape:
+            spec = input_spec(value, first, ranks)
+        elif x.ndim != first.ndim:
             raise InputError(
-                f"expected arrays of {arrays[0].ndim} axes, like the first one, got one of shape "
+                f"expected arrays of {first.ndim} axes, like the first one, got one of shape "
                 f"{x.shape}. Give each rank the whole array, dask_p2p.Whole(x), or add axes."
             )
-        grids[number] = grid = distribute_alike(ranks, x.shape)
-        chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in grid.local_sizes)
-        divided_arrays[number] = x if x.chunks == chunks else rechunk(x, chunks)
-    return Inputs(divided_arrays, grids, wholes)
+        else:
+            spec = InputSpec(np.dtype(x.dtype), distribute_alike(ranks, x.shape))
+            chunks = tuple(tuple(n for n in sizes if n) or (0,) for sizes in spec.ranks.local_sizes)
+            x = x if x.chunks == chunks else rechunk(x, chunks)
+        arrays.append(x)
+        specs.append(spec)
+    return arrays, specs
 
 
 def check_input(x: Any, first: DaskArray) -> None:

@@ -19,7 +19,7 @@ from dask_p2p.backends import as_array, backend_named, checked_block
 from dask_p2p.engine.context import MemoryNeed, in_memory_bytes, where_is
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import P2PWarning
-from dask_p2p.geometry import Box, Index, box_slices
+from dask_p2p.geometry import Box, Index, box_size, box_slices
 from dask_p2p.ops.estimate import MemoryEstimate
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Outputs
@@ -29,29 +29,20 @@ from dask_p2p.types import Array, DType, Kind
 
 
 class InputSpec(NamedTuple):
-    """Dtype of an input, and its shape in comparison with the first one."""
+    """Dtype and decomposition of an input."""
 
     dtype: DType
+    ranks: RankGrid  # of one rank if each has the whole array
     repeated: tuple[int, ...] = ()  # axes along which all ranks have its only element
-    extra: tuple[int, ...] = ()  # by axis: by how much it is longer; empty: nowhere
-    #: Its own decomposition, if it has another shape. Each local block is one block, unless empty.
-    grid: RankGrid | None = None
-    is_whole: bool = False  # whether each rank has the whole array, all blocks of `grid`
 
-    def blocks(self, ranks: RankGrid, rank: int) -> Iterator[tuple[Index, Box]]:
-        """Yield the index of each block of a rank, and its box in the local block."""
-        if self.grid is not None:
-            return self.grid.blocks(0) if self.is_whole else self.grid.whole_blocks(rank)
-        return ranks.extend(self.extra).blocks(rank, self.repeated)
+    def blocks(self, rank: int) -> Iterator[tuple[Index, Box]]:
+        """Yield index, and box in the local block, of each block of a rank that has elements."""
+        blocks = self.ranks.blocks(rank % self.ranks.size, self.repeated)
+        return ((index, box) for index, box in blocks if box_size(box))
 
-    def shape(self, ranks: RankGrid, rank: int) -> tuple[int, ...]:
-        if self.grid is not None:
-            return self.grid.shape(0 if self.is_whole else rank)
-        lengths = enumerate(ranks.extend(self.extra).shape(rank))
+    def shape(self, rank: int) -> tuple[int, ...]:
+        lengths = enumerate(self.ranks.shape(rank % self.ranks.size))
         return tuple(1 if axis in self.repeated else n for axis, n in lengths)
-
-    def size_bytes(self, ranks: RankGrid, rank: int) -> int:
-        return prod(self.shape(ranks, rank)) * self.dtype.itemsize
 
 
 class LocalBlocks:
@@ -65,7 +56,7 @@ class LocalBlocks:
         inputs: Sequence[InputSpec],  # one for each array
         device: Host = HOST,  # of the blocks
     ) -> None:
-        self._ranks, self._rank, self._device = ranks, rank, device
+        self._rank, self._device = rank, device
         self._arrays, self._inputs = arrays, inputs
         self.boxes = [box_slices(box) for _, box in ranks.blocks(rank)]
         self.shape = ranks.shape(rank)
@@ -76,8 +67,7 @@ class LocalBlocks:
     def copy_into(self, number: int, local_block: Array) -> None:
         """Copy the local block of one array into `local_block`."""
         spec = self._inputs[number]
-        places = spec.blocks(self._ranks, self._rank)
-        for (index, box), block in zip(places, self._arrays[number], strict=True):
+        for (index, box), block in zip(spec.blocks(self._rank), self._arrays[number], strict=True):
             key, into = (f"input {number}", *index), local_block[box_slices(box)]
             block_array = checked_block(as_array(block), key, into.shape, spec.dtype)
             check_kind(self._device, f"block {key}", block_array)
@@ -85,7 +75,7 @@ class LocalBlocks:
 
     def copy(self, number: int) -> Array:
         spec = self._inputs[number]
-        local_block = self._device.empty(spec.shape(self._ranks, self._rank), spec.dtype)
+        local_block = self._device.empty(spec.shape(self._rank), spec.dtype)
         self.copy_into(number, local_block)
         return local_block
 
@@ -133,7 +123,7 @@ class RankBody:
 
     def _estimate(self, rank: int) -> SectionEstimate:
         size = self.ranks.size
-        inputs_bytes = [spec.size_bytes(self.ranks, rank) for spec in self.inputs]
+        inputs_bytes = [prod(spec.shape(rank)) * spec.dtype.itemsize for spec in self.inputs]
         output_bytes = sum(output.size_bytes(self.ranks, rank) for output in self.outputs.specs)
         input_bytes = sum(inputs_bytes)
         estimate = SectionEstimate(

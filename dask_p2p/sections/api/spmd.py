@@ -14,7 +14,6 @@ from dask_p2p.ops.arguments import check_function, check_names
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.sections.api.graph import (
-    Inputs,
     Whole,
     check_computed,
     check_decompositions,
@@ -142,27 +141,26 @@ def spmd(
     if arrays:
         first: Any = arrays[0]
         chosen = chosen_ranks(first, ranks, partition)
-        inputs = checked_inputs(arrays, chosen)
+        inputs, specs = checked_inputs(arrays, chosen)
     elif ranks is None:
         raise InputError(
             "ranks: expected a number of ranks for a section without arrays, got None. Give one, "
             "such as the number of workers."
         )
     else:
-        chosen, inputs = RankGrid.in_line(most_ranks(ranks)), Inputs([], {}, frozenset())
+        chosen, inputs, specs = RankGrid.in_line(most_ranks(ranks)), [], []
     options = checked_options()
     check: Any = _in_order if isinstance(outputs, int) else _by_specs
-    checked: Outputs = check(outputs, inputs.arrays, dtype, per_rank)
+    checked: Outputs = check(outputs, inputs, dtype, per_rank)
     register_if_possible()
     results = section_arrays(
         "p2p-spmd",
         _Function(func, kwargs),
-        inputs.arrays,
+        inputs,
+        specs,
         chosen,
         checked,
         options,
-        other_grids=inputs.other_grids,
-        wholes=inputs.wholes,
     )
     if checked.names is not None:
         return dict(zip(checked.names, results, strict=True))

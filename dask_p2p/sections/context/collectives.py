@@ -15,66 +15,34 @@ from dask_p2p.errors import InputError, MissingPackageError
 from dask_p2p.geometry import block_bounds, split_evenly
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.messages import Messages
+from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions
 from dask_p2p.sections.exchange.regions import shortened
 from dask_p2p.sections.exchange.values import NUMBER_KINDS, as_numbers, leaves, with_leaves
+from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.sections.wire.frames import CALL_TAGS
 from dask_p2p.types import Array, DType
 
 
-class Collectives:
+class Collectives(Messages):
     """The arrays of all ranks of a communicator, and large reductions."""
 
     def __init__(
         self,
-        messages: Messages,  # of the communicator
-        partitions: Partitions | None,  # of its arrays; None: large arrays go by messages
+        rank: int,
+        size: int,
+        connections: Connections,
+        device: Host,
+        partitions: Partitions | None,  # of its arrays; None: large sums go by messages
+        reads_memory: bool = True,
+        name: str = "",
     ) -> None:
-        self._messages, self._connections = messages, messages.connections
-        self._partitions, self._device = partitions, messages.device
-        self._rank, self._size = messages.rank, messages.size
-
-    def allgather(self, value: Any) -> Any:
-        rank_arrays = self._gather_all("allgather()", self._leaf_arrays(value))
-        return self._like(value, _stack(rank_arrays))
-
-    def gather(self, value: Any, root: int) -> Any:
-        rank_arrays = self._gather_at(root, f"gather(root={root})", self._leaf_arrays(value))
-        return None if rank_arrays is None else self._like(value, _stack(rank_arrays))
-
-    def broadcast(self, value: Any, root: int) -> Any:
-        numbers = np.array(self._numbers(value))
-        receivers = [rank for rank in range(self._size) if rank != self._rank]
-        call = f"broadcast(root={root}) of {text_of_kind(numbers.dtype, numbers.shape)}"
-        if self._rank == root:
-            data = numbers.tobytes()
-            self._connections.exchange(call, dict.fromkeys(receivers, data), {})
-        else:
-            received = self._connections.exchange(call, {}, {root: bytearray(numbers.nbytes)})
-            numbers = np.frombuffer(received[root], numbers.dtype).reshape(numbers.shape)
-        return self._device.from_host(numbers[()], value)
-
-    def allreduce(self, value: Any, op: str) -> Any:
-        check_op(op)
-        of_value = leaves(value)
-        if op in UFUNCS and any(map(self._is_in_parts, of_value)):
-            return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
-        rank_arrays = self._gather_all(f'allreduce("{op}")', self._prepared(value, op))
-        return self._like(value, _combine(rank_arrays, op))
-
-    def reduce(self, value: Any, op: str, root: int) -> Any:
-        leaf_arrays = self._prepared(value, op)
-        rank_arrays = self._gather_at(root, f'reduce("{op}", root={root})', leaf_arrays)
-        return None if rank_arrays is None else self._like(value, _combine(rank_arrays, op))
-
-    def scan(self, value: Any, op: str, call: str, count: int) -> Any:
-        """Combine the values of the first ranks; return None if `count` is 0."""
-        rank_arrays = self._gather_all(call, self._prepared(value, op))[:count]
-        return self._like(value, _combine(rank_arrays, op)) if rank_arrays else None
+        super().__init__(rank, size, connections, device, reads_memory, name)
+        self._for_sums = partitions
 
     def _numbers(self, value: Any) -> Any:
         check_plain("value", value)
-        numbers = as_numbers(self._device.to_host(value))
+        numbers = as_numbers(self.device.to_host(value))
         if numbers.dtype.kind not in NUMBER_KINDS:
             dtype = getattr(value, "dtype", type(value).__name__)
             raise InputError(f"value: expected numbers, got {dtype}. Convert it to numbers first.")
@@ -87,9 +55,22 @@ class Collectives:
         check_op(op)
         return [convert_for(array, op) for array in self._leaf_arrays(value)]
 
+    def _stacked(self, value: Any, rank_arrays: Sequence[Sequence[Array]] | None) -> Any:
+        """Return the stacked arrays of ranks in the form of a value; None without any."""
+        if not rank_arrays:
+            return None
+        return self._like(value, [np.stack(arrays) for arrays in zip(*rank_arrays, strict=True)])
+
+    def _combined(self, value: Any, rank_arrays: Sequence[Sequence[Array]] | None, op: str) -> Any:
+        """Return the combined arrays of ranks in the form of a value; None without any."""
+        if not rank_arrays:
+            return None
+        by_leaf = zip(*rank_arrays, strict=True)
+        return self._like(value, [combine_arrays(arrays, op) for arrays in by_leaf])
+
     def _like(self, value: Any, arrays: Sequence[Any]) -> Any:
         """Return a value with the structure and the kinds of arrays of another one."""
-        from_host = self._device.from_host
+        from_host = self.device.from_host
         converted = [
             tuple([from_host(part, like) for part in array])
             if isinstance(array, tuple)
@@ -103,7 +84,7 @@ class Collectives:
         data, text = b"".join([array.tobytes() for array in arrays]), text_of_arrays(call, arrays)
         received = enumerate(self._connections.gather(text, data))
         return [
-            arrays if rank == self._rank else arrays_in(message, arrays)
+            arrays if rank == self.rank else arrays_in(message, arrays)
             for rank, message in received
         ]
 
@@ -111,33 +92,35 @@ class Collectives:
         """Return the arrays of all ranks, by rank, on the rank `root`; None on the others."""
         data, text = b"".join([array.tobytes() for array in arrays]), text_of_arrays(call, arrays)
         # Each rank also receives a header: ranks with different roots would wait for each other.
-        if self._rank != root:
+        if self.rank != root:
             self._connections.exchange(text, {root: data}, {root: bytearray()})
             return None
-        senders = [rank for rank in range(self._size) if rank != root]
+        senders = [rank for rank in range(self.size) if rank != root]
         receives = {rank: bytearray(len(data)) for rank in senders}
         received = self._connections.exchange(text, dict.fromkeys(senders, b""), dict(receives))
-        return [arrays_in(received.get(rank, data), arrays) for rank in range(self._size)]
+        return [arrays_in(received.get(rank, data), arrays) for rank in range(self.size)]
 
     @cached_property
     def _uses_messages(self) -> bool:
         """True on GPUs of one host: a message takes one round of hosts, regions take two."""
-        is_remote = map(self._connections.is_on_other_host, range(self._size))
-        return self._device.backend.on_device and not any(is_remote)
+        is_remote = map(self._connections.is_on_other_host, range(self.size))
+        return self.device.backend.on_device and not any(is_remote)
 
     def _is_in_parts(self, leaf: Any) -> bool:
-        if self._size == 1 or getattr(leaf, "nbytes", 0) < tuning.current.parted_reduction_bytes:
+        if self.size == 1 or getattr(leaf, "nbytes", 0) < tuning.current.parted_reduction_bytes:
             return False
-        return isinstance(leaf, self._device.module.ndarray) and is_plain(leaf)
+        return isinstance(leaf, self.device.module.ndarray) and is_plain(leaf)
 
     def _reduced(self, leaf: Any, op: str) -> Any:
         if not self._is_in_parts(leaf):
-            return self.allreduce(leaf, op)
+            return self._combined(
+                leaf, self._gather_all(f'allreduce("{op}")', self._prepared(leaf, op)), op
+            )
         dtype = convert_for(np.empty(0, leaf.dtype), op).dtype
         addend = leaf.astype(dtype, copy=False)
-        if self._partitions is None or self._uses_messages:
+        if self._for_sums is None or self._uses_messages:
             return self._reduced_by_messages(addend, op)
-        return self._reduced_by_regions(self._partitions, addend, op)
+        return self._reduced_by_regions(self._for_sums, addend, op)
 
     def _reduced_by_regions(self, partitions: Partitions, array: Array, op: str) -> Array:
         """Combine the arrays of all ranks, of the same shape, element by element, in rank order.
@@ -146,7 +129,7 @@ class Collectives:
         reduce-scatter. A second exchange sends each column's sum back to all rows, an allgather. So
         a rank sends and receives twice the size of an array, for any number of ranks.
         """
-        size, length, name = self._size, array.size, f'allreduce("{op}")'
+        size, length, name = self.size, array.size, f'allreduce("{op}")'
         rows = RankGrid(((1,) * size, (length,)), (size, 1))
         columns = RankGrid(((size,), split_evenly(length, size)), (1, size))
         between = partitions.between
@@ -159,32 +142,24 @@ class Collectives:
         )
         row_block = scatter(array.reshape(1, -1))
         total = combine_arrays(row_block, op)
-        totals = self._device.module.broadcast_to(total, row_block.shape)
+        totals = self.device.module.broadcast_to(total, row_block.shape)
         return collect(totals).reshape(array.shape)
 
     def _reduced_by_messages(self, array: Array, op: str) -> Array:
         """Do the same by messages of arrays, without a matrix."""
-        flat, empty = array.reshape(-1), self._device.empty
+        flat, empty = array.reshape(-1), self.device.empty
         total = empty(flat.shape, flat.dtype)
-        bounds = block_bounds(split_evenly(array.size, self._size))
+        bounds = block_bounds(split_evenly(array.size, self.size))
         parts = [slice(*bound) for bound in pairwise(bounds)]
-        local_part, peers = parts[self._rank], {*range(self._size)} - {self._rank}
+        local_part, peers = parts[self.rank], {*range(self.size)} - {self.rank}
         received = {rank: empty(total[local_part].shape, flat.dtype) for rank in peers}
         tag = CALL_TAGS["allreduce()"]
-        self._messages.exchange({rank: flat[parts[rank]] for rank in peers}, tag, received)
-        received[self._rank] = flat[local_part]
-        combine_arrays([received[rank] for rank in range(self._size)], op, total[local_part])
+        self._exchange({rank: flat[parts[rank]] for rank in peers}, tag, received)
+        received[self.rank] = flat[local_part]
+        combine_arrays([received[rank] for rank in range(self.size)], op, total[local_part])
         into = {rank: total[parts[rank]] for rank in peers}
-        self._messages.exchange(dict.fromkeys(peers, total[local_part]), tag, into)
+        self._exchange(dict.fromkeys(peers, total[local_part]), tag, into)
         return total.reshape(array.shape)
-
-
-def _stack(rank_arrays: Sequence[Sequence[Array]]) -> list[Array]:
-    return [np.stack(arrays) for arrays in zip(*rank_arrays, strict=True)]
-
-
-def _combine(rank_arrays: Sequence[Sequence[Array]], op: str) -> list[Any]:
-    return [combine_arrays(arrays, op) for arrays in zip(*rank_arrays, strict=True)]
 
 
 def text_of_arrays(call: str, arrays: Sequence[Array]) -> str:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
+
+import numpy as np
 
 from dask_p2p.inputs import nearest_name
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.context.collectives import Collectives, new_nccl_id
+from dask_p2p.sections.context.collectives import (
+    UFUNCS,
+    Collectives,
+    check_op,
+    new_nccl_id,
+    text_of_kind,
+)
 from dask_p2p.sections.context.messages import (
-    Messages,
     Transfer,
     check_parts,
     checked_rank,
     checked_root,
     checked_tag,
 )
-from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.redistribution import Partitions
-from dask_p2p.sections.exchange.values import is_stackable
-from dask_p2p.sections.wire.connections import Connections, GroupConnections
+from dask_p2p.sections.exchange.values import is_stackable, leaves, with_leaves
+from dask_p2p.sections.wire.connections import GroupConnections
 from dask_p2p.sections.wire.frames import CALL_TAGS
 from dask_p2p.types import Array
 
@@ -47,7 +52,7 @@ _OF_MPI = {
 }
 
 
-class Communicator:
+class Communicator(Collectives):
     """Some of the ranks of a section, from `Context.along`, as a communicator of MPI.
 
     It has the methods of `Context` that exchange values, from `send` to `allreduce`. All of its
@@ -58,21 +63,6 @@ class Communicator:
     rank, size : int
         This rank in the communicator, and the number of its ranks.
     """
-
-    def __init__(
-        self,
-        rank: int,  # this rank
-        size: int,  # number of ranks
-        connections: Connections,  # connections to the other ranks
-        device: Host,  # of the arrays
-        partitions: Partitions | None,  # of its arrays; None: large sums go by messages
-        reads_memory: bool = True,  # whether ranks of one host may read each other's memory
-        name: str = "",  # the same on its ranks; "" for all ranks of the section
-    ) -> None:
-        self.rank, self.size, self._connections, self.device = rank, size, connections, device
-        number = crc32(name.encode())
-        self._messages = Messages(rank, size, connections, device, reads_memory, number)
-        self._collectives = Collectives(self._messages, partitions)
 
     if not TYPE_CHECKING:  # type checkers name unknown attributes
 
@@ -108,7 +98,7 @@ class Communicator:
         SectionError
             If the ranks made different calls.
         """
-        self._messages.send(value, checked_rank("dest", dest, self.size), checked_tag(tag)).wait()
+        self._send(value, checked_rank("dest", dest, self.size), checked_tag(tag)).wait()
 
     def isend(self, value: Any, dest: int | None, tag: int = 0) -> Transfer:
         """Begin to send a value, without waiting. Parameters and errors are those of `send`.
@@ -118,7 +108,7 @@ class Communicator:
         Transfer
             The value may change after its ``wait()``.
         """
-        return self._messages.send(value, checked_rank("dest", dest, self.size), checked_tag(tag))
+        return self._send(value, checked_rank("dest", dest, self.size), checked_tag(tag))
 
     def recv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Any:
         """Receive the next value that another rank has sent to this one.
@@ -147,9 +137,7 @@ class Communicator:
             If the next message has another tag, or the other rank makes a call of all ranks, or
             has returned.
         """
-        return self._messages.receive_next(
-            checked_rank("source", source, self.size), checked_tag(tag), out
-        )
+        return self._receive_next(checked_rank("source", source, self.size), checked_tag(tag), out)
 
     def irecv(self, source: int | None, tag: int = 0, *, out: Array | None = None) -> Transfer:
         """Begin to receive a value, without waiting. Parameters and errors are those of `recv`.
@@ -159,9 +147,7 @@ class Communicator:
         Transfer
             Its ``wait()`` returns the value.
         """
-        return self._messages.receive(
-            checked_rank("source", source, self.size), checked_tag(tag), out
-        )
+        return self._receive(checked_rank("source", source, self.size), checked_tag(tag), out)
 
     def sendrecv(
         self,
@@ -183,8 +169,8 @@ class Communicator:
         """
         to = checked_rank("dest", dest, self.size)
         source_rank = checked_rank("source", source, self.size)
-        sent = self._messages.send(value, to, checked_tag(tag))
-        received = self._messages.receive_next(source_rank, checked_tag(tag), out)
+        sent = self._send(value, to, checked_tag(tag))
+        received = self._receive_next(source_rank, checked_tag(tag), out)
         sent.wait()
         return received
 
@@ -209,7 +195,7 @@ class Communicator:
             If the ranks made different calls.
         """
         check_parts(parts, self.size)
-        return self._messages.exchange(dict(enumerate(parts)), CALL_TAGS["alltoall()"])
+        return self._exchange(dict(enumerate(parts)), CALL_TAGS["alltoall()"])
 
     def barrier(self) -> None:
         """Wait until all ranks have called this method.
@@ -247,8 +233,8 @@ class Communicator:
         """
         if ragged or not is_stackable(value, self.device):
             tag = CALL_TAGS["allgather(ragged=True)" if ragged else "allgather() of an object"]
-            return self._messages.exchange(dict.fromkeys(range(self.size), value), tag)
-        return self._collectives.allgather(value)
+            return self._exchange(dict.fromkeys(range(self.size), value), tag)
+        return self._stacked(value, self._gather_all("allgather()", self._leaf_arrays(value)))
 
     def gather(self, value: Any, root: int = 0, ragged: bool = False) -> Any:
         """Return the values of all ranks on one rank, and None on the others.
@@ -274,12 +260,13 @@ class Communicator:
         """
         root = checked_root(root, self.size)
         if not ragged and is_stackable(value, self.device):
-            return self._collectives.gather(value, root)
+            call = f"gather(root={root})"
+            return self._stacked(value, self._gather_at(root, call, self._leaf_arrays(value)))
         tag = CALL_TAGS["gather(ragged=True)" if ragged else "gather() of an object"]
-        sent = self._messages.send(value, root, tag)
+        sent = self._send(value, root, tag)
         received = None
         if self.rank == root:
-            received = [self._messages.receive_next(rank, tag) for rank in range(self.size)]
+            received = [self._receive_next(rank, tag) for rank in range(self.size)]
         sent.wait()
         return received
 
@@ -341,8 +328,8 @@ class Communicator:
     def _from_root(self, root: int, parts: Sequence[Any], tag: int) -> Any:
         """Return the value that one rank has for this one; `parts` count on that rank."""
         values = parts if self.rank == root else ()
-        sent = [self._messages.send(part, rank, tag) for rank, part in enumerate(values)]
-        received = self._messages.receive_next(root, tag)
+        sent = [self._send(part, rank, tag) for rank, part in enumerate(values)]
+        received = self._receive_next(root, tag)
         for message in sent:
             message.wait()
         return received
@@ -371,7 +358,16 @@ class Communicator:
         UnsupportedArrayError
             If `value` is masked.
         """
-        return self._collectives.broadcast(value, checked_root(root, self.size))
+        root = checked_root(root, self.size)
+        numbers = np.array(self._numbers(value))
+        receivers = [rank for rank in range(self.size) if rank != self.rank]
+        call = f"broadcast(root={root}) of {text_of_kind(numbers.dtype, numbers.shape)}"
+        if self.rank == root:
+            self._connections.exchange(call, dict.fromkeys(receivers, numbers.tobytes()), {})
+        else:
+            received = self._connections.exchange(call, {}, {root: bytearray(numbers.nbytes)})
+            numbers = np.frombuffer(received[root], numbers.dtype).reshape(numbers.shape)
+        return self.device.from_host(numbers[()], value)
 
     def allreduce(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of all ranks, element by element, in rank order.
@@ -402,7 +398,12 @@ class Communicator:
         UnsupportedArrayError
             If `value` is masked.
         """
-        return self._collectives.allreduce(value, op)
+        check_op(op)
+        of_value = leaves(value)
+        if op in UFUNCS and any(map(self._is_in_parts, of_value)):
+            return with_leaves(value, [self._reduced(leaf, op) for leaf in of_value])
+        rank_arrays = self._gather_all(f'allreduce("{op}")', self._prepared(value, op))
+        return self._combined(value, rank_arrays, op)
 
     def reduce(self, value: Any, op: str = "sum", root: int = 0) -> Any:
         """Combine the values of all ranks on one rank.
@@ -421,14 +422,17 @@ class Communicator:
         number, array, tuple, dict or None
             The result of `allreduce` on the rank `root`, and None on the others.
         """
-        return self._collectives.reduce(value, op, checked_root(root, self.size))
+        root, leaf_arrays = checked_root(root, self.size), self._prepared(value, op)
+        rank_arrays = self._gather_at(root, f'reduce("{op}", root={root})', leaf_arrays)
+        return self._combined(value, rank_arrays, op)
 
     def scan(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of this rank and of all ranks before it.
 
         Parameters, result and errors are those of `allreduce`.
         """
-        return self._collectives.scan(value, op, f'scan("{op}")', self.rank + 1)
+        rank_arrays = self._gather_all(f'scan("{op}")', self._prepared(value, op))
+        return self._combined(value, rank_arrays[: self.rank + 1], op)
 
     def exscan(self, value: Any, op: str = "sum") -> Any:
         """Combine the values of all ranks before this one; None on rank 0.
@@ -436,7 +440,8 @@ class Communicator:
         Parameters, result and errors are those of `allreduce`. The sum of the ranks' lengths is
         the position of a rank's first element in the whole array.
         """
-        return self._collectives.scan(value, op, f'exscan("{op}")', self.rank)
+        rank_arrays = self._gather_all(f'exscan("{op}")', self._prepared(value, op))
+        return self._combined(value, rank_arrays[: self.rank], op)
 
     def nccl_id(self) -> bytes | tuple[int, ...]:
         """Return a new identifier for a communicator of NCCL, the same on all ranks.
@@ -465,7 +470,7 @@ class Communicator:
     def _group(self, ranks: list[int], name: str) -> Communicator:
         connections = GroupConnections(self._connections, ranks, name)
         rank, size = connections.rank_and_size
-        reads_memory, partitions = self._messages.reads_memory, None
+        reads_memory, partitions = self._reads_memory, None
         if not self.device.backend.on_device:
             in_line = RankGrid.in_line(size)
             partitions = Partitions(in_line, rank, connections, reads_memory, self.device)

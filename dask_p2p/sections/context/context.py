@@ -65,7 +65,7 @@ class Context(Communicator, Transforms):
         ranks: RankGrid,  # decomposition of the array
         rank: int = 0,  # this rank
         connections: Connections = ONE_RANK,  # connections to the other ranks
-        checkpoints: Checkpoints | None = None,  # stores its states
+        checkpoints: Checkpoints | None = None,  # copies of its states on workers
         reads_memory: bool = True,  # whether ranks of one host may read each other's memory
         device: Host = HOST,  # of its local blocks
     ) -> None:
@@ -78,10 +78,10 @@ class Context(Communicator, Transforms):
         self._grids: dict[RankGrid, Grid] = {}
         self._halo_arrays = 0  # calls of `with_halo` so far
         self.halo_copies = HaloCopies()  # returned by `update_halo`
-        self._checkpoints = checkpoints
+        self.checkpoints = checkpoints
         self.progress = Progress(logs=rank == 0)
         self._has_steps = False  # whether `steps` was called
-        self._stores: list[StateStore] = []  # of its state
+        self.stores: Sequence[StateStore] = ()  # of the values of its loop
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -334,7 +334,7 @@ class Context(Communicator, Transforms):
         self, halo_arrays: Sequence[HaloArray], is_wide: bool = False
     ) -> HaloExchange:
         """Return the exchange that fills the halos of some arrays; later calls return the same."""
-        reads_memory = self._messages.reads_memory if is_wide else None
+        reads_memory = self._reads_memory if is_wide else None
         return HaloExchange.for_arrays(halo_arrays, self._connections, reads_memory)
 
     def state(self, **values: Any) -> State:
@@ -467,29 +467,20 @@ class Context(Communicator, Transforms):
         return state
 
     def flush_stores(self) -> None:
-        """Complete the frames of `steps`. A collective call of all ranks."""
-        for store in self._stores:
+        """Complete all frames. A collective call of all ranks."""
+        for store in self.stores:
             store.flush()
 
     def close_stores(self) -> None:
-        """End the threads that write frames."""
-        for store in self._stores:
+        """End the threads that write frames, and release folders."""
+        stores, self.stores = self.stores, ()  # a cycle would keep the values in memory
+        for store in stores:
             store.close()
-
-    def save_state(self, step: int, arrays: Sequence[Array]) -> None:
-        """Save copies of arrays on this worker and on another one. A collective call."""
-        if self._checkpoints is not None:
-            self._checkpoints.save(step, arrays)
 
     def restore_state(self, load: Callable[[memoryview], None]) -> int:
         """Call `load` with the newest checkpoint; return its step, or 0 without one."""
-        step, saved = (0, None) if self._checkpoints is None else self._checkpoints.read_state()
+        step, saved = (0, None) if self.checkpoints is None else self.checkpoints.read_state()
         if saved is not None:
             load(saved)
         self.progress.step = step
         return step
-
-    @property
-    def has_checkpoints(self) -> bool:
-        """True if states are saved in memory."""
-        return self._checkpoints is not None

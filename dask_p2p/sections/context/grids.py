@@ -118,11 +118,13 @@ class Grid:
                 del self._pads[next(iter(self._pads))]
             self._pads[key] = layouts, HaloExchange(layouts, self._ctx._connections)
         layouts, exchange = self._pads[key]
-        padded = {}
-        for layout, (name, block) in zip(layouts, arrays.items(), strict=True):
-            padded[name] = self._ctx.device.empty(layout.halo.shape, layout.dtype)
-            padded[name][box_slices(layout.halo.inner)] = block
-        exchange.fill(layouts, [*padded.values()])
+        halo_arrays = []
+        for layout, block in zip(layouts, arrays.values(), strict=True):
+            memory = self._ctx.device.empty(layout.halo.shape, layout.dtype)
+            halo_arrays.append(HaloArray(layout, memory))
+            halo_arrays[-1].inner[...] = block
+        exchange.begin(halo_arrays, in_background=False).wait()
+        padded = {name: filled.data for name, filled in zip(arrays, halo_arrays, strict=True)}
         return padded if isinstance(a, Mapping) else padded["a"]
 
     def halo_array(
@@ -386,7 +388,7 @@ class LocalPoints:
         InputError
             If the block has another shape, or the number of values differs.
         """
-        where = self._where(block)
+        array, where = self._located(block)
         all_values = self._module.asarray(values)
         if all_values.shape not in ((), (self._count,)):
             raise InputError(
@@ -394,7 +396,6 @@ class LocalPoints:
                 f"array of shape {all_values.shape}. Give one for each point."
             )
         point_values = all_values[self._numbers] if all_values.ndim else all_values
-        array = block.inner if isinstance(block, HaloArray) else block
         self._module.add.at(array, where, self._weights * point_values)
 
     def sample(self, block: Any) -> Array:
@@ -415,14 +416,14 @@ class LocalPoints:
         InputError
             If the block has another shape.
         """
-        where = self._where(block)
-        array = block.inner if isinstance(block, HaloArray) else block
+        array, where = self._located(block)
         parts = self._weights * array[where]
         samples: Array = self._module.zeros(self._count, parts.dtype)
         self._module.add.at(samples, self._numbers, parts)
         return samples
 
-    def _where(self, block: Any) -> tuple[Array, ...]:
+    def _located(self, block: Any) -> tuple[Any, tuple[Array, ...]]:
+        """Return the array of a block, and where it has the neighbours."""
         array = block.inner if isinstance(block, HaloArray) else block
         shape = getattr(array, "shape", None)
         starts = self._starts.get(shape, set()) if isinstance(shape, tuple) else set()
@@ -434,7 +435,7 @@ class LocalPoints:
             )
         (start,) = starts
         pairs = zip(self._index, start, strict=True)
-        return tuple(along + first if first else along for along, first in pairs)
+        return array, tuple(along + first if first else along for along, first in pairs)
 
 
 def checked_points(xy: Any, shape: Sequence[int], weights: str = "linear") -> Array:

@@ -21,7 +21,6 @@ from distributed import warn
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.sections.context.state import State, carried_names, identities
 from dask_p2p.sections.gang.checkpoints import Period, checked_period
-from dask_p2p.types import Array
 
 logger = logging.getLogger(__name__)
 
@@ -41,26 +40,11 @@ _UNCHANGED = (
 )
 
 
-class Multiples:
-    """A schedule as `Period`: after all multiples of some numbers of steps."""
-
-    def __init__(self, *counts: int) -> None:
-        self._counts = counts
-
-    def is_due(self, step: int, greatest: Callable[[Array], Array] | None = None) -> bool:
-        return any(step % count == 0 for count in self._counts)
-
-    def next_step(self, step: int) -> float:
-        return min(((step // count + 1) * count for count in self._counts), default=inf)
-
-    next_known_step = next_step
-
-
 class Callback(NamedTuple):
     """Work after some steps."""
 
     run: Callable[[int], bool | None]  # called with the number of steps done; True ends the loop
-    schedule: Period | Multiples
+    schedule: Period
     reads_halos: bool = False  # whether it may exchange halos of the fields
     runs_at_end: bool = True  # whether it runs after the last step, too
 
@@ -150,8 +134,8 @@ def begin_steps(
     stores = _checked_stores(save, checkpoint, state)
     if state is None or (every is None and not stores):
         return _count_steps(ctx, last)
-    ctx._stores = [store.of_state(ctx, state, last) for store in stores]
-    return _count_steps_of_state(ctx, last, state, ctx._stores, Period(every), code)
+    ctx.stores = [store.of_state(ctx, state, last) for store in stores]
+    return _count_steps_of_state(ctx, last, state, Period(every), code)
 
 
 def _count_steps(ctx: Any, last: int | None) -> Iterator[int]:
@@ -168,13 +152,12 @@ def _count_steps_of_state(
     ctx: Any,
     last: int | None,
     state: State,
-    stores: Sequence[StateStore],
     period: Period,
     code: CodeType,  # of the function with the loop
 ) -> Iterator[int]:
-    saving = SavedLoop(ctx, state, stores)
+    saving = SavedLoop(ctx, state)
     step = ctx.restore_state(state.load)
-    for store in stores:  # the checkpoints before the frames
+    for store in ctx.stores:  # the checkpoints before the frames
         step = store.resume(step, last)
     callbacks = saving.callbacks(period)
     loop = Loop(ctx, last, step, callbacks)
@@ -236,6 +219,7 @@ class StateStore(Protocol):
     """Checkpoints in files of a state, or frames with its values."""
 
     schedule: Period
+    reads_halos: bool  # whether it may exchange halos of the fields
 
     def resume(self, first: int, steps: int | None) -> int:
         """Load a checkpoint that is newer than a step, or open frames; return the first step."""
@@ -258,10 +242,10 @@ class SavedLoop:
     right.
     """
 
-    def __init__(self, ctx: Any, state: State, stores: Sequence[StateStore]) -> None:
-        self._ctx, self._state, self._stores = ctx, state, stores
+    def __init__(self, ctx: Any, state: State) -> None:
+        self._ctx, self._state = ctx, state
         # Before a checkpoint replaces the values; a pass over memory, in vain if none is saved.
-        self._sums = state.checksums() if stores or ctx.has_checkpoints else {}
+        self._sums = state.checksums() if ctx.stores or ctx.checkpoints else {}
         self._names: list[str] = []  # of the values
         self._checked_step = -1  # the step whose values `_unchanged` has compared
         self._carried: list[str] = []  # variables of the loop that the state does not have
@@ -269,9 +253,9 @@ class SavedLoop:
 
     def callbacks(self, period: Period) -> list[Callback]:
         """Return the callbacks in their order: frames before checkpoints."""
-        stores = reversed(self._stores)
+        stores = reversed(self._ctx.stores)
         callbacks = [Callback(partial(self._write, store), store.schedule) for store in stores]
-        if self._ctx.has_checkpoints:
+        if self._ctx.checkpoints is not None:
             callbacks.append(Callback(self._save, period, runs_at_end=False))
         return callbacks
 
@@ -315,4 +299,4 @@ class SavedLoop:
             logger.warning(_UNCHANGED, step, ", ".join(unchanged))
         if not unchanged and not self._ctx.allreduce(bool(self._carried), "any"):
             self._ctx.flush_stores()  # a run that resumes here must find all frames
-            self._ctx.save_state(step, self._state.arrays())
+            self._ctx.checkpoints.save(step, self._state.arrays())

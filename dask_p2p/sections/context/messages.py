@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from dask_p2p.sections.wire.frames import (
     small_value,
     value_message,
 )
-from dask_p2p.sections.wire.mailbox import Receive
+from dask_p2p.sections.wire.mailbox import Arrival, Mailbox, Receive
 from dask_p2p.types import Array
 
 
@@ -45,25 +45,21 @@ class Messages:
         connections: Connections,  # connections to the other ranks
         device: Host,  # of the arrays; values pass through host memory
         reads_memory: bool,  # whether ranks of one host may read each other's memory
-        communicator: int,  # number of the communicator, the same on its ranks
+        name: str,  # of the communicator, the same on its ranks; "" for all ranks of the section
     ) -> None:
-        self.rank, self.size, self.connections, self.device = rank, size, connections, device
-        self.reads_memory, self._communicator = reads_memory, communicator
-        self._to_itself = deque[tuple[int, Any]]()  # tags and values
-        self._own_receives = deque[OwnReceive]()  # receives that have no message yet
+        self.rank, self.size, self._connections, self.device = rank, size, connections, device
+        self._reads_memory, self._communicator = reads_memory, crc32(name.encode())
+        self._to_itself = Mailbox()  # messages with values, not bytes
         self._last_out = LastOut()
 
-    def send(self, value: Any, dest: int | None, tag: int) -> Transfer:
+    def _send(self, value: Any, dest: int | None, tag: int) -> Transfer:
         if dest is None:
             return DONE
         if dest == self.rank:
-            kept_message = tag, copied(value, self.device)
-            if self._own_receives:
-                self._own_receives.popleft().message = kept_message
-            else:
-                self._to_itself.append(kept_message)
+            arrival = Arrival(tag, self._communicator, data=copied(value, self.device))
+            self._to_itself.take(arrival)
             return DONE
-        connections = self.connections
+        connections = self._connections
         frame = small_frame(value, tag, self._communicator)
         if frame is not None and connections.send_small(dest, frame):
             return DONE
@@ -74,18 +70,18 @@ class Messages:
             connections.send_message(dest, message)
             return Transfer(partial(connections.wait_for_sent, dest, message))
         description, parts = encoded_value.on_host(self.device) if arrays else encoded_value
-        is_large = self.reads_memory and sum(map(len, parts)) >= tuning.current.read_bytes
+        is_large = self._reads_memory and sum(map(len, parts)) >= tuning.current.read_bytes
         may_read = is_large and not connections.is_on_other_host(dest)
         message = value_message(tag, self._communicator, description, parts, may_read)
         connections.send_message(dest, message)
         return Transfer(partial(connections.wait_for_sent, dest, message))
 
-    def receive_next(self, source: int | None, tag: int, out: Any = None) -> Any:
+    def _receive_next(self, source: int | None, tag: int, out: Any = None) -> Any:
         if source is None:
             return None
-        frame = self.connections.receive_small(source)
+        frame = self._connections.receive_small(source)
         if frame is None:
-            return self.receive(source, tag, out).wait()
+            return self._receive(source, tag, out).wait()
         if out is not None and self._last_out.fill(out, tag, frame):
             return out
         received_tag, communicator, description, data = small_value(frame)
@@ -97,26 +93,22 @@ class Messages:
             self._last_out.set(out, tag, frame, len(frame) - len(data))
         return value if out is None or value is out else copy_into(out, value)
 
-    def receive(self, source: int | None, tag: int, out: Any = None) -> Transfer:
+    def _receive(self, source: int | None, tag: int, out: Any = None) -> Transfer:
         if source is None:
             return DONE
-        if source == self.rank:
-            own_receive = OwnReceive(tag)
-            if self._to_itself:
-                own_receive.message = self._to_itself.popleft()
-            else:
-                self._own_receives.append(own_receive)
-            return Transfer(partial(self._end_own_receive, own_receive, out))
         receive = Receive(tag, self._communicator)
+        if source == self.rank:
+            self._to_itself.receive(receive)
+            return Transfer(partial(self._end_own_receive, receive, out))
         if self.device.holds(out) and out.flags.c_contiguous:
             receive.description, (receive.lent_memory,) = encoded(out, self.device, "out")
         elif is_array(out, HOST) and out.flags.c_contiguous and out.flags.writeable:
             receive.description, (memory,) = encoded(out, self.device, "out")
             receive.memory = np.frombuffer(memory, np.uint8) if len(memory) else None
-        self.connections.receive_message(source, receive)
+        self._connections.receive_message(source, receive)
         return Transfer(partial(self._end_receive, source, receive, out))
 
-    def exchange(
+    def _exchange(
         self, parts: Mapping[int, Any], tag: int, into: Mapping[int, Array] = {}
     ) -> list[Any]:
         """Send values to some ranks, and return the values that these ranks sent, by rank.
@@ -124,8 +116,8 @@ class Messages:
         `into` has memory for some of the arrays.
         """
         order = sorted(parts, key=lambda rank: (rank - self.rank) % self.size)
-        sent = [self.send(parts[rank], rank, tag) for rank in order]
-        received = {rank: self.receive(rank, tag, into.get(rank)) for rank in order}
+        sent = [self._send(parts[rank], rank, tag) for rank in order]
+        received = {rank: self._receive(rank, tag, into.get(rank)) for rank in order}
         values = [received[rank].wait() for rank in sorted(received)]
         for message in sent:
             message.wait()
@@ -133,13 +125,8 @@ class Messages:
 
     def _end_receive(self, source: int, receive: Receive, out: Any) -> Any:
         """Wait for a message of another rank; return its value."""
-        self.connections.wait_for_message(source, receive, _receive_call(receive.tag, source))
-        arrival = receive.arrival
-        assert arrival is not None
-        actual_tag, expected_tag = arrival.tag, receive.tag
-        if (actual_tag, arrival.communicator) != (expected_tag, receive.communicator):
-            is_other = arrival.communicator != receive.communicator
-            raise wrong_message(expected_tag, actual_tag, source, self.rank, is_other)
+        self._connections.wait_for_message(source, receive, _receive_call(receive.tag, source))
+        arrival = self._checked(receive, source)
         is_there = arrival.data is receive.memory
         if arrival.lent is not None:
             is_there = receive.lent_memory is not None and arrival.lent[0] is receive.lent_memory
@@ -149,19 +136,26 @@ class Messages:
         receive.arrival = None  # the value may be large
         return value if out is None else copy_into(out, value)
 
-    def _end_own_receive(self, receive: OwnReceive, out: Any) -> Any:
+    def _end_own_receive(self, receive: Receive, out: Any) -> Any:
         """Return the value of a message that this rank has sent to itself."""
-        if receive.message is None:
-            if receive in self._own_receives:
-                self._own_receives.remove(receive)
+        if receive.arrival is None:
+            with suppress(ValueError):
+                self._to_itself.receives.remove(receive)
             raise SectionError(
                 f"expected a message of rank {self.rank} to itself, got none. Call ctx.isend or "
                 f"ctx.sendrecv before ctx.recv."
             )
-        tag, value = receive.message
-        if tag != receive.tag:
-            raise wrong_message(receive.tag, tag, self.rank, self.rank)
+        value = self._checked(receive, self.rank).data
         return value if out is None else copy_into(out, value)
+
+    def _checked(self, receive: Receive, source: int) -> Arrival:
+        """Return the message of a receive; refuse one of another tag or communicator."""
+        arrival = receive.arrival
+        assert arrival is not None, "it is here"
+        is_other = arrival.communicator != receive.communicator
+        if is_other or arrival.tag != receive.tag:
+            raise wrong_message(receive.tag, arrival.tag, source, self.rank, is_other)
+        return arrival
 
 
 class Transfer:
@@ -195,14 +189,6 @@ class Transfer:
 DONE = Transfer()
 
 
-@dataclass(eq=False)
-class OwnReceive:
-    """A receive of a message that the rank sends to itself."""
-
-    tag: int
-    message: tuple[int, Any] | None = None  # tag and value
-
-
 def copy_into(out: Any, value: Any) -> Any:
     """Copy a received value into `out`. Raises `InputError` for another shape or dtype."""
     if not hasattr(value, "dtype"):
@@ -221,7 +207,7 @@ def copy_into(out: Any, value: Any) -> Any:
 
 
 def wrong_message(
-    expected_tag: int, actual_tag: int, source: int, rank: int, is_other: bool = False
+    expected_tag: int, actual_tag: int, source: int, rank: int, is_other: bool
 ) -> SectionError:
     """Return the error for a message with another tag, or of another communicator."""
     received = _receive_call(expected_tag, source)
@@ -230,7 +216,7 @@ def wrong_message(
             f"expected a message of rank {source} for {received}, got one of another communicator. "
             f"Send and receive by the same one: ctx, or the same ctx.along(axis)."
         )
-    sent = _call_of(actual_tag, f"send(dest={rank}, tag={actual_tag})")
+    sent = CALL_NAMES.get(actual_tag, f"send(dest={rank}, tag={actual_tag})")
     return SectionError(
         f"expected messages in the same order on both ranks, but rank {rank} called {received} for "
         f"{sent} of rank {source}. Receive messages in the order of the sends."
@@ -238,11 +224,7 @@ def wrong_message(
 
 
 def _receive_call(tag: int, source: int) -> str:
-    return _call_of(tag, f"recv(source={source}, tag={tag})")
-
-
-def _call_of(tag: int, otherwise: str) -> str:
-    return CALL_NAMES.get(tag, otherwise)
+    return CALL_NAMES.get(tag, f"recv(source={source}, tag={tag})")
 
 
 # Checks of the arguments of calls.

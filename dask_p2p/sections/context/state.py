@@ -23,7 +23,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, round_up
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
-from dask_p2p.sections.exchange.values import BYTE_KINDS, parse_literal, sequence_like
+from dask_p2p.sections.exchange.values import BYTE_KINDS, map_leaves, parse_literal, sequence_like
 from dask_p2p.sections.gang.checkpoints import host_arrays
 from dask_p2p.types import Array
 
@@ -76,9 +76,13 @@ class State:
     __slots__ = ("__dict__", "_device", "_names")
 
     def __init__(self, device: Host, values: Mapping[str, Any]) -> None:
-        self._device = device
+        self._device, kind = device, device.module.ndarray
         for name, value in values.items():
-            setattr(self, name, _copy_value(value, device))
+            # Copies of its arrays have no other name in the function.
+            copied = map_leaves(
+                value, lambda x: x.copy() if isinstance(x, kind) else x, (list, tuple)
+            )
+            setattr(self, name, copied)
         self._names = [*self.leaves()]
 
     def __repr__(self) -> str:
@@ -139,15 +143,6 @@ class State:
         new = iter([*zip(kinds, arrays, strict=True)])
         for name, value in vars(self).items():
             setattr(self, name, _load_value(value, new, self._device))
-
-
-def _copy_value(value: Any, device: Host) -> Any:
-    """Return a value with copies of its arrays, which have no other name in the function."""
-    if isinstance(value, dict):
-        return {key: _copy_value(element, device) for key, element in value.items()}
-    if isinstance(value, (list, tuple)):
-        return sequence_like(value, [_copy_value(element, device) for element in value])
-    return value.copy() if isinstance(value, device.module.ndarray) else value
 
 
 def _iterate_values(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -119,7 +119,10 @@ class At:
             self._placed(axis, self._module.arange(start, stop))
             for axis, (start, stop) in enumerate(self.box)
         )
-        return tuple(map(_read_only, open_grid(along, len(self._box))))
+        index = open_grid(along, len(self._box))
+        for indices in index if self._module is np else ():  # CuPy's cannot be
+            indices.flags.writeable = False
+        return index
 
     def with_indices(self, convert: Callable[[Array], Any]) -> At:
         converted = copy(self)
@@ -142,13 +145,6 @@ class At:
 
     def _placed(self, axis: int, positions: Array) -> Array:
         return positions
-
-
-def _read_only(array: Array) -> Array:
-    """Make an array read-only that later calls receive again, except for CuPy."""
-    if isinstance(array, np.ndarray):
-        array.flags.writeable = False
-    return array
 
 
 class _RimAt(At):

@@ -166,11 +166,8 @@ class HaloMessages(HaloMover):
             rank: _bytes_of(packed) for rank, packed in receives.items()
         }
         of_ranks = {rank: _bytes_of(packed) for rank, packed in sends.items()}
-        arguments, order = (text_of(calls), of_ranks, self._receives), calls[0].order
-        if order == "auto":
-            self._begin = partial(connections.begin, *arguments)
-        else:
-            self._begin = partial(begin_in_order, connections, order, *arguments)
+        arguments = connections, calls[0].order, text_of(calls), of_ranks, self._receives
+        self._begin = partial(begin_in_order, *arguments)
         self._outgoing, self._incoming = list(sends.values()), list(receives.values())
         buffers = [*map(_bytes_of, self._outgoing), *map(_bytes_of, self._incoming)]
         self._is_large = any(len(buffer) > _LARGE_BYTES for buffer in buffers)

@@ -69,13 +69,23 @@ class HaloArray:
     array([0.5, 1. , 2. , 2.5])
     """
 
-    def __init__(self, layout: HaloLayout) -> None:  # shared by arrays that are exchanged in turn
+    def __init__(
+        self,
+        layout: HaloLayout,  # shared by arrays that are exchanged in turn
+        data: Array | None = None,  # memory for all elements; None: zeros
+    ) -> None:
         self.layout = layout
-        self.data: Array = layout.device.zeros(layout.halo.shape, layout.dtype)
+        zeros, shape = layout.device.zeros, layout.halo.shape
+        self.data: Array = zeros(shape, layout.dtype) if data is None else data
         self.inner: Array = self.data[box_slices(layout.halo.inner)]
         self.fill_unread(unread_value(layout.dtype))
         self._parts: dict[Any, HaloPart] = {}  # each step needs the same ones
         self.first_copy: FirstCopy | None = None  # returned by `Context.update_halo`
+
+    def fill_ends(self) -> None:
+        """Let functions fill the parts beyond the ends of the array, after an exchange."""
+        if self.layout.ends is not None:
+            self.layout.ends.fill(self.data)
 
     def fill_unread(self, value: Any) -> None:
         for box in self.layout.halo.unread:
@@ -302,16 +312,6 @@ class HaloExchange:
         end = self.mover.begin(arrays, in_background)
         return Pending(halo_arrays, end, make_result)
 
-    def fill(self, layouts: Sequence[HaloLayout], arrays: Sequence[Array]) -> None:
-        for layout, data in zip(layouts, arrays, strict=True):
-            layout.fill(data)
-        end = self.mover.begin(arrays, False)
-        if end is not None:
-            end()
-        for layout, data in zip(layouts, arrays, strict=True):
-            if layout.ends is not None:
-                layout.ends.fill(data)
-
     def enqueue(
         self, halo_arrays: Sequence[HaloArray], meanwhile: Callable[[], object] | None = None
     ) -> None:
@@ -330,9 +330,8 @@ class HaloExchange:
                 self.mover.enqueue(arrays)
             meanwhile()
             device.join()
-        for filled_array in halo_arrays:
-            if filled_array.layout.ends is not None:
-                filled_array.layout.ends.fill(filled_array.data)
+        for halo_array in halo_arrays:
+            halo_array.fill_ends()
 
 
 def _check_halo_arrays(halo_arrays: Sequence[Any]) -> None:
@@ -383,8 +382,7 @@ class Pending:
             make_result, results = self._make_result, []
             for halo_array in self._halo_arrays:
                 halo_array.layout.is_in_flight = False
-                if halo_array.layout.ends is not None:
-                    halo_array.layout.ends.fill(halo_array.data)
+                halo_array.fill_ends()
                 results.append(halo_array.data if make_result is None else make_result(halo_array))
             self._results = results
         return self._results[0] if len(self._results) == 1 else tuple(self._results)

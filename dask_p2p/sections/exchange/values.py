@@ -21,16 +21,16 @@ import numpy as np
 from numpy.lib.format import descr_to_dtype, dtype_to_descr
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Layout, round_up
+from dask_p2p.geometry import round_up
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.wire.frames import (
     ALIGNMENT,
     HEADER,
     LABEL,
-    MOST_INLINE_BYTES,
+    ROOM_BYTES,
     VALUE,
-    inline_format,
     inline_start,
+    pad_parts,
 )
 from dask_p2p.sections.wire.mailbox import MOST_BYTES
 from dask_p2p.types import Array, DType
@@ -109,11 +109,8 @@ def decoded(
 def copied(value: Any, device: Host) -> Any:
     """Return a value as another rank would receive it."""
     message = encoded(value, device)
-    lent, parts = [part.copy() for part in message.on_device], message.in_host_memory
-    layout = Layout(((len(part),) for part in parts), alignment=ALIGNMENT)
-    data = np.empty(layout.size_bytes, np.uint8)
-    for start, part in zip(layout.starts, parts, strict=True):
-        data[start : start + len(part)] = np.frombuffer(part, np.uint8)
+    data = np.frombuffer(bytearray().join(pad_parts(message.in_host_memory)), np.uint8)
+    lent = [part.copy() for part in message.on_device]
     return decoded(message.description, data, device, lent)
 
 
@@ -136,15 +133,17 @@ def leaves(value: Any) -> list[Any]:
 
 def with_leaves(value: Any, new: Sequence[Any]) -> Any:
     """Return a value with other numbers and arrays in their places."""
-    return _rebuilt(value, iter(new))
+    new_leaves = iter(new)
+    return map_leaves(value, lambda _: next(new_leaves))
 
 
-def _rebuilt(value: Any, new: Any) -> Any:
-    if isinstance(value, tuple):
-        return sequence_like(value, [_rebuilt(element, new) for element in value])
+def map_leaves(value: Any, function: Callable[[Any], Any], sequences: Any = tuple) -> Any:
+    """Return a value with what a function returns for each element of its sequences and dicts."""
+    if isinstance(value, sequences):
+        return sequence_like(value, [map_leaves(x, function, sequences) for x in value])
     if isinstance(value, dict):
-        return {key: _rebuilt(element, new) for key, element in value.items()}
-    return next(new)
+        return {key: map_leaves(x, function, sequences) for key, x in value.items()}
+    return function(value)
 
 
 def sequence_like(value: Any, items: Sequence[Any]) -> Any:
@@ -304,58 +303,46 @@ def _descr(dtype: DType) -> str:
 _KINDS = "biufc"
 
 
-class _Number:
-    """A type of Python's numbers as bytes."""
-
-    def __init__(self, example: Any, elements: str) -> None:
-        self.description = encoded(example, HOST).description
-        self._length = len(self.description)
-        self._header = inline_format(self._length, elements)
-        self._value = struct.Struct(f"<{elements}")
-
-    def header(self, value: Any, tag: int, communicator: int) -> bytes | None:
-        fields = tag, 0, VALUE, communicator, self._length, self.description, value
-        try:
-            return self._header.pack(*fields)
-        except struct.error:  # too large
-            return None
-
-    def unpack(self, data: bytes) -> Any:
-        return self._value.unpack_from(data)[0]
-
-
-_NUMBERS = {bool: _Number(False, "?"), int: _Number(0, "q"), float: _Number(0.0, "d")}
-_BY_DESCRIPTION = {number.description: number for number in _NUMBERS.values()}
+_NUMBERS: dict[Any, struct.Struct] = {
+    bool: struct.Struct("<?"),
+    int: struct.Struct("<q"),
+    float: struct.Struct("<d"),
+}
+_BY_DESCRIPTION = {encoded(kind(), HOST).description: packing for kind, packing in _NUMBERS.items()}
 
 
 def small_frame(value: Any, tag: int, communicator: int) -> bytes | None:
     """Return the bytes of a message with a value; None for other values than small ones."""
-    kind = type(value)
-    if (number := _NUMBERS.get(kind)) is not None:
-        return number.header(value, tag, communicator)
-    if kind is not np.ndarray:
-        return None
-    around = _around(value.dtype, value.shape, tag, communicator)
-    if around is None:
-        return None
+    kind: Any = type(value)
+    data = value
     try:
-        return b"".join((around[0], value, around[1]))
-    except (TypeError, BufferError):  # in another order of memory
+        if (packing := _NUMBERS.get(kind)) is not None:
+            data, around = packing.pack(value), _around(kind, None, tag, communicator)
+        elif kind is np.ndarray:
+            around = _around(value.dtype, value.shape, tag, communicator)
+        else:
+            return None
+        return None if around is None else b"".join((around[0], data, around[1]))
+    except (struct.error, TypeError, BufferError):  # too large, or in another order of memory
         return None
 
 
 @lru_cache(1024)
 def _around(
-    dtype: DType, shape: tuple[int, ...], tag: int, communicator: int
+    kind: Any,  # dtype of an array, or type of a number
+    shape: tuple[int, ...] | None,  # of an array
+    tag: int,
+    communicator: int,
 ) -> tuple[bytes, bytes] | None:
     """Return a message's bytes before and after the elements; None if they do not fit in a slot."""
-    size_bytes = prod(shape) * dtype.itemsize
+    dtype = np.dtype(kind)
+    size_bytes = prod(shape or ()) * dtype.itemsize
     if dtype.kind not in _KINDS or size_bytes > MOST_BYTES:
         return None
-    description, _ = encoded(np.empty(shape, dtype), HOST)
-    if len(description) > MOST_INLINE_BYTES:
+    description, _ = encoded(kind() if shape is None else np.empty(shape, dtype), HOST)
+    if len(description) > ROOM_BYTES:
         return None
-    if len(description) + size_bytes > MOST_INLINE_BYTES:
+    if len(description) + size_bytes > ROOM_BYTES:
         label = LABEL.pack(VALUE, communicator, len(description))
         return HEADER.pack(tag, size_bytes, label + description), b""
     start = inline_start(tag, communicator, description)
@@ -390,8 +377,8 @@ class LastOut:
 
 def decoded_small(description: bytes, data: bytes, out: Any, device: Host) -> Any:
     """Return a value from its description and bytes: `out`, if that is an array like it."""
-    if (number := _BY_DESCRIPTION.get(description)) is not None:
-        return number.unpack(data)
+    if (packing := _BY_DESCRIPTION.get(description)) is not None:
+        return packing.unpack_from(data)[0]
     if (like := plain_array(description)) is None:
         return decoded(description, data, device)
     dtype, shape = like

@@ -52,8 +52,6 @@ class SavedStates:
     def add(self, to: GangStates, rank: int, step: int, state: memoryview) -> None:
         with self._lock:
             to[rank][step] = state
-            for old in sorted(to[rank])[:-GENERATIONS]:
-                del to[rank][old]
 
     def trim(self, to: GangStates, is_kept: Callable[[int], bool]) -> None:
         """Drop the states of all steps unless `is_kept(step)`."""
@@ -148,8 +146,10 @@ class Checkpoints:
         assert own_state is not None
         copy_into_state(own_state, arrays, self._device)
         sends = self._to_replica(b"" if memory.is_seen else own_state)
-        self._connections.exchange(f"{call}, its state", sends, memory.receive_buffers())
-        for rank, state in {self._rank: own_state, **memory.guarded_states}.items():
+        states, nothing = memory.guarded_states, memoryview(b"")
+        into = {r: nothing if r in memory.shared_ranks else state for r, state in states.items()}
+        self._connections.exchange(f"{call}, its state", sends, into)
+        for rank, state in {self._rank: own_state, **states}.items():
             self._states.saved.add(self._gang_states, rank, step, state)
         self._memories.reverse()
         self._last = step
@@ -175,7 +175,7 @@ class Checkpoints:
         receives: dict[int, None] = dict.fromkeys(self._to_replica(b""))
         received = self._connections.exchange(f"{call}, seen", replies, receives)
         if size_bytes is not None:
-            memory.record_reply(b"".join(received.values()))
+            memory.is_seen, memory.segment = b"".join(received.values()) == _IS_SEEN, None
 
     def _to_replica(self, data: Buffer) -> dict[int, Buffer]:
         replica = self._replica_ranks[self._rank]
@@ -204,15 +204,17 @@ class Checkpoints:
 
 
 class Period:
-    """The interval between checkpoints: a number of steps, or a time.
+    """When work of a loop is due: after multiples of numbers of steps, or at intervals of time.
 
     All ranks get the same answers. They compare their times now and then, less often the longer the
     loop runs. Raises `InputError` for any other interval.
     """
 
-    def __init__(self, every: int | str | None) -> None:  # steps; time, like "30 s"; None for never
-        period = checked_period(every)
-        self._every = parse_duration(period) if isinstance(period, str) else period
+    def __init__(self, *every: int | str | None) -> None:  # steps; time, like "30 s"; None: never
+        periods = [*map(checked_period, every)]
+        self._counts = [period for period in periods if isinstance(period, int)]
+        times = (parse_duration(period) for period in periods if isinstance(period, str))
+        self._every_s: float | None = min(times, default=None)
         self._began_s = self._last_s = time.monotonic()
         self._first_step = -1  # number of steps before the first call; -1: there was none
         self._next_comparison = 0  # number of steps at the next comparison of times
@@ -222,10 +224,8 @@ class Period:
         step: int,  # number of steps done
         greatest: Callable[[Array], Array],  # elementwise maximum over all ranks
     ) -> bool:
-        if self._every is None:
-            return False
-        if isinstance(self._every, int):
-            return step % self._every == 0
+        if self._every_s is None:
+            return any(step % count == 0 for count in self._counts)
         if self._first_step < 0:
             self._first_step = step - 1
         if step < self._next_comparison:
@@ -233,19 +233,20 @@ class Period:
         now_s, step_count = time.monotonic(), step - self._first_step
         times_s = [now_s - self._last_s, (now_s - self._began_s) / step_count]
         since_s, step_s = greatest(np.array(times_s))
-        is_due = since_s >= self._every
-        left_s = self._every if is_due else self._every - since_s
+        is_due = since_s >= self._every_s
+        left_s = self._every_s if is_due else self._every_s - since_s
         self._next_comparison = step + max(1, min(step_count, int(left_s / max(step_s, 1e-9))))
         if is_due:
             self._last_s = now_s
         return bool(is_due)
 
     def next_step(self, step: int) -> float:
-        due_step = self.next_known_step(step)
-        return max(step + 1, self._next_comparison) if isinstance(self._every, float) else due_step
+        if self._every_s is not None:
+            return max(step + 1, self._next_comparison)
+        return self.next_known_step(step)
 
     def next_known_step(self, step: int) -> float:
-        return (step // self._every + 1) * self._every if isinstance(self._every, int) else inf
+        return min(((step // count + 1) * count for count in self._counts), default=inf)
 
 
 def checked_period(every: Any) -> int | str | None:
@@ -283,15 +284,15 @@ class StateMemory:
         self.own_state: memoryview | None = None  # memory for this rank's state
         self.guarded_states: dict[int, memoryview] = {}  # memory for guarded ranks' states, by rank
         self.is_seen = False  # whether the replica rank shares `own_state`
-        self._shared_ranks: set[int] = set()  # guarded ranks whose own memory is shared here
-        self._segment: Segment | None = None  # kept until the replica rank has opened it
+        self.shared_ranks: set[int] = set()  # guarded ranks whose own memory is shared here
+        self.segment: Segment | None = None  # kept until the replica rank has opened it
 
     def make(self, size_bytes: int, has_replica: bool) -> bytes:
         """Allocate `own_state`; return its descriptor for `take` on the replica rank."""
         self.own_state, self.is_seen = None, False  # free the old memory first
         if has_replica and size_bytes:
             with suppress(OSError):  # no shared memory, or too many open files
-                self._segment = segment = Segment.make(size_bytes)
+                self.segment = segment = Segment.make(size_bytes)
                 self.own_state = segment.bytes.data
                 return " ".join(map(str, (size_bytes, *segment.name))).encode()
         self.own_state = np.empty(size_bytes, np.uint8).data
@@ -301,27 +302,16 @@ class StateMemory:
         """Open or allocate memory for a guarded rank's state; return the reply to that rank."""
         size, *name = message.decode().split()
         self.guarded_states.pop(rank, None)
-        self._shared_ranks.discard(rank)
+        self.shared_ranks.discard(rank)
         if name:
             kernel, namespace, *numbers = name
             with suppress(TransferError, OSError):  # another host, or no permission
                 segment = Segment.open(SegmentName(kernel, namespace, *map(int, numbers)))
                 self.guarded_states[rank] = segment.bytes.data
-                self._shared_ranks.add(rank)
+                self.shared_ranks.add(rank)
                 return _IS_SEEN
         self.guarded_states[rank] = np.empty(int(size), np.uint8).data
         return _IS_SENT
-
-    def record_reply(self, message: bytes) -> None:
-        self.is_seen, self._segment = message == _IS_SEEN, None
-
-    def receive_buffers(self) -> dict[int, memoryview]:
-        """Return receive buffers for guarded ranks' states, by rank: empty where shared."""
-        nothing = memoryview(b"")
-        return {
-            rank: nothing if rank in self._shared_ranks else to
-            for rank, to in self.guarded_states.items()
-        }
 
 
 def size_of(arrays: Sequence[Array]) -> int:

@@ -96,25 +96,20 @@ class _RankRun:
         return result
 
     def of_task(self) -> _RankRun:
-        """Return the run in the gang of this task; refuse schedulers other than the cluster's."""
-        worker, _ = current_worker()
-        if worker is None or (gang := self._gang_of_task()) is None:
-            raise InputError(
-                f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
-                f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
-            )
-        return replace(self, gang=gang)
-
-    def _gang_of_task(self) -> str | None:
-        """Return the name of the gang in this task's key; None in a task of another name.
+        """Return the run in the gang of this task; refuse schedulers other than the cluster's.
 
         Dask renames the tasks of arguments of `dask.delayed`. A task that computes with another
         scheduler than the cluster's runs a rank's function under its own key.
         """
-        key = getattr(thread_state, "key", None)
-        if not isinstance(key, tuple) or key[1:] != (self.rank,):
-            return None
-        return str(key[0]) if key_split(key[0]) == key_split(self.gang) else None
+        worker, _ = current_worker()
+        key: Any = getattr(thread_state, "key", None)
+        is_rank = isinstance(key, tuple) and key[1:] == (self.rank,)
+        if worker is None or not is_rank or key_split(key[0]) != key_split(self.gang):
+            raise InputError(
+                f"expected a cluster for {self.ranks.size} ranks that run at the same time, got "
+                f"another scheduler of Dask. Compute with a distributed.Client, or give ranks=1."
+            )
+        return replace(self, gang=str(key[0]))
 
     def in_gang(self) -> Any:
         """Wait for the other ranks of the gang, and run the function together with them."""
@@ -142,7 +137,7 @@ class _RankRun:
                 with self._record_attempt(ctx.progress, context, *of_attempt) as fields:
                     result, order = self._attempt(rank_attempt, ctx, thread, fields, ucx)
         if order.state != "committed":
-            _raise_end(order, self.options)
+            _raise_end(order)
         return result
 
     def _connect(self, rank_attempt: RankAttempt, order: Order) -> Any:
@@ -309,7 +304,7 @@ def as_user_error(exc: BaseException, rank: int) -> Exception:
     return named
 
 
-def _raise_end(order: Order, options: Options) -> NoReturn:
+def _raise_end(order: Order) -> NoReturn:
     """End a stopped attempt: all ranks raise the same error, or all are rescheduled."""
     if order.error is not None:
         raise loads(order.error)

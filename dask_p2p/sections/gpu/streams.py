@@ -41,10 +41,20 @@ _PAUSE_S = 5e-5
 _LOOK_S = 0.05  # pause between checks of the processes of these peers
 
 
-class GpuStreams(Host):
+class _Gpu(Host):
+    kind: ClassVar[Kind] = "cupy"
+    has_read_only: ClassVar[bool] = False
+
+    def read_only(self, array: Array) -> Array:
+        return array
+
+    def copy_from_host(self, array: Array, host_array: Any) -> None:
+        array[...] = self.module.asarray(host_array)
+
+
+class GpuStreams(_Gpu):
     """A GPU's streams and memory: each method enqueues its work on the rank's stream."""
 
-    kind: ClassVar[Kind] = "cupy"
     stream: Any  # for computation
     copies: Any  # for reads of other ranks' windows
     _device: int
@@ -196,11 +206,6 @@ class GpuStreams(Host):
 
     # --- memory
 
-    has_read_only: ClassVar[bool] = False
-
-    def read_only(self, array: Array) -> Array:
-        return array
-
     def checksum(self, array: Array) -> int:
         self.wait()
         return checksum(array)
@@ -224,9 +229,6 @@ class GpuStreams(Host):
         self.wait()
         if array.size:
             array.get(out=host_array)
-
-    def copy_from_host(self, array: Array, host_array: Any) -> None:
-        array[...] = self.module.asarray(host_array)
 
     def copy(self, to: int, src: int, size_bytes: int, stream: Any) -> None:
         if size_bytes:
@@ -290,17 +292,11 @@ def _drop(exported: list[Any]) -> None:
 # Slabs of fields in host memory, for steps that go through a GPU.
 
 
-class SlabGpu(Host):
+class SlabGpu(_Gpu):
     """A GPU whose current stream does all work."""
-
-    kind: ClassVar[Kind] = "cupy"
-    has_read_only: ClassVar[bool] = False
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Array:
         array: Array = self.module.empty(tuple(shape), dtype)
-        return array
-
-    def read_only(self, array: Array) -> Array:
         return array
 
     def checksum(self, array: Array) -> int:
@@ -309,9 +305,6 @@ class SlabGpu(Host):
 
     def to_host(self, value: Any) -> Any:
         return value.get()
-
-    def copy_from_host(self, array: Array, host_array: Any) -> None:
-        array[...] = self.module.asarray(host_array)
 
     def assign(self, into: Array, array: Array) -> None:
         into[...] = array

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,12 +17,9 @@ from dask_p2p.sections.api.graph import check_computed
 from dask_p2p.sections.context.grids import Points
 from dask_p2p.sections.exchange.boundaries import functions_of
 from dask_p2p.sections.gang.checkpoints import checked_period
-from dask_p2p.sections.iterate.capture import AUTO
 from dask_p2p.sections.iterate.fields import (
     ConstantSpec,
     Field,
-    FieldSpec,
-    ScalarSpec,
     check_fields,
     check_name,
     divide_constants,
@@ -37,51 +33,11 @@ from dask_p2p.sections.iterate.functions import (
     bind_by_name,
     bind_by_position,
 )
-from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec, checked_series
-from dask_p2p.sections.iterate.output.stores import StoreSpecs, checked_stores
+from dask_p2p.sections.iterate.iteration import Arguments
+from dask_p2p.sections.iterate.output.series import checked_series
+from dask_p2p.sections.iterate.output.stores import checked_stores
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """Checked arguments of `iterate`."""
-
-    phases: tuple[Phase, ...]
-    fields: tuple[FieldSpec, ...]  # also constants with a halo, after the others
-    constants: tuple[ConstantSpec, ...]
-    arrays: list[DaskArray]  # levels of all fields, then the divided constants
-    series: tuple[SeriesSpec, ...]
-    scalars: tuple[ScalarSpec, ...]
-    names: tuple[str, ...]  # of all fields, in the order of the mapping; none without names
-    stores: StoreSpecs
-
-    @property
-    def wholes(self) -> list[int]:
-        """Numbers of the arrays that each rank receives as a whole."""
-        lazy = [
-            constant
-            for constant in self.constants
-            if constant.is_whole or constant.ndim is not None
-        ]
-        first = len(self.arrays) - len(lazy)
-        return [first + number for number, constant in enumerate(lazy) if constant.is_whole]
-
-    def arrange(self, arrays: Sequence[DaskArray], returns_steps: bool) -> Any:
-        """Return the results in the form of the fields."""
-        next_arrays = iter(arrays)
-        results: dict[str, Any] = {}
-        for spec in (spec for spec in self.fields if not spec.is_constant):
-            levels = [next(next_arrays) for _ in spec.depths]
-            results[spec.name] = levels if spec.is_list else levels[0]
-        if UNNAMED in results:
-            result = results[UNNAMED]
-            return tuple(result) if isinstance(result, list) else result
-        names = [spec.name for spec in self.scalars] + [spec.name for spec in self.series]
-        if returns_steps:
-            names.append(STEPS)
-        results |= {name: next(next_arrays) for name in names}
-        return {name: results[name] for name in dict.fromkeys((*self.names, *names))}
 
 
 def check_functions(
@@ -113,8 +69,11 @@ def checked_arguments(
     record: Any,
     stores: tuple[Any, Any],  # save and checkpoint
     library: str | None,  # of the arrays that functions receive
-) -> Arguments:
-    """Return the arguments, in either form, or raise an error."""
+) -> tuple[Arguments, list[Any]]:
+    """Return the arguments, in either form, and the lazy arrays among them, or raise an error.
+
+    These are the levels of all fields, and then constants: divided arrays, and `Whole` ones.
+    """
     if until is not None and not callable(until):
         raise InputError(f"until: expected a function of numbers, got {until!r}.")
     if field.depth is None:
@@ -166,16 +125,16 @@ def checked_arguments(
             f"it, or add a parameter of that name."
         )
     check_computed(*(constant.value for constant in plain), *kwargs.values())
-    return Arguments(
+    arguments = Arguments(
         phases,
         fields=(*specs, *with_halo),
-        constants=tuple(plain),
-        arrays=[*levels, *halo_arrays, *arrays],
-        series=series,
         scalars=scalars,
-        names=tuple(field.value) if is_named else (),
+        constants=tuple(plain),
+        series=series,
         stores=written,
+        names=tuple(field.value) if is_named else (),
     )
+    return arguments, [*levels, *halo_arrays, *arrays]
 
 
 def _named_constants(
@@ -245,8 +204,8 @@ def checked_time(max_time: Any, arguments: Arguments) -> str | None:
 
 def checked_capture(option: Any, library: str | None, arguments: Arguments) -> bool | str:
     """Return the argument `capture` of `iterate`, for functions of a library's arrays."""
-    if isinstance(option, str) and option == AUTO:
-        return AUTO
+    if isinstance(option, str) and option == "auto":
+        return option
     capture = checked_flag("capture", option, "True, False or 'auto'")
     if capture and library is not None:
         raise InputError(
@@ -266,6 +225,7 @@ def check_streaming(
     steps_per_visit: Any,
     slab_rows: Any,
     arguments: Arguments,
+    first: DaskArray,  # the first field
     options: tuple[Any, Any, Any],  # capture, overlap and as_library of `iterate`
 ) -> None:
     """Raise `InputError` for arguments of `iterate` that streamed fields do not have."""
@@ -288,7 +248,7 @@ def check_streaming(
         "fields that are arrays, got a number": bool(arguments.scalars),
         "fields of one shape, got one that is longer": any(spec.extra for spec in fields),
         "a halo with corners, got corners=False": not all(spec.corners for spec in fields),
-        "NumPy blocks, got CuPy blocks": backend_for(arguments.arrays[0]._meta).on_device,
+        "NumPy blocks, got CuPy blocks": backend_for(first._meta).on_device,
         "until= of records, got one of the function's numbers": phase.has_until,
         "a function without a parameter 'at'": phase.binding.reads_at,
         "halos of the newest time level, with a function as boundary=": any(
@@ -304,7 +264,7 @@ def check_streaming(
             for constant in arguments.constants
         ),
     }
-    for axis in range(len(arguments.arrays[0].shape)):
+    for axis in range(first.ndim):
         reading = [spec for spec in fields if any(spec.widest[axis])]
         kinds = {"periodic" in both_ends(spec.boundary[axis]) for spec in reading}
         refused[f"fields that are all periodic along axis {axis}, or none, got both"] = (

@@ -68,9 +68,6 @@ class Captured:
         return ""
 
 
-AUTO = "auto"  # value of `capture`
-
-
 class Replays:
     """The captured steps of one rank.
 
@@ -85,7 +82,7 @@ class Replays:
 
     def is_worthwhile(self, step: int) -> bool:
         """Return whether the steps after this one may be captured. The same on all ranks."""
-        if self._iteration.capture != AUTO:
+        if self._iteration.capture != "auto":
             return self._is_promised
         is_long = self._iteration.steps - step >= tuning.current.capture_steps
         return is_long and isinstance(self._ctx.device, Gpu) and self._is_replayable

@@ -281,8 +281,8 @@ class Scalars:
             return
         numbers = np.array([*self.values.values()], complex)
         bounds = np.stack([numbers.real, numbers.imag, -numbers.real, -numbers.imag])
-        least, greatest = self._ctx.allreduce(bounds, "min"), -self._ctx.allreduce(-bounds, "min")
-        for name, low, high in zip(self.values, least.T, greatest.T, strict=True):
+        least = self._ctx.allreduce(bounds, "min")
+        for name, low, high in zip(self.values, least[:2].T, -least[2:].T, strict=True):
             if not np.array_equal(low, high, equal_nan=True):
                 raise BlockMismatchError(
                     f"expected the same number from the function on all ranks as the field "
@@ -328,14 +328,14 @@ def name_constants(constants: Any, field: DaskArray) -> dict[str, Any]:
 
 def divide_constants(
     constants: Mapping[str, Any], field: DaskArray
-) -> tuple[list[ConstantSpec], list[DaskArray], list[FieldSpec], list[DaskArray]]:
-    """Return the specs of constants without a halo, their divided arrays; the same with a halo.
+) -> tuple[list[ConstantSpec], list[Any], list[FieldSpec], list[DaskArray]]:
+    """Return the specs of constants without a halo, their lazy arrays; the same with a halo.
 
     NumPy and CuPy arrays are divided as Dask arrays are, by the rules of broadcasting.
     """
     specs: list[ConstantSpec] = []
     with_halo: list[FieldSpec] = []
-    arrays: list[DaskArray] = []
+    arrays: list[Any] = []  # divided ones, and `Whole` ones
     halo_arrays: list[DaskArray] = []
     for name, constant in constants.items():
         if isinstance(constant, Points):
@@ -351,7 +351,7 @@ def divide_constants(
             if is_dask_array(value):
                 check_input(value, field)
                 specs.append(ConstantSpec(name, is_whole=True))
-                arrays.append(value)
+                arrays.append(Whole(value))
             else:
                 specs.append(ConstantSpec(name, value))
             continue

@@ -10,7 +10,7 @@ from dask_p2p.backends.dlpack import checked_library
 from dask_p2p.config import checked_options
 from dask_p2p.inputs import checked_count, checked_flag
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.sections.api.graph import chosen_ranks, section_arrays
+from dask_p2p.sections.api.graph import Whole, chosen_ranks, input_spec, section_arrays
 from dask_p2p.sections.exchange.regions import checked_order
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.arguments import (
@@ -257,21 +257,19 @@ def iterate(
     field = Field(fields, depth, boundary, dtype, checked_flag("corners", corners))
     stores = save, checkpoint
     library = checked_library(as_library)
-    arguments = checked_arguments(func, field, constants, kwargs, until, record, stores, library)
-    first = arguments.arrays[0]
+    arguments, inputs = checked_arguments(
+        func, field, constants, kwargs, until, record, stores, library
+    )
+    first = inputs[0]
     if not isinstance(overlap, str) or overlap != "auto":
         overlap = checked_flag("overlap", overlap, "True, False or 'auto'")
     capture = checked_capture(capture, library, arguments)
-    check_streaming(on_gpu, steps_per_visit, slab_rows, arguments, (capture, overlap, library))
+    options = capture, overlap, library
+    check_streaming(on_gpu, steps_per_visit, slab_rows, arguments, first, options)
     if on_gpu is not None:
         capture = False
     iteration = RunIteration(
-        phases=arguments.phases,
-        fields=arguments.fields,
-        scalars=arguments.scalars,
-        constants=arguments.constants,
-        series=arguments.series,
-        stores=arguments.stores,
+        **vars(arguments),
         shape=first.shape,
         steps=checked_count("steps", 0, steps=steps),
         overlap=overlap,
@@ -286,15 +284,16 @@ def iterate(
         steps_per_visit=steps_per_visit,
         slab_rows=slab_rows,
     )
-    options = checked_options()
+    options_of_ranks = checked_options()
     register_if_possible()
+    chosen = chosen_ranks(first, ranks, None)
     arrays = section_arrays(
         "p2p-iterate",
         iteration,
-        arguments.arrays,
-        chosen_ranks(first, ranks, None),
+        [x.value if isinstance(x, Whole) else x for x in inputs],
+        [input_spec(x, first, chosen) for x in inputs],
+        chosen,
         iteration.outputs,
-        options,
-        wholes=arguments.wholes,
+        options_of_ranks,
     )
-    return arguments.arrange(arrays, iteration.returns_steps)
+    return iteration.arrange(arrays)

@@ -27,12 +27,12 @@ from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec, ScalarSpec
-from dask_p2p.sections.iterate.functions import AT, VALUES, is_constant
+from dask_p2p.sections.iterate.functions import AT, UNNAMED, VALUES, is_constant
 from dask_p2p.sections.iterate.output.files import Descriptions
-from dask_p2p.sections.iterate.output.series import SeriesSpec
+from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec
 from dask_p2p.sections.iterate.output.stores import StoreSpecs
 from dask_p2p.sections.iterate.step import Phase
-from dask_p2p.types import Kind
+from dask_p2p.types import DaskArray, Kind
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +52,22 @@ _row_times: dict[Hashable, list[float]] = {}
 
 
 @dataclass(frozen=True)
-class Iteration:
-    """The work of each rank, for all steps."""
+class Arguments:
+    """Checked arguments of `iterate`."""
 
     phases: tuple[Phase, ...]
-    fields: tuple[FieldSpec, ...]  # also constants with a halo
+    fields: tuple[FieldSpec, ...]  # also constants with a halo, after the others
     scalars: tuple[ScalarSpec, ...]
     constants: tuple[ConstantSpec, ...]
     series: tuple[SeriesSpec, ...]
     stores: StoreSpecs
+    names: tuple[str, ...]  # of all fields, in the order of the mapping; none without names
+
+
+@dataclass(frozen=True)
+class Iteration(Arguments):
+    """The work of each rank, for all steps."""
+
     shape: tuple[int, ...]  # of the whole array
     steps: int
     overlap: bool | str
@@ -138,6 +145,22 @@ class Iteration:
         outputs += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
         outputs += [Same(0)] if self.returns_steps else []
         return Outputs(tuple(outputs), tuple(map(str, range(len(outputs)))))
+
+    def arrange(self, arrays: Sequence[DaskArray]) -> Any:
+        """Return the results in the form of the fields."""
+        next_arrays = iter(arrays)
+        results: dict[str, Any] = {}
+        for spec in (spec for spec in self.fields if not spec.is_constant):
+            levels = [next(next_arrays) for _ in spec.depths]
+            results[spec.name] = levels if spec.is_list else levels[0]
+        if UNNAMED in results:
+            result = results[UNNAMED]
+            return tuple(result) if isinstance(result, list) else result
+        names = [spec.name for spec in self.scalars] + [spec.name for spec in self.series]
+        if self.returns_steps:
+            names.append(STEPS)
+        results |= {name: next(next_arrays) for name in names}
+        return {name: results[name] for name in dict.fromkeys((*self.names, *names))}
 
     def estimate(
         self,

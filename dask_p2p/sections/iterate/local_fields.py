@@ -177,13 +177,6 @@ class LocalFields:
 
         return restore
 
-    def unchanging_halos(self) -> Iterator[list[HaloArray]]:
-        """Yield arrays whose halos no step updates: constants, and then each older level."""
-        with_halo = [field for field in self.fields.values() if field.has_halo]
-        yield [field.newest for field in with_halo if field.spec.is_constant]
-        for number in range(1, max(len(field.levels) for field in self.fields.values())):
-            yield [field.levels[number] for field in with_halo if number < len(field.levels)]
-
     def values(self, names: Iterable[str], box: Box, at: At) -> dict[str, Any]:
         """Return the values of some names for a box of the local block."""
         values: dict[str, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
 from functools import partial
 from math import lcm
 from typing import Any
@@ -13,7 +12,7 @@ from dask_p2p.geometry import Box
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.checks import StepChecks, ValueKeeping
 from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.context.loop import Callback, Loop, Multiples
+from dask_p2p.sections.context.loop import Callback, Loop
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.gang.checkpoints import Period
 from dask_p2p.sections.gpu.device import Gpu
@@ -37,13 +36,16 @@ class RunIteration(Iteration):
     """The function of the section: all steps of each rank."""
 
     def __call__(self, ctx: Context, local_blocks: LocalBlocks) -> dict[str, Any]:
-        with closing(RankWork(self, ctx, local_blocks)) as work:
+        work = RankWork(self, ctx, local_blocks)
+        try:
             step, steps = work.resume(), work.steps
             loop = Loop(ctx, self.steps, step, work.callbacks())
             while not loop.is_over:
                 step += steps.make(step, loop)
                 loop.advance(step)
             returned = work.results(step)
+        finally:
+            ctx.close_stores()
         return {str(number): value for number, value in enumerate(returned)}
 
 
@@ -80,8 +82,7 @@ class RankWork:
         if stores.checkpoint is not None:
             options = local.constant_arrays(), iteration.settings, series.kinds
             self._files.append(CheckpointFiles(stores.checkpoint, ctx, values, *options))
-        #: Frames before checkpoints.
-        self._stores: list[Frames | CheckpointFiles] = [*self._frames, *self._files]
+        ctx.stores = [*self._frames, *self._files]  # frames before checkpoints
 
     def resume(self) -> int:
         """Load the newest checkpoint, and open the stores; return the first step."""
@@ -89,7 +90,11 @@ class RankWork:
         first = self._values.restore()
         for files in self._files:
             first = files.resume(first, steps)
-        for halo_arrays in self._local.unchanging_halos():
+        # Halos that no step updates: those of constants, and then of each older level.
+        with_halo = [field for field in self._local.fields.values() if field.has_halo]
+        for number in range(max((len(field.levels) for field in with_halo), default=0)):
+            changing = [field for field in with_halo if number or field.spec.is_constant]
+            halo_arrays = [field.levels[number] for field in changing if number < len(field.levels)]
             if halo_arrays:
                 ctx.update_halo(*halo_arrays, copy=False)
         for frames in self._frames:
@@ -100,35 +105,30 @@ class RankWork:
     def callbacks(self) -> list[Callback]:
         """Return the callbacks in their order: frames before checkpoints."""
         iteration, until = self._iteration, self._iteration.until
-        callbacks: list[Callback] = []
+        flush, callbacks = self._ctx.flush_stores, list[Callback]()
         if iteration.series:
-            every = Multiples(*(spec.record.every for spec in iteration.series))
+            every = Period(*(spec.record.every for spec in iteration.series))
             callbacks.append(Callback(self._record, every, reads_halos=True))
         elif until is not None:
-            every = Multiples(iteration.check_every)
+            every = Period(iteration.check_every)
             callbacks.append(Callback(self._ask_until, every, reads_halos=True))
         callbacks += (
-            Callback(partial(store.write, flush=self._flush), store.schedule, store.reads_halos)
-            for store in self._stores
+            Callback(partial(store.write, flush=flush), store.schedule, store.reads_halos)
+            for store in self._ctx.stores
         )
         if iteration.max_time is not None:
             callbacks.append(Callback(self._end, Period(iteration.max_time), runs_at_end=False))
-        if self._ctx.has_checkpoints:
+        if self._ctx.checkpoints is not None:
             callbacks.append(Callback(self._save, Period(iteration.period), runs_at_end=False))
         return callbacks
 
     def results(self, step: int) -> tuple[Any, ...]:
         """Return the local blocks of all fields, and the numbers."""
-        self._flush()
+        self._ctx.flush_stores()
         self._scalars.check()
         series = self._series.results().values()
         numbers = (*series, step) if self._iteration.returns_steps else ()
         return (*self._local.state, *self._scalars.values.values(), *numbers)
-
-    def close(self) -> None:
-        """End the threads of the stores, and release their folders."""
-        for store in self._stores:
-            store.close()
 
     # --- after some steps
 
@@ -154,17 +154,13 @@ class RankWork:
         """End the loop as its time is over, with a checkpoint in files."""
         for files in self._files:
             if files.step != step:
-                files.write(step, self._flush)
+                files.write(step, self._ctx.flush_stores)
         return True
 
     def _save(self, step: int) -> None:
         if not self.steps.keep_values():
-            self._flush()  # a run that resumes here must find all frames
+            self._ctx.flush_stores()  # a run that resumes here must find all frames
             self._values.save(step)
-
-    def _flush(self) -> None:
-        for frames in self._frames:
-            frames.flush()
 
 
 class FieldSteps:

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box, box_size
 from dask_p2p.sections.api.outputs import shape_of
-from dask_p2p.sections.checks import arrays_in, can_refuse, check_kept, write_error
+from dask_p2p.sections.checks import can_refuse, check_kept, refuse_writes
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloPart, Pending
 from dask_p2p.sections.iterate.functions import OUT, UNNAMED, VALUES, Binding
@@ -195,16 +195,16 @@ def replace_block(
     device.assign(out, new)
 
 
-def explain_write(exc: Exception) -> InputError | None:
-    """Return an error with the remedy if a write into read-only memory was refused, else None."""
+def raise_explained(exc: Exception) -> NoReturn:
+    """Raise an error with the remedy if a write into read-only memory was refused, else `exc`."""
     text = str(exc)
     if "read-only" not in text and "readonly" not in text:
-        return None
-    return InputError(
+        raise exc
+    raise InputError(
         f"expected a function that only reads its fields and constants, got one that writes "
         f"into them: {text}. Write into a copy, u = u.copy(), or into the parameter out. "
         f"Declare arrays read-only where a compiled function declares types."
-    )
+    ) from exc
 
 
 @contextmanager
@@ -213,9 +213,7 @@ def explain_writes() -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError) as exc:
-        if (error := explain_write(exc)) is None:
-            raise
-        raise error from exc
+        raise_explained(exc)
 
 
 class Reader:
@@ -229,15 +227,9 @@ class Reader:
 
         Raises `InputError` if the function writes into its fields or constants.
         """
-        arrays: list[Any] = []
-        if not self._is_checked:
-            arguments = (*bound.args, *bound.keywords.values())
-            arrays += arrays_in(arguments, self._device.module.ndarray)
-        before = [self._device.checksum(array) for array in arrays]
-        with explain_writes():
+        arguments = () if self._is_checked else (*bound.args, *bound.keywords.values())
+        with refuse_writes(self._device, arguments), explain_writes():
             value = bound()
-        if before != [self._device.checksum(array) for array in arrays]:
-            raise write_error()
         self._is_checked = True
         return value
 
@@ -297,9 +289,7 @@ class Call:
         try:
             value = function()
         except (TypeError, ValueError) as exc:
-            if (error := explain_write(exc)) is None:
-                raise
-            raise error from exc
+            raise_explained(exc)
         if phase.fills_out:
             return NOTHING if value is None else phase.read_filled(value, arrays.outs)
         returned = phase.read_returned(value)

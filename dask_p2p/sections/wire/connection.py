@@ -83,8 +83,7 @@ class Connection:
 
     def channel_for(self, payload: Any) -> Channel | None:
         """Return the UCX channel for a message; None if it goes through the socket."""
-        may_carry = self.channel is not None and payload is not None
-        return self.channel if may_carry and self.carries(len(payload)) else None
+        return self.channel if payload is not None and self.carries(len(payload)) else None
 
     def begin_to_send(self, text: bytes, data: Buffer, may_use_slot: bool = False) -> bool:
         """Begin to send a message, labelled with the text of its call; return if a slot has it."""

@@ -23,13 +23,12 @@ from dask_p2p import tuning
 from dask_p2p.errors import P2PError, TransferError
 from dask_p2p.plans.ranks import tree_neighbours
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer, Channel, Connection
-from dask_p2p.sections.wire.endpoint import TAKEN, RankAddress, Reach, host_of, uses_ucx
-from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage
+from dask_p2p.sections.wire.endpoint import RankAddress, Reach, host_of, uses_ucx
+from dask_p2p.sections.wire.frames import TEXT_BYTES
 from dask_p2p.sections.wire.mailbox import Receive
 from dask_p2p.sections.wire.point_to_point import PointToPoint
 from dask_p2p.sections.wire.streams import reserve_files
 from dask_p2p.transports.ucx_messenger import Messenger
-from dask_p2p.types import Array
 
 _FINALIZE = "finalize() at the return of its function"
 
@@ -44,7 +43,6 @@ class Connections(PointToPoint):
     def __init__(self, reach: Reach) -> None:
         super().__init__(reach)
         self._background: threading.Thread | None = None
-        self._timeout_s = reach.timeout_s
         #: Attempt token and address of this rank, for others.
         self.token, self.endpoint = self._endpoint.token, self._endpoint.text
         self._is_finishing = False
@@ -167,7 +165,7 @@ class Connections(PointToPoint):
 
     def state(self) -> dict[str, Any]:
         """Return the newest exchange, and the ranks that it waits for. Thread-safe."""
-        return self._current.state(self._waiting or {*(self._awaited or ())[:1]})
+        return self._current.state(self._waiting or self._awaited)
 
     def complete(self) -> None:
         if self._failure:  # the user's function may have caught the first error
@@ -270,38 +268,6 @@ class Connections(PointToPoint):
         self._move_some(ready & sender_ranks)
         return [*(ready - sender_ranks)]
 
-    def _broken(self, rank: int, why: object) -> AttemptEndedError:
-        self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
-        return AttemptEndedError(self._failure)
-
-    def _meet(self, rank: int) -> Connection:
-        """Return a new connection to a rank: the first one that either of the two has made."""
-        self._admit_arrivals()
-        peer, asks = self._peers[rank], rank < self._rank
-        if rank not in self._connections and (asks or self._endpoint.meet(peer.token)):
-            try:
-                connection = self._endpoint.connect(peer, asks)
-                if not asks or self._is_taken(rank, connection):
-                    return self.admit(rank, connection)
-            except OSError as exc:
-                raise self._broken(rank, exc) from exc
-        while rank not in self._connections:
-            self._poll({})
-        return self._connections[rank]
-
-    def _is_taken(self, rank: int, connection: Connection) -> bool:
-        """Wait for a lower rank's reply; return whether it takes a connection."""
-        reply = bytearray(len(TAKEN))
-        connection.receiving, connection.has_received = memoryview(reply), False
-        try:
-            while not (connection.send() and connection.fill()):
-                self._poll({rank: connection})
-        finally:
-            if reply != TAKEN:
-                connection.close()
-        connection.receiving, connection.has_received = None, True
-        return reply == TAKEN
-
     def _admit_arrivals(self) -> None:
         """Admit the connections that other ranks have made."""
         for token, stream in self._endpoint.arrivals():
@@ -345,6 +311,15 @@ class Connections(PointToPoint):
             connection.number = 0  # error messages count only the user's own calls
 
 
+def _of_parent(name: str) -> Any:
+    """Return a method of a group: that of all ranks, for one of the group's ranks."""
+
+    def method(group: GroupConnections, rank: int, *arguments: Any) -> Any:
+        return getattr(group._parent, name)(group._ranks[rank], *arguments)
+
+    return method
+
+
 class GroupConnections(Connections):
     """Connections to a group of ranks, which are those of all ranks."""
 
@@ -359,14 +334,15 @@ class GroupConnections(Connections):
         self.rank_and_size = self._ranks.index(own_rank), len(self._ranks)
         self.is_alone = len(self._ranks) == 1
 
-    def is_on_other_host(self, rank: int) -> bool:
-        return self._parent.is_on_other_host(self._ranks[rank])
-
-    def carries(self, rank: int, size_bytes: int) -> bool:
-        return self._parent.carries(self._ranks[rank], size_bytes)
-
-    def count(self, rank: int, size_bytes: int) -> None:
-        self._parent.count(self._ranks[rank], size_bytes)
+    is_on_other_host = _of_parent("is_on_other_host")
+    carries = _of_parent("carries")
+    count = _of_parent("count")
+    offer = _of_parent("offer")
+    send_message = _of_parent("send_message")
+    send_small = _of_parent("send_small")
+    receive_small = _of_parent("receive_small")
+    receive_message = _of_parent("receive_message")
+    wait_for_sent = _of_parent("wait_for_sent")
 
     @property
     def has_ended(self) -> bool:
@@ -388,24 +364,6 @@ class GroupConnections(Connections):
         )
         rank_in_group = {rank: number for number, rank in enumerate(ranks)}
         return lambda: {rank_in_group[rank]: data for rank, data in end().items()}
-
-    def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
-        return self._parent.offer(self._ranks[rank], arrays)
-
-    def send_message(self, rank: int, message: SentMessage) -> None:
-        self._parent.send_message(self._ranks[rank], message)
-
-    def send_small(self, rank: int, frame: bytes) -> bool:
-        return self._parent.send_small(self._ranks[rank], frame)
-
-    def receive_small(self, rank: int) -> bytes | None:
-        return self._parent.receive_small(self._ranks[rank])
-
-    def receive_message(self, rank: int, receive: Receive) -> None:
-        self._parent.receive_message(self._ranks[rank], receive)
-
-    def wait_for_sent(self, rank: int, message: SentMessage) -> None:
-        self._parent.wait_for_sent(self._ranks[rank], message)
 
     def wait_for_message(self, rank: int, receive: Receive, call: str) -> None:
         self._parent.wait_for_message(self._ranks[rank], receive, f"{call} of {self._name}")

@@ -42,9 +42,8 @@ _LAST_KIND = SLOTS
 ARRIVALS = (VALUE, ADDRESS, OFFER)  # kinds that begin a message
 _KIND_AT = HEADER.size - TEXT_BYTES  # position of the kind in a header
 LABEL = struct.Struct("<BIH")  # kind, number of the communicator, size of the description
-ROOM_BYTES = TEXT_BYTES - LABEL.size
 #: Size of the largest description and value that lie in a header.
-MOST_INLINE_BYTES = ROOM_BYTES
+ROOM_BYTES = TEXT_BYTES - LABEL.size
 _START = struct.Struct("<QQBIH")  # start of a message's header: tag, payload size, label
 PART = struct.Struct("<QQ")  # address, size
 OFFER_BYTES = struct.Struct("<QQ")  # size of an offer, and zero: so that the rest is aligned
@@ -78,15 +77,6 @@ def inline_start(tag: int, communicator: int, description: bytes) -> bytes:
     return _START.pack(tag, 0, VALUE, communicator, len(description)) + description
 
 
-def inline_format(length: int, elements: str) -> struct.Struct:
-    """Return the format of such a header with a value of these elements.
-
-    `length` is the size of the description. The members before it are those of `inline_start`.
-    """
-    begun = f"{_START.format}{length}s{elements}"
-    return struct.Struct(f"{begun}{HEADER.size - struct.calcsize(begun)}x")
-
-
 def is_inline(header: memoryview) -> bool:
     """Return whether a header is that of a message with its value in it."""
     _, size_bytes, kind, *_ = _START.unpack_from(header)
@@ -112,12 +102,12 @@ def value_message(
 ) -> SentMessage:
     """Return a message that can be sent."""
     length = len(description)
-    is_inline, before, inline = _place_description(description)
+    before, inline = _place_description(description)
     if has_address:
         descriptor = [process_memory.own_proof()]
         descriptor += [PART.pack(_address(part), len(part)) for part in parts]
         buffers: list[Any] = [*before, b"".join(descriptor)]
-    elif is_inline and length + sum(map(aligned, map(len, parts))) <= ROOM_BYTES:
+    elif not before and length + sum(map(aligned, map(len, parts))) <= ROOM_BYTES:
         inline = b"".join((description, *pad_parts(parts)))
         buffers = []
     else:
@@ -136,7 +126,7 @@ def offer_message(
     offer: bytes,
 ) -> SentMessage:
     """Return a message with an offer of the arrays among its parts."""
-    _, before, inline = _place_description(description)
+    before, inline = _place_description(description)
     text = LABEL.pack(OFFER, communicator, len(description)) + inline
     padded_offer = OFFER_BYTES.pack(len(offer), 0) + offer.ljust(aligned(len(offer)), b"\0")
     on_host = [part for part in parts if not any(part is array for array in lent)]
@@ -145,11 +135,12 @@ def offer_message(
     )
 
 
-def _place_description(description: bytes) -> tuple[bool, list[bytes], bytes]:
+def _place_description(description: bytes) -> tuple[list[bytes], bytes]:
+    """Return the description behind the header, if it has no room in it, and in it."""
     length = len(description)
     if length <= ROOM_BYTES:
-        return True, [], description
-    return False, [description.ljust(aligned(length), b"\0")], b""
+        return [], description
+    return [description.ljust(aligned(length), b"\0")], b""
 
 
 def _join_buffers(tag: int, text: bytes, buffers: Sequence[Any]) -> list[memoryview]:

@@ -63,7 +63,7 @@ class Arrival:
     is_complete: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Receive:
     """A message that the function receives: the next one that has not been received."""
 
@@ -101,6 +101,15 @@ class Mailbox:
         else:
             self.receives.append(receive)
 
+    def take(self, arrival: Arrival) -> Receive | None:
+        """Take a message that arrives; return the receive that was waiting for it."""
+        if not self.receives:
+            self.arrived.append(arrival)
+            return None
+        receive = self.receives.popleft()
+        receive.arrival = arrival
+        return receive
+
     def take_slot(self) -> None:
         slots, number = self.slots, self.received + 1
         if slots is not None and (slot := slots.messages).has(number):
@@ -120,11 +129,7 @@ class Mailbox:
         elif kind in ARRIVALS:
             frame.arrival = arrival = Arrival(number, communicator)
             self.received += 1
-            if self.receives:
-                frame.receive = self.receives.popleft()
-                frame.receive.arrival = arrival
-            else:
-                self.arrived.append(arrival)
+            frame.receive = self.take(arrival)
             if length <= ROOM_BYTES:
                 arrival.description = text[LABEL.size :][:length]
                 arrival.data = text[LABEL.size + length :]

@@ -18,14 +18,15 @@ from typing import Any
 
 from dask_p2p.errors import SectionError, TransferError
 from dask_p2p.sections.wire.connection import AttemptEndedError, Connection
-from dask_p2p.sections.wire.endpoint import Endpoint, RankAddress, Reach, is_lost
+from dask_p2p.sections.wire.endpoint import TAKEN, Endpoint, RankAddress, Reach, is_lost
 from dask_p2p.sections.wire.frames import TEXT_BYTES, SentMessage, slots_message
 from dask_p2p.sections.wire.mailbox import HAS_ORDERED_STORES, MOST_BYTES, STORE_S, Receive, Slots
-from dask_p2p.sections.wire.streams import Bell, Stream
+from dask_p2p.sections.wire.streams import Stream
 from dask_p2p.transports.ucx_messenger import NAP_S
 from dask_p2p.types import Array
 
 _CHECK_EVERY = 16  # attempts to receive from one rank, before one from all ranks
+_LOOKS = 4  # checks for lost connections within one timeout
 
 
 class PointToPoint(ABC):
@@ -43,23 +44,18 @@ class PointToPoint(ABC):
         self._failure = ""  # text only: an exception would keep the frames of its traceback alive
         self._is_woken = False
         self._endpoint = Endpoint(reach)
-        self._polling = Polling(self._endpoint.bell, reach.timeout_s)
+        self._timeout_s = reach.timeout_s  # longest silence of another host
+        self._look_s = 0.0  # time of the next check for lost connections
         self._sent = Counter[int]()  # number of messages, by rank
         #: Whether messages have been sent or received. Calls of all ranks then move them as well.
         self.has_messages = False
         self._asleep: list[Slots] = []  # those that peers may not fill, until a wait ends
-        self._awaited: tuple[int, str] | None = None  # rank and call of the current wait
+        self._awaited: Collection[int] = ()  # rank of the message that this one waits for
         #: Lends this rank's arrays in messages: a `MessageLender`. None: their bytes are sent.
         self.lender: Any = None
 
     @abstractmethod
-    def _meet(self, rank: int) -> Connection: ...
-
-    @abstractmethod
     def _admit_arrivals(self) -> None: ...
-
-    @abstractmethod
-    def _broken(self, rank: int, why: object) -> AttemptEndedError: ...
 
     @abstractmethod
     def complete(self) -> None:
@@ -77,6 +73,38 @@ class PointToPoint(ABC):
 
     def _connection_to(self, rank: int) -> Connection:
         return self._connections.get(rank) or self._meet(rank)
+
+    def _broken(self, rank: int, why: object) -> AttemptEndedError:
+        self._failure = f"the connection to rank {rank} on {self._peers[rank].worker} broke: {why}"
+        return AttemptEndedError(self._failure)
+
+    def _meet(self, rank: int) -> Connection:
+        """Return a new connection to a rank: the first one that either of the two has made."""
+        self._admit_arrivals()
+        peer, asks = self._peers[rank], rank < self._rank
+        if rank not in self._connections and (asks or self._endpoint.meet(peer.token)):
+            try:
+                connection = self._endpoint.connect(peer, asks)
+                if not asks or self._is_taken(rank, connection):
+                    return self.admit(rank, connection)
+            except OSError as exc:
+                raise self._broken(rank, exc) from exc
+        while rank not in self._connections:
+            self._poll({})
+        return self._connections[rank]
+
+    def _is_taken(self, rank: int, connection: Connection) -> bool:
+        """Wait for a lower rank's reply; return whether it takes a connection."""
+        reply = bytearray(len(TAKEN))
+        connection.receiving, connection.has_received = memoryview(reply), False
+        try:
+            while not (connection.send() and connection.fill()):
+                self._poll({rank: connection})
+        finally:
+            if reply != TAKEN:
+                connection.close()
+        connection.receiving, connection.has_received = None, True
+        return reply == TAKEN
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:
         if self.lender is None:
@@ -182,11 +210,7 @@ class PointToPoint(ABC):
                     )
             return receive.is_complete
 
-        self._awaited = rank, call
-        try:
-            self._wait_until(rank, is_done, call)
-        finally:
-            self._awaited = None
+        self._wait_until(rank, is_done, call)
 
     def _wait_until(self, rank: int, is_done: Callable[[], bool], call: str) -> None:
         """Send and receive messages until `is_done`, which needs one rank above all."""
@@ -194,19 +218,23 @@ class PointToPoint(ABC):
         if is_done():
             return
         self._current.begin(call.encode()[:TEXT_BYTES])
+        self._awaited = {rank}
         self._current.since_s = since_s = time.perf_counter()
         until_s, attempts, connection = since_s + self._spin_s, 0, self._connections[rank]
-        while True:
-            attempts += 1
-            self._move(rank, connection)
-            if is_done():
-                break
-            if attempts % _CHECK_EVERY == 0 or time.perf_counter() >= until_s:
-                self._move_some([*self._connections])
+        try:
+            while True:
+                attempts += 1
+                self._move(rank, connection)
                 if is_done():
                     break
-                if time.perf_counter() >= until_s:
-                    self._poll(self._connections, self._connections.keys())
+                if attempts % _CHECK_EVERY == 0 or time.perf_counter() >= until_s:
+                    self._move_some([*self._connections])
+                    if is_done():
+                        break
+                    if time.perf_counter() >= until_s:
+                        self._poll(self._connections, self._connections.keys())
+        finally:
+            self._awaited = ()
         connection.waited_s += time.perf_counter() - since_s
         self._wake_up()
 
@@ -228,90 +256,56 @@ class PointToPoint(ABC):
     def _poll(
         self, connections: Mapping[int, Connection], sender_ranks: Collection[int] = ()
     ) -> set[int]:
-        """Wait until a message arrives, or can be sent, or a rank connects: see `Polling.wait`.
+        """Wait until a message arrives, or can be sent, or a rank connects, or some time is over.
 
-        `sender_ranks` are ranks that may send messages.
+        Return the ranks whose connections may be ready. `sender_ranks` may send messages.
         """
-        awake, most_s = set[int](), inf
+        ready, most_s = set[int](), self._timeout_s / _LOOKS
+        sockets, poll, bell = dict[int, int](), select.poll(), self._endpoint.bell
+        poll.register(bell, select.POLLIN)
+        uses_channel = False
         for rank, connection in connections.items():
             connection.listens = rank in sender_ranks
             slots = connection.mailbox.slots
             if slots is not None and not slots.sleeps:
                 # The peer may fill them before it sees that this rank sleeps.
-                slots.sleeps, most_s = True, STORE_S
+                slots.sleeps, most_s = True, min(most_s, STORE_S)
                 self._asleep.append(slots)
-                awake.add(rank)
-        try:
-            ready = self._polling.wait(connections, most_s)
-        except LostConnectionError as exc:
-            raise self._broken(exc.rank, exc.why) from None
-        ranks = self._waiting or {*(self._awaited or ())[:1]}
-        self._current.log_if_long(self._rank, len(self._peers), ranks)
-        if self._is_woken:
-            self._endpoint.bell.ring()  # so that the next wait ends, too
-            raise AttemptEndedError("the attempt has ended")
-        self._admit_arrivals()
-        return ready | awake
-
-    def _wake_up(self) -> None:
-        """Let peers use the slots again, at the end of a wait."""
-        for slots in self._asleep:
-            slots.sleeps = False
-        self._asleep.clear()
-
-
-_LOOKS = 4  # checks for lost connections within one timeout
-
-
-class LostConnectionError(Exception):
-    """The connection to a rank is lost."""
-
-    def __init__(self, rank: int, why: str) -> None:
-        super().__init__(rank, why)
-        self.rank, self.why = rank, why
-
-
-class Polling:
-    """Polls the connections of one rank, and its bell."""
-
-    def __init__(self, bell: Bell, timeout_s: float) -> None:
-        self._bell = bell
-        self._timeout_s = timeout_s  # longest silence of another host
-        self._look_s = 0.0  # time of the next check for lost connections
-
-    def wait(self, connections: Mapping[int, Connection], most_s: float) -> set[int]:
-        """Wait until one of these connections is ready, or the bell rings, or some time is over.
-
-        Return the ranks whose connections may be ready. Raises `LostConnectionError`.
-        """
-        sockets, others = dict[int, int](), set[int]()
-        most_s = min(most_s, self._timeout_s / _LOOKS)
-        poll, uses_channel = select.poll(), False
-        poll.register(self._bell, select.POLLIN)
-        for rank, connection in connections.items():
+                ready.add(rank)
             if isinstance(connection.socket, Stream):
-                others.add(rank)
+                ready.add(rank)
                 if connection.socket.is_ready(connection.events):
                     most_s = 0.0
                 continue
             sockets[connection.socket.fileno()] = rank
             poll.register(connection.socket, connection.events)
             if connection.uses_channel:  # which has no descriptor
-                others.add(rank)
+                ready.add(rank)
                 most_s, uses_channel = 0.0, True
         polled = poll.poll(most_s * 1000)
         for number, event in polled:
             if event & select.POLLRDHUP:  # a connection that waits for UCX does not read its socket
-                raise LostConnectionError(sockets[number], "closed by the peer")
+                raise self._broken(sockets[number], "closed by the peer")
         if not polled and uses_channel:
             time.sleep(NAP_S)
         if not polled and time.monotonic() >= self._look_s:
             self._look_s = time.monotonic() + self._timeout_s / _LOOKS / 2
             for rank in sockets.values():
                 if is_lost(connections[rank].socket, self._timeout_s):
-                    raise LostConnectionError(rank, f"no answer for {self._timeout_s:g} s")
-        self._bell.hush()
-        return {*others, *(sockets[number] for number, _ in polled if number in sockets)}
+                    raise self._broken(rank, f"no answer for {self._timeout_s:g} s")
+        bell.hush()
+        self._current.log_if_long(self._rank, len(self._peers), self._waiting or self._awaited)
+        if self._is_woken:
+            bell.ring()  # so that the next wait ends, too
+            raise AttemptEndedError("the attempt has ended")
+        self._admit_arrivals()
+        return ready | {sockets[number] for number, _ in polled if number in sockets}
+
+    def _wake_up(self) -> None:
+        """Let peers use the slots again, at the end of a wait."""
+        for slots in self._asleep:
+            slots.sleeps = False
+        self._asleep.clear()
 
 
 logger = logging.getLogger(__name__)

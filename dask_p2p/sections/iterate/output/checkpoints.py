@@ -129,8 +129,7 @@ class CheckpointFiles:
                 run_on_first_rank(self.ctx, self._folder, partial(self._make_room, step))
                 return step
             damage = (
-                damage
-                or f"expected the values that were written to {self._step_folder(step)}, {cause}"
+                damage or f"expected the values that were written to {self._of_step(step)}, {cause}"
             )
         if damage:
             raise FileError(
@@ -142,7 +141,7 @@ class CheckpointFiles:
 
     def write(self, step: int, flush: Callable[[], None]) -> None:
         """Write a checkpoint; `flush` completes all frames before it is complete."""
-        ctx, folder, values = self.ctx, self._step_folder(step), self._values.current()
+        ctx, folder, values = self.ctx, self._of_step(step), self._values.current()
         self.step, rank_names = step, self._differing(values)
 
         def create() -> None:
@@ -254,9 +253,9 @@ class CheckpointFiles:
         complete = self._steps(_COMPLETE, names)
         for step in {*self._steps("", names), *self._steps(_INCOMPLETE, names)} - {*complete}:
             if f"step-{step:012}" not in names:
-                self._marker(step, _INCOMPLETE).remove()
+                self._of_step(step, _INCOMPLETE).remove()
             elif self._has_mark(step):  # the other run may still write to it: the file stays
-                self._step_folder(step).remove()
+                self._of_step(step).remove()
         return sorted(complete, reverse=True)
 
     def _load(self, step: int) -> tuple[Any, str]:
@@ -271,7 +270,7 @@ class CheckpointFiles:
             record = self._record(step)
             self._check_program(record)
             parts = Parts()
-            group = zarr.open_group(self._step_folder(step).store, mode="r")
+            group = zarr.open_group(self._of_step(step).store, mode="r")
             self._values.load(step, self._read(group, record, parts))
             part = parts.fingerprint
         except (InputError, MemoryError):
@@ -285,9 +284,9 @@ class CheckpointFiles:
         return record, "" if is_same else "got others"
 
     def _record(self, step: int) -> Any:
-        digest, _, text = self._marker(step, _COMPLETE).read().partition(b"\n")
+        digest, _, text = self._of_step(step, _COMPLETE).read().partition(b"\n")
         if digest != _digest(text).hex().encode():
-            raise ValueError(f"{self._marker(step, _COMPLETE)} has other contents")
+            raise ValueError(f"{self._of_step(step, _COMPLETE)} has other contents")
         return json.loads(text)
 
     def _read(self, group: Any, record: Mapping[str, Any], parts: Parts) -> Iterator[Any]:
@@ -354,10 +353,10 @@ class CheckpointFiles:
     def _complete(self, step: int, record: Mapping[str, Any]) -> None:
         """Record that all ranks have written a checkpoint; remove old ones. On rank 0."""
         text = json.dumps(record).encode()
-        with self._explain_errors(self._step_folder(step)):
+        with self._explain_errors(self._of_step(step)):
             self._check_run()
-            self._marker(step, _COMPLETE).write(_digest(text).hex().encode() + b"\n" + text)
-            self._marker(step, _INCOMPLETE).remove()
+            self._of_step(step, _COMPLETE).write(_digest(text).hex().encode() + b"\n" + text)
+            self._of_step(step, _INCOMPLETE).remove()
             self._make_room(step)
 
     def _make_room(self, newest: int) -> None:
@@ -369,12 +368,12 @@ class CheckpointFiles:
 
     def _remove(self, step: int, last: bool = True) -> None:
         """Remove a checkpoint; in each moment a file shows that this package wrote it."""
-        incomplete = self._marker(step, _INCOMPLETE)
+        incomplete = self._of_step(step, _INCOMPLETE)
         with suppress(OSError):  # on a full disk
             incomplete.touch()
-        self._marker(step, _COMPLETE).remove()
-        self._step_folder(step).remove()
-        if last and not self._step_folder(step).exists():
+        self._of_step(step, _COMPLETE).remove()
+        self._of_step(step).remove()
+        if last and not self._of_step(step).exists():
             incomplete.remove()
 
     def _check_run(self) -> None:
@@ -398,10 +397,8 @@ class CheckpointFiles:
 
     # --- names
 
-    def _step_folder(self, step: int) -> Folder:
-        return self._folder.child(f"step-{step:012}")
-
-    def _marker(self, step: int, end: str) -> Folder:
+    def _of_step(self, step: int, end: str = "") -> Folder:
+        """Return the folder of a checkpoint, or the file next to it whose name has this end."""
         return self._folder.child(f"step-{step:012}{end}")
 
     def _steps(self, end: str, names: list[str]) -> list[int]:
@@ -409,10 +406,10 @@ class CheckpointFiles:
         return [int(match[1]) for match in matches if match[2] == end]
 
     def _has_mark(self, step: int) -> bool:
-        if any(self._marker(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
+        if any(self._of_step(step, end).exists() for end in (_COMPLETE, _INCOMPLETE)):
             return True
         mark = _ATTRIBUTES["format"].rpartition(" ")[0].encode()
-        files = [self._step_folder(step).child(name) for name in _METADATA]
+        files = [self._of_step(step).child(name) for name in _METADATA]
         return any(file.exists() and mark in file.read() for file in files)
 
 

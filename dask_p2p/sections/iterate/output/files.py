@@ -21,6 +21,7 @@ from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedVal
 from dask_p2p.sections.exchange.device import HOST, Host
 from dask_p2p.sections.gang.checkpoints import host_arrays
 from dask_p2p.sections.iterate.fields import Scalars
+from dask_p2p.sections.iterate.functions import codes_in
 from dask_p2p.sections.iterate.local_fields import LocalFields
 from dask_p2p.sections.iterate.output.groups import CONFIG, open_array, store_chunks
 from dask_p2p.sections.iterate.output.series import Series
@@ -87,8 +88,9 @@ class FieldValues:
 
     def save(self, step: int) -> None:
         """Save all values in memory. A collective call of all ranks."""
-        arrays, device = [*self._of_all_steps().values()], self._ctx.device
-        self._ctx.save_state(step, [device.from_host(array, arrays[0]) for array in arrays])
+        arrays, from_host = [*self._of_all_steps().values()], self._ctx.device.from_host
+        assert self._ctx.checkpoints is not None, "they are due"
+        self._ctx.checkpoints.save(step, [from_host(array, arrays[0]) for array in arrays])
 
     def restore(self) -> int:
         """Take over the newest values that `save` has saved; return their step, or 0."""
@@ -380,9 +382,5 @@ class Descriptions:
 
 
 def _global_names(code: CodeType) -> set[str]:
-    instructions = dis.get_instructions(code)
-    names = {
-        instruction.argval for instruction in instructions if instruction.opname in _READS_GLOBAL
-    }
-    inner = (value for value in code.co_consts if isinstance(value, CodeType))
-    return names.union(*map(_global_names, inner))
+    instructions = (one for inner in codes_in(code) for one in dis.get_instructions(inner))
+    return {one.argval for one in instructions if one.opname in _READS_GLOBAL}

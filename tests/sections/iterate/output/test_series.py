@@ -33,8 +33,8 @@ def row_sums(v, at):
 
 
 RECORD = {
-    "mass": lambda u: inner(u).sum(),
     "rough": Record(roughness, every=3, op="max"),
+    "mass": lambda u: inner(u).sum(),
     "rows": Record(row_sums, every=2, shape=(24,)),
     "least": Record(lambda u, v: min(inner(u).min(), inner(v).min()), op="min"),
     "cells": Record(lambda u: inner(u).size, dtype=int),
