@@ -29,7 +29,6 @@ from tests.transports.loopback import wait_until
 SHAPE = (400, 600)
 WORKERS = 4
 MBIT = 100
-DELAY_S = 0.05
 
 pytestmark = [
     pytest.mark.programs,
@@ -180,17 +179,6 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     run = run_of(client, y)
     assert run.attempts > WORKERS, "the first attempts fail"
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
-
-
-def test_a_link_with_a_delay(client, cluster, transport):
-    x = laid_out(client, SHAPE)
-    with cluster.network.delayed(cluster.others[0], DELAY_S):
-        start_s = time.monotonic()
-        y = persisted(client, dask_p2p.transpose(x))
-        took_s = time.monotonic() - start_s
-    assert took_s > 2 * DELAY_S
-    assert {name for *_, name in pairs_of(client, y)} == {transport}
-    np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
 
 
 @pytest.fixture
