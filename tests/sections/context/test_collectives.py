@@ -125,7 +125,7 @@ def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeyp
     ],
 )
 def test_different_calls_are_an_error(call):
-    with pytest.raises(SectionError, match=r"rank 0\b.* rank 1\b|rank 1\b.* rank 0\b"):
+    with pytest.raises(SectionError, match=r"rank 0\b.* rank 1\b|rank 1 (called|to receive)"):
         run(2, call)
 
 
