@@ -13,13 +13,7 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.faults.support import (
-    addresses,
-    assert_nothing_is_held,
-    expected,
-    one_block_each,
-    source,
-)
+from tests.faults.support import addresses, assert_nothing_is_held, expected, one_block_each, source
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
 from tests.support import persisted, run_of
@@ -115,32 +109,6 @@ def test_memory_is_read_within_hosts_only(client):
     assert {(host_of(reader) == host_of(holder), name) for reader, holder, name in pairs} == {
         (True, "cma"),
         (False, "comm"),
-    }
-
-
-@pytest.mark.parametrize(("transport", "kind"), [("cma", "numpy"), ("ipc", "cupy")])
-def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
-    found = client.run(offered, transport, kind, addresses(client))
-    for reader, holder in permutations(addresses(client), 2):
-        code = found[reader][holder]
-        if host_of(reader) != host_of(holder):
-            assert code == "other-host"
-        else:
-            assert code == (None if transport == "cma" else "no-gpu")
-
-
-async def offered(transport, kind, workers, dask_worker):
-    """Return the obstacles of a worker to others by this transport, from a thread as in tasks."""
-    context = dask_worker.plugins[PLUGIN_NAME].context
-
-    def look(other):
-        obstacle = context.router.transports[transport].obstacle(other, kind, np.dtype("f8"))
-        return None if obstacle is None else obstacle.code
-
-    return {
-        other: await context.offload(look, other)
-        for other in workers
-        if other != dask_worker.address
     }
 
 

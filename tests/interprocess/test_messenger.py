@@ -183,19 +183,6 @@ def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
         process.kill()
 
 
-@pytest.mark.parametrize("nbytes", [100, 2**23])
-def test_between_processes(other_process, nbytes):
-    _, connection = other_process
-    connection.recv_bytes()
-    local = Messenger(None)
-    target = np.zeros(nbytes, "u1")
-    received = local.receive(target, 5)
-    connection.send((local.address, 5, nbytes))
-    received.result(BOUND_S)
-    local.close()
-    np.testing.assert_array_equal(target, numbers(nbytes))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)
 @pytest.mark.parametrize("moment_s", [0, 0.005, pytest.param(0.02, marks=pytest.mark.long)])

@@ -195,21 +195,31 @@ def on_gpu(gpu, x):
 def kernel(gpu, function):
     """A function that fills `out` on the device, as NumPy's function does on the host."""
 
-    def run(*operands, out=None, **kwargs):
-        arrays = [array for array in operands if isinstance(array, Array)]
+    def on_host(array):
+        return getattr(array, "values", array)
+
+    def run(*operands, out=None, **named):
+        arrays = [array for array in (*operands, *named.values()) if isinstance(array, Array)]
         stream = gpu.current[-1].name
         assert stream != "null"
-        values = [getattr(array, "values", array) for array in operands]
         if out is None:
             return arrays[0].apply(
-                lambda values, *operand_values: function(values, *operand_values, **kwargs),
+                lambda values, *operand_values: function(values, *operand_values, **named),
                 *operands[1:],
             )
-        numbers = []
-        apply = partial(function, *values, out=out.values, **kwargs)
-        gpu.run(stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=[out])
+        writes = [out] if isinstance(out, Array) else [*vars(out).values()]
+        host_out = (
+            out.values
+            if isinstance(out, Array)
+            else SimpleNamespace(**{name: array.values for name, array in vars(out).items()})
+        )
+        values = {name: on_host(array) for name, array in named.items()}
+        numbers, apply = [], partial(function, *map(on_host, operands), out=host_out, **values)
+        gpu.run(
+            stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=writes
+        )
         result = numbers[0] if numbers else None
-        return out if result is out.values else result
+        return out if result is host_out else result
 
     return run
 

@@ -189,8 +189,7 @@ def counting(u):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [smooth, rounds_otherwise, of_its_size, Solver(np.ones(5)).counted],
+    "function", [smooth, rounds_otherwise, of_its_size, Solver(np.ones(5)).counted]
 )
 def test_right_functions_are_compared_without_a_word(recwarn, function):
     result = in_ranks(function)

@@ -197,36 +197,6 @@ def test_dask_does_not_count_deaths_before_the_last_progress(client, tmp_path):
     nothing_is_left(client)
 
 
-def test_coupled_fields_resume_from_a_checkpoint(client, tmp_path):
-    """Neither a field that never changes nor time levels send ranks to the start."""
-
-    def step(u, w, still, at, folder):
-        if (folder / "killed").exists():
-            (folder / f"resumed-{at.step}").touch()
-        elif at.step == 10 and at.rank == 1:
-            (folder / "killed").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        now, before = w
-        new_u = (u[:-2] + u[2:]) / 2 + still[1:-1]
-        return {"u": new_u, "w": 2 * now[1:-1] - before[1:-1] + new_u}
-
-    x = da.from_array(X, chunks=(2, 12))
-    fields = {"u": x, "w": [x, x + 1], "still": x * 0}
-    options = {"ranks": 3, "checkpoint_every": 4, "folder": tmp_path}
-    made = iterate(step, fields, {0: 1}, 16, **options)
-    u, now, before = X, X, X + 1
-    for _ in range(16):
-        u = (np.roll(u, 1, 0) + np.roll(u, -1, 0)) / 2
-        now, before = 2 * now - before + u, now
-    futures = client.compute([made["u"], *made["w"]])
-    for future, wanted in zip(futures, (u, now, before), strict=True):
-        assert np.array_equal(result_of(client, future), wanted)
-    del future, futures
-    resumed = [int(path.name.partition("-")[2]) for path in tmp_path.glob("resumed-*")]
-    assert min(resumed) == 8
-    nothing_is_left(client)
-
-
 def test_a_rank_killed_in_a_visit_resumes(client, tmp_path):
     def step(u, out, folder, die_at):
         note(folder / "calls", 1)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 
 import dask
 import dask.array as da
@@ -10,12 +9,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import LocalBlock, PerRank, Same, Whole, spmd
-from dask_p2p.errors import (
-    BlockMismatchError,
-    InputError,
-    SectionError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import BlockMismatchError, InputError, SectionError, UnsupportedArrayError
 from tests.sections.gangs import connections_of
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S
@@ -202,24 +196,6 @@ def test_different_calls_are_an_error_of_all(client):
     nothing_is_left(client)
 
 
-def test_cancelled_ranks_leave_nothing(client):
-    def endless(ctx, x):
-        while True:
-            time.sleep(0.05)
-            ctx.barrier()
-
-    y = spmd(endless, array(), ranks=4).persist()
-    for _ in range(2):
-        time.sleep(0.5)
-        client.cancel(y)
-        nothing_is_left(client)
-        y = spmd(endless, array() + 1, ranks=4).persist()
-    client.cancel(y)
-    del y
-    nothing_is_left(client)
-    assert (spmd(lambda ctx, x: x + ctx.allreduce(1), array(), ranks=4).compute() == X + 4).all()
-
-
 @pytest.mark.parametrize("scheduler", ["sync", "threads"])
 def test_without_a_cluster_there_is_one_rank(scheduler):
     with dask.config.set(scheduler=scheduler):
@@ -269,13 +245,7 @@ def test_each_output_keeps_its_dtype(other):
 
 
 @pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ("f8", "?"),
-        ("f8", "i8"),
-        ("u8", "i8"),
-        ("i4", "f8"),
-    ],
+    ("given", "found"), [("f8", "?"), ("f8", "i8"), ("u8", "i8"), ("i4", "f8")]
 )
 def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(given, found):
     x = da.from_array((X % 100).astype(given), chunks=6)

@@ -33,11 +33,7 @@ def test_a_local_block_is_not_narrowed(alone, local_block, dtype):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda ctx, value: ctx.allreduce(value),
-        lambda ctx, value: ctx.state(u=value),
-    ],
+    "call", [lambda ctx, value: ctx.allreduce(value), lambda ctx, value: ctx.state(u=value)]
 )
 def test_units_and_operators_are_not_lost(alone, call):
     with pytest.raises(UnsupportedArrayError, match=r"whose unit or operators .* np\.asarray"):

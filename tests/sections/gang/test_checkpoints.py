@@ -7,13 +7,7 @@ import pytest
 
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.gang import checkpoints as module
-from dask_p2p.sections.gang.checkpoints import (
-    Checkpoints,
-    Period,
-    SavedStates,
-    States,
-    host_arrays,
-)
+from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, SavedStates, States, host_arrays
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.transports.buffers import Segment
 from tests.clock import Clock

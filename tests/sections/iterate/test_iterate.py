@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate
-from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
+from dask_p2p.errors import InputError, UnsupportedArrayError
 from tests.sections.iterate.test_coupled import padded
 
 X = np.random.default_rng(0).normal(size=(24, 30))
@@ -41,17 +41,6 @@ def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
     return fields
 
 
-@pytest.mark.parametrize("boundary", ["periodic", "reflect", "nearest", 0.5])
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_boundaries(client, boundary, ranks):
-    y = iterate(star, array(), 1, 5, boundary=boundary, ranks=ranks)
-    assert y.chunks == array().chunks
-    (expected,) = reference(star, [X], 1, 5, boundary)
-    assert np.array_equal(y.compute(), expected)
-    alone = iterate(star, array(), 1, 5, boundary=boundary, ranks=1)
-    assert np.array_equal(alone.compute(scheduler="threads"), expected)
-
-
 def test_levels_of_time_constants_and_keywords(client):
     speed = np.random.default_rng(1).random(X.shape)
     expected = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
@@ -74,17 +63,6 @@ def test_it_stops_when_the_function_asks_for_it(client, every):
     y = iterate(halved, array(np.ones_like(X)), 1, 100, until=small, check_every=every, ranks=4)
     value = 2.0 ** -{1: 3, 3: 3}[every]
     assert (y.compute() == value).all()
-
-
-def test_dtypes(client):
-    counts = np.arange(24).reshape(4, 6)
-    y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, dtype="f4", ranks=4)
-    assert y.dtype == "f4"
-    assert np.array_equal(y.compute(), (counts / 4).astype("f4"))
-    y = iterate(lambda u: u / 2, array(counts, (2, 3)), 0, 2, ranks=4)
-    expected = "expected an array from the function that can be converted to int64 without loss"
-    with pytest.raises(BlockMismatchError, match=expected):
-        y.compute()
 
 
 @pytest.mark.parametrize(("first", "second"), [("i8", "f8"), ("f8", "c16"), ("?", "i1")])

@@ -126,10 +126,7 @@ def test_by_default_functions_that_round_parts_otherwise_compute_whole_blocks(fa
     assert boxes[-2:] == [(12, 5)] * 2
 
 
-@pytest.mark.parametrize(
-    "make",
-    [counter, lambda: uses_length, lambda: uses_mean],
-)
+@pytest.mark.parametrize("make", [counter, lambda: uses_length, lambda: uses_mean])
 def test_functions_that_compute_parts_otherwise_are_refused(make):
     with pytest.raises(InputError, match="overlap=True: expected a function that computes parts"):
         in_ranks(make(), 4, overlap=True)

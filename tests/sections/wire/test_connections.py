@@ -23,7 +23,7 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.endpoint import Reach
 from dask_p2p.sections.wire.streams import Bell, pair
 from tests.sections.gangs import disconnect, has_come, stop_listening
-from tests.sections.wire.support import LARGE, TCP, Gang, tls
+from tests.sections.wire.support import LARGE, TCP, Gang, swap, tls
 from tests.support import BOUND_S, tune
 from tests.transports.loopback import wait_until
 
@@ -98,10 +98,8 @@ def test_failed_connections_keep_no_stack_frames(gang):
 @UNCONNECTED
 def test_a_peer_that_has_gone_cannot_be_reached(gang):
     stop_listening(gang.connections[1])
-    error = gang.begin(lambda rank, connections: rank or connections.exchange("x", {1: b""}, {}))[
-        0
-    ].exception()
-    assert isinstance(error, AttemptEndedError)
+    future, *_ = gang.begin(lambda rank, connections: rank or swap(rank, connections))
+    assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 
 @pytest.mark.slow
@@ -134,10 +132,7 @@ def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
     monkeypatch.setattr(endpoint.TlsSocket, "recv_into", late)
     tune(monkeypatch, spin_s=0)
     with Gang(2, tls()) as gang:
-        exchanged = gang.run(
-            lambda rank, connections: connections.exchange("x", {1 - rank: b"x"}, {1 - rank: None})
-        )
-        assert [bytes(of[1 - rank]) for rank, of in enumerate(exchanged)] == [b"x", b"x"]
+        assert gang.run(swap) == [b"abc", b"abc"]
 
 
 def test_connections_leave_no_descriptor():
@@ -161,19 +156,14 @@ def test_ranks_that_must_encrypt_and_cannot_have_no_connections_between_hosts(ho
     else:
         gang, words = Gang(2, tls(), first=TCP), "tcp here and tls"
     with gang:
-        futures = gang.begin(
-            lambda rank, connections: rank or connections.exchange("x", {1: b""}, {})
-        )
+        future, _ = gang.begin(lambda rank, connections: rank or swap(rank, connections))
         with pytest.raises(SectionError, match=f"got {words} on worker"):
-            futures[0].result(BOUND_S)
+            future.result(BOUND_S)
 
 
 def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
     with Gang(2, tls(), first=tls.__wrapped__()) as gang:  # of another cluster
-        futures = gang.begin(
-            lambda rank, connections: connections.exchange("x", {}, {1 - rank: None})
-        )
-        for future in futures:
+        for future in gang.begin(swap):
             assert isinstance(future.exception(BOUND_S), AttemptEndedError)
 
 

@@ -48,7 +48,6 @@ def test_fields_on_faces_have_axes_of_their_own(tmp_path):
         ({"dims": ["y"]}, "expected 2 different names"),
         ({"dims": ["y", "y"]}, "expected 2 different names"),
         ({"dims": ["frame", "y"]}, "none of them 'frame'"),
-        ({"dims": 3}, "expected 2 different names"),
         ({"coords": {"z": [1, 2]}}, "one-dimensional arrays of numbers"),
         ({"coords": {"dim_0": np.zeros(20)}}, "as long as the axes"),
         ({"coords": {"dim_0": ["a"] * 24}}, "one-dimensional arrays of numbers"),

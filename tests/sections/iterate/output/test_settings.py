@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Field, Whole, iterate
-from tests.support import import_path
+from tests.support import output_of
 
 pytest.importorskip("zarr")
 
@@ -232,6 +230,4 @@ def test_the_same_program_in_another_process_has_no_warning(tmp_path):
     for number, steps in enumerate((2, 4, 6)):
         file = tmp_path / f"program-{number}.py"
         file.write_text("# a line\n" * number + PROGRAM)
-        env = {**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": import_path()}
-        command = [sys.executable, str(file), str(tmp_path / "states"), str(steps), str(4 + number)]
-        subprocess.run(command, check=True, env=env)
+        output_of(file, tmp_path / "states", steps, 4 + number, PYTHONHASHSEED=str(number))
