@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import zlib
@@ -222,6 +223,19 @@ def kernel(gpu, function):
         return out if result is host_out else result
 
     return run
+
+
+def run_on_gpus(gpu, ranks, function, **kwargs):
+    """Call a function of a context on each rank, on its stream; return the results."""
+
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            return function(ctx)
+
+    results = run_gang(ranks, rank_attempt, device=partial(Gpu, **kwargs))
+    gc.collect()
+    gpu.check()
+    return results
 
 
 def rank_tasks(y):

@@ -32,6 +32,11 @@ def states(steps):
     return states_by_step
 
 
+def run_here(*arguments, **options):
+    """Run `iterate` with one rank in this process; return its results."""
+    return dask.compute(iterate(*arguments, ranks=1, **options), scheduler="sync")[0]
+
+
 @pytest.mark.parametrize(
     ("chunks", "stored"),
     [
@@ -126,11 +131,8 @@ def test_a_run_with_other_values_names_those_that_differ(tmp_path):
 
     def run(steps, chunks=((8, 8, 8), (10, 10)), v=B, function=scaled, rate=0.5, name="a"):
         fields = {"u": array(A, chunks), "v": array(v, chunks)}
-        options = {"checkpoint": Checkpoint(tmp_path, every=4), "ranks": 1}
-        lazy_result = iterate(
-            function, fields, 1, steps, constants={"rate": rate}, name=name, **options
-        )
-        return dask.compute(lazy_result, scheduler="sync")[0]["v"]
+        options = {"checkpoint": Checkpoint(tmp_path, every=4), "constants": {"rate": rate}}
+        return run_here(function, fields, 1, steps, name=name, **options)["v"]
 
     with warnings.catch_warnings(action="error"):
         run(5)
@@ -149,9 +151,8 @@ def test_a_run_with_other_values_names_those_that_differ(tmp_path):
 def test_a_run_with_other_records_names_those_without_values(tmp_path):
     def run(steps, **records):
         record = {"mass": lambda u: inner(u).sum(), **records}
-        options = {"record": record, "checkpoint": Checkpoint(tmp_path, every=3), "ranks": 1}
-        lazy_result = iterate(reads_top, fields(), 1, steps, **options)
-        return dask.compute(lazy_result, scheduler="sync")[0]
+        options = {"record": record, "checkpoint": Checkpoint(tmp_path, every=3)}
+        return run_here(reads_top, fields(), 1, steps, **options)
 
     def reads_top(u, v, at):
         assert "top" not in at.last or at.step > 3
@@ -178,12 +179,12 @@ def test_a_run_with_other_records_names_those_without_values(tmp_path):
 def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
     def stops(u, v, at):
         if at.step == 2:
-            dask.compute(iterate(react, fields(), 1, 4, save=save, ranks=1), scheduler="sync")
+            run_here(react, fields(), 1, 4, save=save)
         return react(u, v)
 
     save = Save(tmp_path, 1)
     with pytest.raises(FileError, match=r"one run at a time that writes frames .* got another one"):
-        dask.compute(iterate(stops, fields(), 1, 4, save=save, ranks=1), scheduler="sync")
+        run_here(stops, fields(), 1, 4, save=save)
     assert zarr.open(tmp_path, mode="r").attrs["frames"] == 4
 
 
@@ -192,8 +193,7 @@ def test_of_two_runs_that_write_the_same_frames_the_first_ends(tmp_path):
 
 def test_stores_of_other_programs_are_refused(tmp_path):
     def run(steps=4, run_fields=None, **options):
-        lazy_result = iterate(react, run_fields or fields(), 1, steps, ranks=1, **options)
-        return dask.compute(lazy_result, scheduler="sync")
+        return run_here(react, run_fields or fields(), 1, steps, **options)
 
     frames, checkpoint = Save(tmp_path / "frames", 2), Checkpoint(tmp_path / "states", every=2)
     run(save=frames, checkpoint=checkpoint)
