@@ -22,7 +22,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -196,33 +196,28 @@ class Network:
 
     # --- faults of links ---
 
-    @contextmanager
-    def cut(self, host: Host) -> Iterator[None]:
+    def cut(self, host: Host) -> AbstractContextManager[None]:
         """Cut a host's links."""
-        self._set(host, "down")
-        try:
-            yield
-        finally:
-            self._set(host, "up")
+        return self._changed([host], ["down"], ["up"])
+
+    def parted(self, hosts: Sequence[Host]) -> AbstractContextManager[None]:
+        """Block traffic between these hosts, but not with others."""
+        isolated = ["type", "bridge_slave", "isolated"]
+        return self._changed(hosts, [*isolated, "on"], [*isolated, "off"])
 
     @contextmanager
-    def parted(self, hosts: Sequence[Host]) -> Iterator[None]:
-        """Block traffic between these hosts, but not with others."""
-        self._part(hosts, "on")
+    def _changed(
+        self, hosts: Sequence[Host], during: Sequence[str], after: Sequence[str]
+    ) -> Iterator[None]:
+        """Change the switch's ends of links, and change them back."""
+        ports = [_port(host, network) for host in hosts for network in range(self._networks)]
+        for port in ports:
+            self._switch.run("ip", "link", "set", "dev", port, *during)
         try:
             yield
         finally:
-            self._part(hosts, "off")
-
-    def _part(self, hosts: Sequence[Host], state: str) -> None:
-        for host in hosts:
-            for network in range(self._networks):
-                port = ("dev", _port(host, network), "type", "bridge_slave")
-                self._switch.run("ip", "link", "set", *port, "isolated", state)
-
-    def _set(self, host: Host, state: str) -> None:
-        for network in range(self._networks):
-            self._switch.run("ip", "link", "set", _port(host, network), state)
+            for port in ports:
+                self._switch.run("ip", "link", "set", "dev", port, *after)
 
     @contextmanager
     def limited(self, hosts: Sequence[Host], mbit: float) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from itertools import permutations
 from urllib.parse import urlsplit
 
@@ -122,19 +121,6 @@ def test_a_check_names_the_transports_between_hosts(client):
             assert link.transport == "comm"
             assert link.obstacles["cma"].code == "other-host"
     assert report.problems == []
-
-
-def test_a_slow_link(client, cluster, transport):
-    shape = (4000, 800)
-    crossing_bytes = 4000 * 800 * 8 / 4
-    x = laid_out(client, shape)
-    with cluster.network.limited(cluster.others[:1], MBIT):
-        start_s = time.monotonic()
-        y = persisted(client, dask_p2p.transpose(x))
-        took_s = time.monotonic() - start_s
-    assert took_s > crossing_bytes * 8 / (MBIT * 1e6)
-    assert {name for *_, name in pairs_of(client, y)} == {transport}
-    np.testing.assert_array_equal(y.compute(), expected(shape).T)
 
 
 def test_a_link_too_slow_for_the_deadline(client, cluster):

@@ -208,10 +208,6 @@ def test_what_is_wrong_is_named():
         (lambda: ctx.fftn(x, partition=(2,)), "partition: expected a sequence of axes"),
         (lambda: ctx.ifftn(x, from_partition=(2,)), "from_partition: expected a sequence of axes"),
         (lambda: ctx.wavenumbers(axes=(3,)), "expected axes of an array of 2 dimensions"),
-    ):
-        with pytest.raises(InputError, match=match):
-            call()
-    for call, match in (
         (lambda: ctx.fftn(x.T), r"a: expected an array of shape \(4, 3\)"),
         (lambda: ctx.irfftn(x), r"a: expected an array of shape \(4, 2\)"),
         (lambda: ctx.fftn(x.astype("M8[s]")), "a: expected numbers, got dtype datetime64"),

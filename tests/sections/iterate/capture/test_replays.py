@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -17,7 +18,6 @@ from tests.sections.iterate.test_iterate import reference, star
 from tests.support import tune
 
 STEPS = 19
-SHARE_GPUS = Replays._share_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -29,40 +29,32 @@ def few_steps(monkeypatch):
     tune(monkeypatch, capture_steps=10)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("few steps", "unknown code", "a list", "overlap", "large"),
-        *("one GPU", "always asked", "refused", "one connection"),
-    ],
-)
+#: By name: tuning, options of `iterate`, and attributes that are patched.
+OTHER_STEPS = {
+    "few steps": ({"capture_steps": STEPS}, {}, ()),
+    "unknown code": ({}, {}, (replays, "is_replayable", lambda function: False)),
+    "a list": ({}, {"unused": [1]}, ()),
+    "overlap": ({}, {"overlap": True}, ()),
+    "large": ({"captured_bytes": 300}, {"overlap": False}, ()),
+    "one GPU": ({}, {}, (Replays, "_share_gpus", Replays._share_gpus)),
+    "always asked": ({}, {"until": bool}, ()),
+    "refused": ({}, {"capture": False}, ()),
+    "one connection": ({}, {}, (os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_STEPS)
 def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
-    options = {}
-    if how == "few steps":
-        tune(monkeypatch, capture_steps=STEPS)
-    elif how == "unknown code":
-        monkeypatch.setattr(replays, "is_replayable", lambda function: False)
-    elif how == "a list":
-        options["unused"] = [1]
-    elif how == "overlap":
-        options["overlap"] = True
-    elif how == "large":
-        tune(monkeypatch, captured_bytes=300)
-        options["overlap"] = False
-    elif how == "one GPU":
-        monkeypatch.setattr(Replays, "_share_gpus", SHARE_GPUS)
-    elif how == "one connection":
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    elif how == "refused":
-        options["capture"] = False
+    numbers, options, patched = OTHER_STEPS[how]
+    tune(monkeypatch, **numbers)
+    if patched:
+        monkeypatch.setattr(*patched)
     apply = kernel(gpu, star)
 
     def step(u, out, unused=None):
         apply(u, out=out)
         return 0.0 if how == "always asked" else None
 
-    if how == "always asked":
-        options["until"] = bool
     check(gpu, STEPS, function=step, **options)
     assert not replayed
 
