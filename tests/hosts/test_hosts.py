@@ -138,13 +138,13 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
 @pytest.fixture
 def on_second_interface(client, cluster):
     """A worker on each host that is reached by the other network."""
-    known = set(addresses(client))
+    workers_before = set(addresses(client))
     for host in cluster.others:
         cluster.start_workers(host, "--interface", "eth1")
     client.wait_for_workers(WORKERS + 2, timeout=BOUND_S)
-    mine = sorted(set(addresses(client)) - known)
-    yield mine
-    client.retire_workers(mine)
+    new_workers = sorted(set(addresses(client)) - workers_before)
+    yield new_workers
+    client.retire_workers(new_workers)
 
 
 def test_workers_on_a_second_interface(client, cluster, on_second_interface):

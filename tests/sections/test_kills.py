@@ -113,12 +113,12 @@ def note(path, step):
 
 def attempts(folder):
     """The steps that each rank made, by attempt."""
-    found = []
+    logs = []
     for path in sorted(folder.glob("*.log")):
         steps = [*map(int, path.read_text().split())]
         starts = [i for i, step in enumerate(steps) if not i or step != steps[i - 1] + 1]
-        found.append([steps[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)])
-    return found
+        logs.append([steps[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)])
+    return logs
 
 
 @pytest.mark.parametrize(
@@ -133,13 +133,13 @@ def attempts(folder):
 def test_ranks_go_on_from_the_last_checkpoint(client, tmp_path, kill, where, resumed):
     three_workers(client)
     x = da.from_array(X, chunks=(2, 12)) + 0.5
-    wanted = X + 0.5
+    truth = X + 0.5
     for step in range(20):
         # In the order in which the ranks add.
-        wanted = wanted + sum(wanted[i : i + 2].sum() for i in range(0, 8, 2)) / (step + 1e6)
+        truth = truth + sum(truth[i : i + 2].sum() for i in range(0, 8, 2)) / (step + 1e6)
     y = spmd(stepping_on, x, folder=tmp_path, kill=kill, where=where, ranks=4)
     future = client.compute(y)
-    assert np.array_equal(result_of(client, future), wanted), "the same bits"
+    assert np.array_equal(result_of(client, future), truth), "the same bits"
     for of_rank in attempts(tmp_path):
         assert of_rank[-1] == [*range(resumed, 20)]
         assert len(of_rank) > 1
@@ -209,10 +209,10 @@ def test_functions_that_keep_values_start_again(client, tmp_path, array_bytes):
     """A checkpoint would not have the values."""
     x = da.from_array(X, chunks=(2, 12))
     y = iterate(counting_steps(tmp_path, array_bytes), x, {0: 1}, 16, ranks=3, checkpoint_every=4)
-    wanted = X
+    truth = X
     for number in range(1, 17):
-        wanted = (np.roll(wanted, 1, 0) + np.roll(wanted, -1, 0)) / 2 + number
-    assert np.array_equal(result_of(client, client.compute(y)), wanted)
+        truth = (np.roll(truth, 1, 0) + np.roll(truth, -1, 0)) / 2 + number
+    assert np.array_equal(result_of(client, client.compute(y)), truth)
     assert (tmp_path / "killed").exists()
     del y
     nothing_is_left(client)

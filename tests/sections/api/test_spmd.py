@@ -131,14 +131,14 @@ SHAPES = [(6, 12), (8, 3), (2, 25), (1, 12), (3, 1), (0, 5)]
 def test_inputs_of_other_shapes(client, ranks, chunks):
     rng = np.random.default_rng(0)
     whole = [rng.integers(0, 9, shape) for shape in SHAPES]
-    others = [da.from_array(each, chunks=(4, 5)) for each in whole]
-    outputs = {"x": LocalBlock(), **{str(n): Same(each) for n, each in enumerate(whole)}}
+    others = [da.from_array(item, chunks=(4, 5)) for item in whole]
+    outputs = {"x": LocalBlock(), **{str(n): Same(item) for n, item in enumerate(whole)}}
     x = da.from_array(np.zeros((8, 12)), chunks=chunks)
-    made = spmd(with_other_shapes, x, *others, outputs=outputs, ranks=ranks)
-    (found,) = dask.compute(made)
-    for number, each in enumerate(whole):
-        assert np.array_equal(found[str(number)], each + 1)
-    total = sum(each.sum() + each.size for each in whole)
+    lazy = spmd(with_other_shapes, x, *others, outputs=outputs, ranks=ranks)
+    (found,) = dask.compute(lazy)
+    for number, item in enumerate(whole):
+        assert np.array_equal(found[str(number)], item + 1)
+    total = sum(item.sum() + item.size for item in whole)
     assert total in found["x"] if ranks == 1 else found["x"].max() < total
 
 
@@ -237,18 +237,18 @@ def test_each_output_keeps_its_dtype(other):
         assert b.dtype == other
         return a, b[::-1], a + 1
 
-    y, back, last = spmd(returned, x, more, outputs=3, ranks=1)
-    assert (y.dtype, back.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
-    y, back, last = dask.compute(y, back, last, scheduler="sync")
-    assert (y.dtype, back.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
-    assert np.array_equal(back, more.compute()[::-1])
+    y, flip, last = spmd(returned, x, more, outputs=3, ranks=1)
+    assert (y.dtype, flip.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
+    y, flip, last = dask.compute(y, flip, last, scheduler="sync")
+    assert (y.dtype, flip.dtype, last.dtype) == (X.dtype, np.dtype(other), X.dtype)
+    assert np.array_equal(flip, more.compute()[::-1])
 
 
 @pytest.mark.parametrize(
-    ("given", "found"), [("f8", "?"), ("f8", "i8"), ("u8", "i8"), ("i4", "f8")]
+    ("before", "found"), [("f8", "?"), ("f8", "i8"), ("u8", "i8"), ("i4", "f8")]
 )
-def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(given, found):
-    x = da.from_array((X % 100).astype(given), chunks=6)
+def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(before, found):
+    x = da.from_array((X % 100).astype(before), chunks=6)
 
     def converted(ctx, a):
         return (a > 5).astype(found)
@@ -257,9 +257,9 @@ def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(given, f
         spmd(converted, x, ranks=1).compute(scheduler="sync")
     y = spmd(converted, x, ranks=1, dtype=found)
     assert y.dtype == found
-    got = y.compute(scheduler="sync")
-    assert got.dtype == found
-    assert np.array_equal(got, X % 100 > 5)
+    array_ = y.compute(scheduler="sync")
+    assert array_.dtype == found
+    assert np.array_equal(array_, X % 100 > 5)
 
 
 def test_outputs_may_have_dtypes_of_their_own():
@@ -267,9 +267,9 @@ def test_outputs_may_have_dtypes_of_their_own():
         return a / 2, a > 5, a.astype("i4")
 
     x = da.from_array(X, chunks=6)
-    made = spmd(described, x, outputs=3, ranks=1, dtype=("f8", bool, np.int32))
-    assert [each.dtype for each in made] == ["f8", "?", "i4"]
-    assert [each.dtype for each in dask.compute(*made, scheduler="sync")] == ["f8", "?", "i4"]
+    lazy = spmd(described, x, outputs=3, ranks=1, dtype=("f8", bool, np.int32))
+    assert [item.dtype for item in lazy] == ["f8", "?", "i4"]
+    assert [item.dtype for item in dask.compute(*lazy, scheduler="sync")] == ["f8", "?", "i4"]
     fields = spmd(
         lambda ctx, a: np.zeros(a.shape, "f8,i4"), x, ranks=1, dtype=[("f0", "f8"), ("f1", "i4")]
     )
@@ -292,5 +292,5 @@ def test_each_rank_gets_the_whole_of_an_array(client, ranks):
     y = spmd(scaled, x, Whole(da.from_array(table, chunks=(2, 3))), x + 1, ranks=ranks)
     values = x.compute()
     np.testing.assert_allclose(y.compute(), values * 2 * table.sum() + values + 1)
-    made = spmd(scaled, x, Whole(da.from_array(table)), x + 1, outputs=LocalBlock(), ranks=ranks)
-    np.testing.assert_allclose(made.compute(), y.compute())
+    lazy = spmd(scaled, x, Whole(da.from_array(table)), x + 1, outputs=LocalBlock(), ranks=ranks)
+    np.testing.assert_allclose(lazy.compute(), y.compute())

@@ -39,14 +39,14 @@ def test_all_exchange_with_all(gang, count):
 
     def exchange(rank, connections):
         others = {0, 1, 2} - {rank}
-        found = connections.exchange(
+        data_of = connections.exchange(
             "all", {r: bytes([10 * rank + r]) * count for r in others}, dict.fromkeys(others)
         )
-        return {r: bytes(data) for r, data in found.items()}
+        return {r: bytes(data) for r, data in data_of.items()}
 
     for _ in range(2):
-        for rank, found in enumerate(gang.run(exchange)):
-            assert found == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
+        for rank, data_of in enumerate(gang.run(exchange)):
+            assert data_of == {r: bytes([10 * r + rank]) * count for r in {0, 1, 2} - {rank}}
 
 
 def test_an_exchange_proceeds_in_the_background(gang):
@@ -122,12 +122,12 @@ def test_a_handshake_that_ends_while_a_rank_reads(hosts, monkeypatch):
     """The bytes that waited for the handshake are sent without another event."""
     received = endpoint.TlsSocket.recv_into
 
-    def late(made, *args):
+    def late(tls_socket, *args):
         """Read after all bytes that the other end sends by itself have arrived."""
-        while not made.server_side and select.select([made], [], [], 0.2)[0]:
+        while not tls_socket.server_side and select.select([tls_socket], [], [], 0.2)[0]:
             with suppress(BlockingIOError):
-                return received(made, *args)
-        return received(made, *args)
+                return received(tls_socket, *args)
+        return received(tls_socket, *args)
 
     monkeypatch.setattr(endpoint.TlsSocket, "recv_into", late)
     tune(monkeypatch, spin_s=0)
@@ -172,10 +172,10 @@ def test_ranks_without_a_certificate_of_the_cluster_are_disconnected(hosts):
 
 @pytest.fixture
 def bells():
-    made = Bell(), Bell()
-    yield made
-    for each in made:
-        each.close()
+    pair_of_bells = Bell(), Bell()
+    yield pair_of_bells
+    for bell in pair_of_bells:
+        bell.close()
 
 
 def rings(bell):
@@ -190,23 +190,23 @@ def received(end, most):
 
 
 def test_a_full_stream_takes_more_after_bytes_were_received(bells):
-    one, other = pair(*bells)
+    one, far = pair(*bells)
     sent = one.sendmsg([bytes(10_000_000)])
     assert 0 < sent < 10_000_000
     assert not one.is_ready(select.POLLOUT)
     with pytest.raises(BlockingIOError):
         one.sendmsg([b"a"])
-    assert len(received(other, 100)) == 100
+    assert len(received(far, 100)) == 100
     assert rings(bells[0])
     assert one.is_ready(select.POLLOUT)
     assert one.sendmsg([bytes(1000)]) == 100
 
 
 def test_a_closed_bell_writes_to_no_file():
-    bell, other = Bell(), Bell()
-    one, _ = pair(bell, other)
-    number = other.fileno()
-    other.close()
+    bell, far = Bell(), Bell()
+    one, _ = pair(bell, far)
+    number = far.fileno()
+    far.close()
     reader, writer = socket.socketpair()
     with reader, writer:
         reader.setblocking(False)
@@ -214,7 +214,7 @@ def test_a_closed_bell_writes_to_no_file():
             os.dup2(writer.fileno(), number)
         one.sendmsg([b"a"])
         one.close()
-        other.ring()
+        far.ring()
         for end in (reader, writer):
             end.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -227,12 +227,12 @@ def test_a_closed_bell_writes_to_no_file():
 @given(parts=st.lists(st.binary(max_size=9)), sizes=st.lists(st.integers(1, 9), min_size=1))
 def test_bytes_come_in_order_however_they_are_divided(parts, sizes):
     bells = Bell(), Bell()
-    one, other = pair(*bells)
+    one, far = pair(*bells)
     one.sendmsg(parts)
     one.close()
-    found, numbers = b"", iter(sizes * 1000)
-    while got := received(other, next(numbers)):
-        found += got
-    assert found == b"".join(parts)
-    for each in bells:
-        each.close()
+    joined, numbers = b"", iter(sizes * 1000)
+    while got := received(far, next(numbers)):
+        joined += got
+    assert joined == b"".join(parts)
+    for bell in bells:
+        bell.close()
