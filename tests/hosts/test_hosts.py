@@ -54,12 +54,6 @@ async def start_ucx(dask_worker):
     await context.offload(context.router.transports["ucx"].messenger)
 
 
-@pytest.fixture(params=["comm", "ucx"])
-def transport(request):
-    with dask.config.set({"p2p.transports.order": [request.param]}):
-        yield request.param
-
-
 def host_of(address):
     return urlsplit(address).hostname
 
@@ -85,15 +79,15 @@ def assert_transposed(client, shape=SHAPE):
     return pairs_of(client, y)
 
 
+@pytest.mark.parametrize("transport", ["comm", "ucx"])
 def test_transposes_and_rechunks(client, cluster, transport):
     before = [host.sent_bytes() for host in cluster.others]
     x = laid_out(client, SHAPE)
-    for y, result in (
-        (dask_p2p.transpose(x), expected(SHAPE).T),
-        (dask_p2p.rechunk(x, (SHAPE[0], 100)), expected(SHAPE)),
-        (dask_p2p.rechunk(x, (70, 110)), expected(SHAPE)),
-    ):
-        y = persisted(client, y)
+    rechunk, values = dask_p2p.rechunk, expected(SHAPE)
+    with dask.config.set({"p2p.transports.order": [transport]}):
+        lazy = dask_p2p.transpose(x), rechunk(x, (SHAPE[0], 100)), rechunk(x, (70, 110))
+        arrays = [persisted(client, y) for y in lazy]
+    for y, result in zip(arrays, (values.T, values, values), strict=True):
         pairs = pairs_of(client, y)
         assert {name for *_, name in pairs} == {transport}
         assert any(host_of(reader) != host_of(holder) for reader, holder, _ in pairs)

@@ -28,6 +28,8 @@ def array(x, chunks=CHUNKS):
 
 def padded(x, depth=1, boundary="periodic", step=0):
     """Pad a whole array axis by axis, with a boundary for each axis or each side of one."""
+    if isinstance(boundary, dict):  # by axis
+        boundary = [*boundary.values()]
     kinds = boundary if isinstance(boundary, list) else [boundary] * x.ndim
     depths = depth if isinstance(depth, tuple) else (depth,) * x.ndim
     depths_done = [0] * x.ndim
@@ -132,15 +134,6 @@ BOUNDARIES = [
 ]
 
 
-def by_axis(boundary):
-    """Return boundaries by axis in place of those in a dict."""
-    if not isinstance(boundary, dict):
-        return boundary
-    return {
-        n: [kind[0], kind[1]] if isinstance(kind, dict) else kind for n, kind in boundary.items()
-    }
-
-
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("boundary", BOUNDARIES)
@@ -149,7 +142,7 @@ def test_phases_see_fresh_halos(client, boundary, ranks, overlap):
     options = {"boundary": boundary, "ranks": ranks, "overlap": overlap}
     lazy_result = iterate([velocities, pressure], fields, 1, 6, **options)
     phases = [(velocities, "puv"), (pressure, "uvp")]
-    expected = both({"u": U, "v": V, "p": P}, 1, 6, phases, by_axis(boundary))
+    expected = both({"u": U, "v": V, "p": P}, 1, 6, phases, boundary)
     for name, result in dask.compute(lazy_result)[0].items():
         assert np.array_equal(result, expected[name]), name
 

@@ -21,9 +21,11 @@ from dask_p2p.errors import (
     MissingPackageError,
     P2PWarning,
 )
+from dask_p2p.sections.iterate.output.frames import Frames
 from tests.sections.iterate.output.test_stores import A, fields, run_here, states
 from tests.sections.iterate.test_coupled import array, react
 from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -123,18 +125,25 @@ def test_other_computed_fields_are_compared_without_a_word(client, tmp_path, rec
     assert not [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]
 
 
-def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
+def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
     """The first frame is written when the second step has been made, and not by its thread."""
+    may_write, threads, write_part = threading.Event(), [], Frames.write_part
+
+    def wait_and_write(frames, written=0):
+        threads.append(threading.current_thread())
+        assert may_write.wait(BOUND_S)
+        write_part(frames, written)
 
     def step(u, at):
         if at.step == 1:
-            late_writes.may_write.set()
+            may_write.set()
         return u + 1
 
+    monkeypatch.setattr(Frames, "write_part", wait_and_write)
     run_here(step, {"u": array(A, 8)}, 0, 4, save=Save(tmp_path, 1))
     assert np.array_equal(frames_of(tmp_path)["u"], list(accumulate([1] * 4, initial=A))[1:])
-    assert len({*late_writes.threads}) == 1
-    assert late_writes.threads[0] not in threading.enumerate()
+    assert len({*threads}) == 1
+    assert threads[0] not in threading.enumerate()
 
 
 def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
