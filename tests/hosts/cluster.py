@@ -22,19 +22,10 @@ SETTINGS = {
 
 
 class HostsCluster:
-    """A scheduler on the first host, and workers on the others.
-
-    Parameters
-    ----------
-    network
-        The hosts.
-    folder
-        For what the processes print.
-    **environment
-        Of the processes.
-    """
+    """A scheduler on the first host, and workers on the others."""
 
     def __init__(self, network: Network, folder: Path, **environment: str) -> None:
+        """`folder` is for what the processes print, which have this environment."""
         self.network = network
         self.scheduler, *self.others = network.hosts
         self.address = f"tcp://{self.scheduler.address()}:{PORT}"

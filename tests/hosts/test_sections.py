@@ -124,6 +124,11 @@ def kill():
     signal.raise_signal(signal.SIGKILL)
 
 
+def wait_until_begun(path):
+    wait_until(lambda: attempts(path) == 1)
+    time.sleep(0.2)
+
+
 def attempts(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -170,8 +175,7 @@ def test_hosts_that_cannot_reach_each_other(client, cluster, tmp_path, is_mended
     with dask.config.set({"p2p.timeouts.request": f"{request_s} s"}):
         y = spmd(stepping, x, path=path)
     future = client.compute(y)
-    wait_until(lambda: attempts(path) == 1)
-    time.sleep(0.2)
+    wait_until_begun(path)
     if is_mended:
         with cluster.network.parted(cluster.others):
             done(path)
@@ -228,8 +232,7 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
 
     with dask.config.set({"p2p.transports.order": [transport]}):
         future = client.compute(spmd(function, wide, path=tmp_path / "runs"))
-    wait_until(lambda: attempts(tmp_path / "runs") == 1)
-    time.sleep(0.2)
+    wait_until_begun(tmp_path / "runs")
     client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
     done(tmp_path / "runs")
     np.testing.assert_array_equal(result_of(client, future), WIDE + 100)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -158,10 +159,7 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "memsetAsync", noted)
     monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if ended.is_set() else 600)
 
-    class Ends:
-        has_ended, is_alone = False, True
-
-    connections = Ends()
+    connections = SimpleNamespace(has_ended=False, is_alone=True)
     device = Gpu(connections)
     threading.Timer(0.05, lambda: setattr(connections, "has_ended", True)).start()
     monkeypatch.setattr(
