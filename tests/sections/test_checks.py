@@ -16,13 +16,9 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.sections.comparison import FunctionCopies
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+pytestmark = pytest.mark.usefixtures("client")
 X = np.random.default_rng(0).normal(size=(24, 5))
 CALLS = []
-
-
-@pytest.fixture(autouse=True)
-def cluster_of_workers(client):
-    pass
 
 
 def in_ranks(function, steps=4, ranks=2, x=X, **options):

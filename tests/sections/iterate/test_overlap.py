@@ -18,6 +18,7 @@ from tests.support import tune
 
 #: Workers in this process, which fixtures can change.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+pytestmark = pytest.mark.usefixtures("client")
 
 
 def uses_length(u, out):
@@ -50,11 +51,6 @@ def cached():
         return new
 
     return fill
-
-
-@pytest.fixture(autouse=True)
-def cluster_of_workers(client):
-    pass
 
 
 @pytest.fixture
