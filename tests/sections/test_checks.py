@@ -242,12 +242,8 @@ def test_one_more_call_comes_before_that_for_the_whole_block(recwarn, tmp_path):
     in_ranks(saving, 3, folder=str(tmp_path))
     assert not warnings_of(recwarn)
     for rank in range(2):
-        assert (tmp_path / f"{rank}.txt").read_text().splitlines() == [
-            "0 14",
-            "1 7",
-            "1 14",
-            "2 14",
-        ]
+        lines = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert lines == ["0 14", "1 7", "1 14", "2 14"]
         assert all(np.load(tmp_path / f"{rank}-{step}.npy").shape == (14, 5) for step in range(3))
 
 

@@ -69,13 +69,9 @@ def test_all_other_keywords_are_for_the_function(operation):
         "iterate": lambda **keywords: iterate(added, array(), 0, 1, **keywords),
         "spmd": lambda **keywords: spmd(added_in_context, array(), **keywords),
     }[operation]
-    own = {
-        name
-        for name, of in inspect.signature(
-            {"iterate": iterate, "spmd": spmd}[operation]
-        ).parameters.items()
-        if of.kind in (of.POSITIONAL_OR_KEYWORD, of.KEYWORD_ONLY)
-    }
+    parameters = inspect.signature({"iterate": iterate, "spmd": spmd}[operation]).parameters
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    own = {name for name, parameter in parameters.items() if parameter.kind in named}
     names = {*parameter_names(*ON_THE_WAY)} - own
     assert {"func", "x", "self", "function", "local_block", "arrays", "kwargs"} <= names
     y = make(**dict.fromkeys(names, 3))

@@ -35,12 +35,8 @@ def cases(draw):
     ranks = RankGrid.at_most(chunks, draw(st.integers(1, 4)))
     axes = st.lists(st.integers(-len(chunks), len(chunks) - 1), min_size=1, max_size=3)
     partitions = [draw(axes | st.none()) for _ in range(2)]
-    return (
-        ranks,
-        partitions,
-        draw(st.permutations(range(len(chunks)))),
-        draw(st.sampled_from(DTYPES)),
-    )
+    axes = draw(st.permutations(range(len(chunks))))
+    return ranks, partitions, axes, draw(st.sampled_from(DTYPES))
 
 
 @pytest.mark.parametrize("least_bytes", [(2**16, 256), (0, 256), (0, 1)])
@@ -66,12 +62,8 @@ def test_ranks_get_their_blocks_of_another_partition(
         assert raw(b) == raw(y[box_slices(ctx.box_of(new_partition or [0], y.shape))])
         assert raw(a) == raw(before), "the argument stays unchanged"
         out = np.empty_like(b)
-        assert (
-            ctx.redistribute(
-                a, new_partition or [0], partition, **order, out=out, exchange=exchange
-            )
-            is out
-        )
+        options = {**order, "out": out, "exchange": exchange}
+        assert ctx.redistribute(a, new_partition or [0], partition, **options) is out
         assert raw(out) == raw(b)
         inverse_options = {"axes": np.argsort(axes)} if permuted else {}
         c = ctx.redistribute(b, partition, new_partition or [0], **inverse_options, shape=y.shape)

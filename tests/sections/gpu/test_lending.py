@@ -24,11 +24,8 @@ OWN = [Piece(0, ((0, ROWS), (9, 15)), ((16, 22), (0, ROWS)))]
 
 
 def values_of(rank, round_number):
-    return (
-        np.arange(ROWS * WIDTH, dtype=float).reshape(ROWS, WIDTH)
-        + 1000 * rank
-        + 10_000 * round_number
-    )
+    first = 1000.0 * rank + 10_000 * round_number
+    return np.arange(first, first + ROWS * WIDTH).reshape(ROWS, WIDTH)
 
 
 def expected(rank, source_rank, round_number):

@@ -53,11 +53,8 @@ def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, retur
 def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
     """A peer connects while the rank does not poll, and finalizes before the rank polls again."""
     late, calls = gang.connections[2], itertools.count()
-    exchange_late, has_polled, root_has_returned = (
-        late.exchange,
-        threading.Event(),
-        threading.Event(),
-    )
+    exchange_late, has_polled = late.exchange, threading.Event()
+    root_has_returned = threading.Event()
 
     def exchange_once(*call):
         payloads = exchange_late(*call)
