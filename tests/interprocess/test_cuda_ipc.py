@@ -77,19 +77,13 @@ def opened(runtime):
 
 
 @pytest.fixture
-def holder(sleeper):
-    """A process whose memory is mapped, until it is killed."""
-    return sleeper
-
-
-@pytest.fixture
-def ending(runtime, mappings, holder):
+def ending(runtime, mappings, sleeper):
     """What is mapped of a process that is killed in the test; its name is used by no other test."""
-    return peer(f"holder-{holder.pid}", holder.pid)
+    return peer(f"sleeper-{sleeper.pid}", sleeper.pid)
 
 
 def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
-    runtime, mappings, holder, ending
+    runtime, mappings, sleeper, ending
 ):
     """A killed worker's nanny starts another one, which wants as much memory."""
     read, idle = (mappings.acquire(ending, ipc_handle(n, f"{n:02}"), 1) for n in (1, 2))
@@ -97,21 +91,21 @@ def test_what_is_read_of_a_process_that_has_ended_is_closed_after(
     for mapping in (idle, q_mapping):
         mappings.release(mapping)
     assert len(runtime.open) == 3, "they are kept for the next user"
-    holder.kill()
+    sleeper.kill()
     wait_until(lambda: set(runtime.open) == {read.address, q_mapping.address})
     mappings.release(read)
     assert set(runtime.open) == {q_mapping.address}
 
 
 def test_a_process_that_ends_while_its_memory_is_mapped(
-    runtime, mappings, holder, ending, monkeypatch
+    runtime, mappings, sleeper, ending, monkeypatch
 ):
     """Its end is found before there is a mapping that could be closed."""
     map_it = runtime.ipcOpenMemHandle
 
     def map_late(handle):
         address = map_it(handle)
-        holder.kill()
+        sleeper.kill()
         wait_until(lambda: cuda_ipc.PROCESSES.has_ended(ending.process))
         return address
 
@@ -122,10 +116,10 @@ def test_a_process_that_ends_while_its_memory_is_mapped(
     assert runtime.open == {}
 
 
-def test_nothing_is_mapped_of_a_process_that_has_ended(runtime, mappings, holder, ending):
-    holder.kill()
-    holder.wait()
-    with pytest.raises(TransferError, match=f"process {holder.pid} has ended"):
+def test_nothing_is_mapped_of_a_process_that_has_ended(runtime, mappings, sleeper, ending):
+    sleeper.kill()
+    sleeper.wait()
+    with pytest.raises(TransferError, match=f"process {sleeper.pid} has ended"):
         mappings.acquire(ending, ipc_handle(1), 1)
     assert runtime.open == {}
 

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,15 +140,24 @@ def run_messenger(connection):
         sent.append(messenger.send(address, numbers(nbytes), tag))
 
 
-@pytest.fixture
-def other_process():
+@contextmanager
+def started(function):
+    """A process that runs a function of a connection, and the other end of this."""
     context = multiprocessing.get_context("forkserver")
     connection, child_connection = context.Pipe()
-    process = context.Process(target=run_messenger, args=(child_connection,), daemon=True)
+    process = context.Process(target=function, args=(child_connection,), daemon=True)
     process.start()
-    yield process, connection
-    process.kill()  # also where it is stopped, or just gone
-    process.join()
+    try:
+        yield process, connection
+    finally:
+        process.kill()  # also where it is stopped, or just gone
+        process.join()
+
+
+@pytest.fixture
+def other_process():
+    with started(run_messenger) as other_process:
+        yield other_process
 
 
 def take_nothing(connection):
@@ -167,33 +177,14 @@ def take_nothing(connection):
 def test_closing_does_not_wait_for_a_sender_that_is_stopped(other_process, how):
     sender, sender_connection = other_process
     sender_connection.recv_bytes()
-    context = multiprocessing.get_context("forkserver")
-    connection, end = context.Pipe()
-    process = context.Process(target=take_nothing, args=(end,), daemon=True)
-    process.start()
-    sender_connection.send((connection.recv_bytes(), 5, 2**25))
-    time.sleep(0.2)  # for word of it to get there
-    os.kill(sender.pid, how)
-    connection.send("close")
-    try:
+    with started(take_nothing) as (process, connection):
+        sender_connection.send((connection.recv_bytes(), 5, 2**25))
+        time.sleep(0.2)  # for word of it to get there
+        os.kill(sender.pid, how)
+        connection.send("close")
         assert connection.poll(BOUND_S), "it hangs"
         process.join(BOUND_S)
         assert process.exitcode == 0
-    finally:
-        process.kill()
-
-
-@pytest.mark.parametrize("nbytes", [100, 2**23])
-def test_between_processes(other_process, nbytes):
-    _, connection = other_process
-    connection.recv_bytes()
-    local = Messenger(None)
-    target = np.zeros(nbytes, "u1")
-    received = local.receive(target, 5)
-    connection.send((local.address, 5, nbytes))
-    received.result(BOUND_S)
-    local.close()
-    np.testing.assert_array_equal(target, numbers(nbytes))
 
 
 @pytest.mark.slow

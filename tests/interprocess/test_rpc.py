@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dask_p2p.errors import (
-    BlockMismatchError,
-    Obstacle,
-    TransferError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError, UnsupportedArrayError
 from dask_p2p.transports.rpc import check_reply, refuse
 
 BLOCK = "block 'x' of there"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 import zlib
@@ -195,23 +196,46 @@ def on_gpu(gpu, x):
 def kernel(gpu, function):
     """A function that fills `out` on the device, as NumPy's function does on the host."""
 
-    def run(*operands, out=None, **kwargs):
-        arrays = [array for array in operands if isinstance(array, Array)]
+    def on_host(array):
+        return getattr(array, "values", array)
+
+    def run(*operands, out=None, **named):
+        arrays = [array for array in (*operands, *named.values()) if isinstance(array, Array)]
         stream = gpu.current[-1].name
         assert stream != "null"
-        values = [getattr(array, "values", array) for array in operands]
         if out is None:
             return arrays[0].apply(
-                lambda values, *operand_values: function(values, *operand_values, **kwargs),
+                lambda values, *operand_values: function(values, *operand_values, **named),
                 *operands[1:],
             )
-        numbers = []
-        apply = partial(function, *values, out=out.values, **kwargs)
-        gpu.run(stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=[out])
+        writes = [out] if isinstance(out, Array) else [*vars(out).values()]
+        host_out = (
+            out.values
+            if isinstance(out, Array)
+            else SimpleNamespace(**{name: array.values for name, array in vars(out).items()})
+        )
+        values = {name: on_host(array) for name, array in named.items()}
+        numbers, apply = [], partial(function, *map(on_host, operands), out=host_out, **values)
+        gpu.run(
+            stream, "the function", lambda: numbers.append(apply()), reads=arrays, writes=writes
+        )
         result = numbers[0] if numbers else None
-        return out if result is out.values else result
+        return out if result is host_out else result
 
     return run
+
+
+def run_on_gpus(gpu, ranks, function, **kwargs):
+    """Call a function of a context on each rank, on its stream; return the results."""
+
+    def rank_attempt(ctx):
+        with ctx.device.running([]):
+            return function(ctx)
+
+    results = run_gang(ranks, rank_attempt, device=partial(Gpu, **kwargs))
+    gc.collect()
+    gpu.check()
+    return results
 
 
 def rank_tasks(y):

@@ -84,10 +84,7 @@ def run_gang(
     `context` is the class of the ranks' contexts.
     """
     connections = [Connections(Reach()) for _ in range(ranks.size)]
-    peers = [
-        RankAddress("worker", rank_connections.token, rank_connections.endpoint)
-        for rank_connections in connections
-    ]
+    peers = [RankAddress("worker", ends.token, ends.endpoint) for ends in connections]
     contexts = []
     for rank, rank_connections in enumerate(connections):
         rank_connections.start(rank, peers)
@@ -110,19 +107,12 @@ def run_gang(
     with ThreadPoolExecutor(ranks.size) as threads:
         futures = [threads.submit(run, ctx) for ctx in contexts]
         finished_futures, _ = wait(futures, BOUND_S, FIRST_EXCEPTION)
-        first = next(
-            (
-                rank_connections.exception()
-                for rank_connections in finished_futures
-                if rank_connections.exception()
-            ),
-            None,
-        )
-        for each in connections:
-            each.wake()  # ends waits of the others, as the scheduler does
+        errors = [future.exception() for future in finished_futures if future.exception()]
+        for rank_connections in connections:
+            rank_connections.wake()  # ends waits of the others, as the scheduler does
         wait(futures, BOUND_S)
-    for each in connections:
-        each.close()
-    if first is not None:
-        raise first
+    for rank_connections in connections:
+        rank_connections.close()
+    if errors:
+        raise errors[0]
     return [future.result() for future in futures]

@@ -16,13 +16,9 @@ from dask_p2p.errors import P2PWarning
 from dask_p2p.sections.comparison import FunctionCopies
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+pytestmark = pytest.mark.usefixtures("client")
 X = np.random.default_rng(0).normal(size=(24, 5))
 CALLS = []
-
-
-@pytest.fixture(autouse=True)
-def cluster_of_workers(client):
-    pass
 
 
 def in_ranks(function, steps=4, ranks=2, x=X, **options):
@@ -189,8 +185,7 @@ def counting(u):
 
 
 @pytest.mark.parametrize(
-    "function",
-    [smooth, rounds_otherwise, of_its_size, Solver(np.ones(5)).counted],
+    "function", [smooth, rounds_otherwise, of_its_size, Solver(np.ones(5)).counted]
 )
 def test_right_functions_are_compared_without_a_word(recwarn, function):
     result = in_ranks(function)
@@ -247,12 +242,8 @@ def test_one_more_call_comes_before_that_for_the_whole_block(recwarn, tmp_path):
     in_ranks(saving, 3, folder=str(tmp_path))
     assert not warnings_of(recwarn)
     for rank in range(2):
-        assert (tmp_path / f"{rank}.txt").read_text().splitlines() == [
-            "0 14",
-            "1 7",
-            "1 14",
-            "2 14",
-        ]
+        lines = (tmp_path / f"{rank}.txt").read_text().splitlines()
+        assert lines == ["0 14", "1 7", "1 14", "2 14"]
         assert all(np.load(tmp_path / f"{rank}-{step}.npy").shape == (14, 5) for step in range(3))
 
 

@@ -16,11 +16,8 @@ from tests.support import mostly_slow
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 #: By name of a program of the gallery: whether it sums over ranks, in another order on each number.
 PROGRAMS = {
-    "heat": False,
-    "acoustic": False,
-    "derivatives": False,
-    "conjugate_gradients": True,
-    "small_systems": True,
+    **dict.fromkeys(("heat", "acoustic", "derivatives"), False),
+    **dict.fromkeys(("conjugate_gradients", "small_systems"), True),
 }
 
 

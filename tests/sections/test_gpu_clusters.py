@@ -161,31 +161,25 @@ def live_bytes(gpu):
     return gpu.live_bytes
 
 
-def finds_no_values(ctx, x):
-    """Reads what a process that has ended was to write."""
-    if ctx.rank and not shared_values.setdefault("unwritten", 0):
-        shared_values["unwritten"] = 1
-        ctx.device.has_ended = True
-        raise ValueError("the residual is not a number")
+def fails_at_first(ctx, x, error):
+    """Fail on one rank, once: an error of values is that of a process that has ended."""
+    if ctx.rank and not shared_values.setdefault("has failed", 0):
+        shared_values["has failed"] = 1
+        if isinstance(error, ValueError):
+            ctx.device.has_ended = True
+        raise error
     ctx.barrier()
     return x
 
 
 def test_errors_of_values_that_were_never_written_are_nobodys(gpu, client):
     """All ranks come again, and no user sees them."""
-    try:
-        assert np.array_equal(on_host(spmd(finds_no_values, array())), X)
-    finally:
-        shared_values.pop("unwritten")
+    error = ValueError("the residual is not a number")
+    assert np.array_equal(on_host(spmd(fails_at_first, array(), error=error)), X)
     nothing_is_left(client)
 
 
-def loses_its_gpu(ctx, x):
-    if ctx.rank and not shared_values.setdefault("lost", 0):
-        shared_values["lost"] = 1
-        raise DeviceLostError("the GPU of this process works no more")
-    ctx.barrier()
-    return x
+LOST = DeviceLostError("the GPU of this process works no more")
 
 
 def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
@@ -197,12 +191,12 @@ def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
         raise Reschedule
 
     monkeypatch.setattr(rank, "reschedule_elsewhere", leaves)
-    assert np.array_equal(on_host(spmd(loses_its_gpu, array())), X)
-    assert leaving == ["the GPU of this process works no more"]
+    assert np.array_equal(on_host(spmd(fails_at_first, array(), error=LOST)), X)
+    assert leaving == [str(LOST)]
     nothing_is_left(client)
 
 
 def test_a_lost_gpu_is_named_where_no_worker_can_leave(gpu, client):
     with pytest.raises(DeviceLostError, match="works no more"):
-        spmd(loses_its_gpu, array()).compute()
+        spmd(fails_at_first, array(), error=LOST).compute()
     nothing_is_left(client)

@@ -32,7 +32,7 @@ def test_constants_are_several(constants):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "keywords",
     [
         {"constants": (dask.delayed(2.0),)},
         {"constants": ([array()],)},
@@ -41,13 +41,13 @@ def test_constants_are_several(constants):
     ],
     ids=["delayed", "in a list", "an array", "in a dict"],
 )
-def test_what_is_still_to_be_computed(given):
+def test_what_is_still_to_be_computed(keywords):
     match = "expected computed constants and keywords, got (Delayed|dask.array)"
     with pytest.raises(InputError, match=match):
-        iterate(same, array(), 0, 1, **given)
-    if "c" in given:
+        iterate(same, array(), 0, 1, **keywords)
+    if "c" in keywords:
         with pytest.raises(InputError, match=match):
-            spmd(lambda ctx, x, c: x, array(), **given)
+            spmd(lambda ctx, x, c: x, array(), **keywords)
 
 
 ON_THE_WAY = [
@@ -59,23 +59,19 @@ ON_THE_WAY = [
 ]
 
 
-def added_in_context(ctx, x, /, **given):
-    return added(x, **given)
+def added_in_context(ctx, x, /, **keywords):
+    return added(x, **keywords)
 
 
 @pytest.mark.parametrize("operation", ["iterate", "spmd"])
 def test_all_other_keywords_are_for_the_function(operation):
     make = {
-        "iterate": lambda **given: iterate(added, array(), 0, 1, **given),
-        "spmd": lambda **given: spmd(added_in_context, array(), **given),
+        "iterate": lambda **keywords: iterate(added, array(), 0, 1, **keywords),
+        "spmd": lambda **keywords: spmd(added_in_context, array(), **keywords),
     }[operation]
-    own = {
-        name
-        for name, of in inspect.signature(
-            {"iterate": iterate, "spmd": spmd}[operation]
-        ).parameters.items()
-        if of.kind in (of.POSITIONAL_OR_KEYWORD, of.KEYWORD_ONLY)
-    }
+    parameters = inspect.signature({"iterate": iterate, "spmd": spmd}[operation]).parameters
+    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    own = {name for name, parameter in parameters.items() if parameter.kind in named}
     names = {*parameter_names(*ON_THE_WAY)} - own
     assert {"func", "x", "self", "function", "local_block", "arrays", "kwargs"} <= names
     y = make(**dict.fromkeys(names, 3))

@@ -72,21 +72,21 @@ def test_ranks_have_the_memory_of_the_estimate(client, case):
     # Workers import modules for the first section, which takes memory, too.
     da.compute(*CASES[case](da.ones((8, 8), chunks=4)))
     y = CASES[case](x)
-    found = estimate(y[0])
-    assert found.workers == 2
-    assert found.total_bytes - found.input_bytes > 4_500_000
+    memory = estimate(y[0])
+    assert memory.workers == 2
+    assert memory.total_bytes - memory.input_bytes > 4_500_000
     client.run(start_tracing)
     try:
-        made = client.persist(y)
-        wait(made)
+        outputs = client.persist(y)
+        wait(outputs)
         ran = client.run(_ranks, y[0].name)
         for worker, peak in client.run(peak_bytes).items():
             # x itself was there before; other inputs are made, and may come from others.
             if ran[worker] == 1:
-                assert peak >= found.total_bytes - found.input_bytes - SLACK_BYTES, (case, found)
-            inputs_bytes = 2 * found.input_bytes if "two" in case else found.input_bytes
-            most_bytes = found.total_bytes - found.input_bytes + inputs_bytes + SLACK_BYTES
-            assert peak <= max(1, ran[worker]) * most_bytes, (case, found)
+                assert peak >= memory.total_bytes - memory.input_bytes - SLACK_BYTES, (case, memory)
+            inputs_bytes = 2 * memory.input_bytes if "two" in case else memory.input_bytes
+            most_bytes = memory.total_bytes - memory.input_bytes + inputs_bytes + SLACK_BYTES
+            assert peak <= max(1, ran[worker]) * most_bytes, (case, memory)
     finally:
         client.run(tracemalloc.stop)
 
@@ -129,8 +129,8 @@ def test_the_sum_of_all_memory():
     assert str(estimate(y)) == text
     alone = iterate(wave, (x, x), 1, 3, ranks=1)[1]
     assert (estimate(alone).state_bytes, estimate(alone).step_bytes) == (0, 0)
-    lasting = iterate(wave, (x, x), 1, 3, ranks=2, checkpoint_every=None)[0]
-    assert estimate(lasting).state_bytes == 0
+    without_checkpoints = iterate(wave, (x, x), 1, 3, ranks=2, checkpoint_every=None)[0]
+    assert estimate(without_checkpoints).state_bytes == 0
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

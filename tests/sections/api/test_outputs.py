@@ -43,10 +43,10 @@ OUTPUTS = {
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_outputs_of_all_kinds(client, x, ranks):
-    made = spmd(described, x, outputs=OUTPUTS, ranks=ranks)
-    assert list(made) == list(OUTPUTS)
+    lazy = spmd(described, x, outputs=OUTPUTS, ranks=ranks)
+    assert list(lazy) == list(OUTPUTS)
     values = np.arange(24.0).reshape(12, 2)
-    found = dict(zip(made, client.gather(client.compute([*made.values()])), strict=True))
+    found = dict(zip(lazy, client.gather(client.compute([*lazy.values()])), strict=True))
     assert (found["double"] == 2 * values).all()
     assert (found["is even"] == (values % 2 == 0)).all()
     assert found["spectrum"].tolist() == list(range(10))
@@ -54,12 +54,12 @@ def test_outputs_of_all_kinds(client, x, ranks):
     assert found["edges"].shape == (ranks, 2)
     assert found["edges"][-1, 1] == 12
     assert found["sum"] == values.sum()
-    for name, array in made.items():
+    for name, array in lazy.items():
         assert array.dtype == found[name].dtype
-    assert made["double"].chunks == x.chunks
-    assert made["sum"].ndim == 0
-    assert np.isnan(made["rows"].chunks[0]).all()
-    assert float(made["spectrum"].imag.max().compute()) == 0
+    assert lazy["double"].chunks == x.chunks
+    assert lazy["sum"].ndim == 0
+    assert np.isnan(lazy["rows"].chunks[0]).all()
+    assert float(lazy["spectrum"].imag.max().compute()) == 0
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (0, 3), (2, 1, 2)])
@@ -93,9 +93,9 @@ def test_arrays_of_any_shape(client, shape, ranks):
     ],
 )
 def test_other_values_are_refused(x, outputs, returned, error):
-    made = spmd(lambda ctx, x: returned(x), x, outputs=outputs, ranks=1)
+    lazy = spmd(lambda ctx, x: returned(x), x, outputs=outputs, ranks=1)
     with pytest.raises(BlockMismatchError, match=error):
-        (made["a"] if isinstance(made, dict) else made).compute(scheduler="sync")
+        (lazy["a"] if isinstance(lazy, dict) else lazy).compute(scheduler="sync")
 
 
 @pytest.mark.parametrize(
@@ -230,5 +230,5 @@ def test_computed_fields_and_coordinates(unit, tmp_path):
 
 def test_maps_and_records_are_plain_arrays():
     for kind in (np.memmap, np.recarray):
-        got = spmd(lambda ctx, x, kind=kind: x.view(kind), array()).compute(scheduler="sync")
-        np.testing.assert_array_equal(got, X)
+        plain = spmd(lambda ctx, x, kind=kind: x.view(kind), array()).compute(scheduler="sync")
+        np.testing.assert_array_equal(plain, X)

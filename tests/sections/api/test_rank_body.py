@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import dask.array as da
 import numpy as np
 import pytest
@@ -199,27 +201,18 @@ def by_generator(ctx):
     return np.random.default_rng((0, ctx.rank)).random()
 
 
-def warned(recwarn):
-    return [each for each in recwarn if issubclass(each.category, P2PWarning)]
-
-
 @pytest.mark.parametrize("function", [seeded, drawn])
 def test_ranks_in_threads_of_one_worker_are_warned(client, function):
     with pytest.warns(P2PWarning, match=MATCH):
         spmd(function, outputs=PerRank(0.0), ranks=4).compute()
 
 
-@pytest.mark.parametrize(("function", "ranks"), [(seeded, 2), (drawn, 1), (seeded, 1)])
-def test_ranks_in_processes_of_their_own_have_their_own_numbers(client, recwarn, function, ranks):
-    found = spmd(function, outputs=PerRank(0.0), ranks=ranks).compute()
-    wanted = [np.random.RandomState(rank).rand() for rank in range(ranks)]
-    assert function is drawn or found.tolist() == wanted
-    assert not warned(recwarn)
-
-
-@pytest.mark.parametrize("function", [by_state, by_generator])
-def test_generators_of_ranks_draw_without_a_word(client, recwarn, function):
-    found = spmd(function, outputs=PerRank(0.0), ranks=4).compute()
-    wanted = [function(type("Ctx", (), {"rank": rank})) for rank in range(4)]
-    assert found.tolist() == wanted
-    assert not warned(recwarn)
+@pytest.mark.parametrize(
+    ("function", "ranks"), [(seeded, 2), (drawn, 1), (seeded, 1), (by_state, 4), (by_generator, 4)]
+)
+def test_other_ranks_draw_without_a_word(client, recwarn, function, ranks):
+    """In processes of their own, or from generators of their own."""
+    numbers = spmd(function, outputs=PerRank(0.0), ranks=ranks).compute()
+    contexts = (SimpleNamespace(rank=rank, barrier=lambda: None) for rank in range(ranks))
+    assert function is drawn or numbers.tolist() == [*map(function, contexts)]
+    assert not [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]

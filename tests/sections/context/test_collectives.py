@@ -70,11 +70,8 @@ def test_one_rank_gets_or_gives(ranks):
         gathered = ctx.gather({"a": rank}, root=last)
         assert gathered is None if rank < last else gathered["a"].tolist() == [*range(ranks)]
         gathered = ctx.gather(np.zeros(rank), ragged=True)
-        assert (
-            gathered is None
-            if rank
-            else [array.shape for array in gathered] == [(n,) for n in range(ranks)]
-        )
+        shapes = None if gathered is None else [array.shape for array in gathered]
+        assert shapes == (None if rank else [(n,) for n in range(ranks)])
         lengths = [len(array) for array in ctx.allgather(np.zeros(rank), ragged=True)]
         assert lengths == [*range(ranks)]
         parts = [np.full(n, n) for n in range(ranks)] if rank == last else None
@@ -125,7 +122,7 @@ def test_large_arrays_are_reduced_in_parts_with_the_same_bits(ranks, op, monkeyp
     ],
 )
 def test_different_calls_are_an_error(call):
-    with pytest.raises(SectionError, match=r"rank 0\b.* rank 1\b|rank 1\b.* rank 0\b"):
+    with pytest.raises(SectionError, match=r"rank 0\b.* rank 1\b|rank 1 (called|to receive)"):
         run(2, call)
 
 
@@ -143,11 +140,8 @@ def test_objects_arrive_as_they_are(ranks):
         ]
         assert ctx.allgather([]) == [[]] * ranks
         gathered = ctx.gather({"rank": rank, "text": "a"}, root=last)
-        assert gathered == (
-            [{"rank": peer_rank, "text": "a"} for peer_rank in range(ranks)]
-            if rank == last
-            else None
-        )
+        expected = [{"rank": peer_rank, "text": "a"} for peer_rank in range(ranks)]
+        assert gathered == (expected if rank == last else None)
         assert ctx.scatter([["part", peer_rank] for peer_rank in range(ranks)]) == ["part", rank]
         assert ctx.alltoall([None, "b", [3]][:ranks]) == [[None, "b", [3]][rank]] * ranks
         assert ctx.sendrecv([rank], (rank + 1) % ranks, (rank - 1) % ranks) == [(rank - 1) % ranks]
@@ -163,7 +157,7 @@ def test_values_of_other_shapes_have_a_remedy(call):
     def differing(ctx):
         getattr(ctx, call)(np.zeros(ctx.rank))
 
-    remedy = rf"or call ctx\.{call}\(value, ragged=True\)"
+    remedy = rf"array of shape \(0,\) on rank 0.* or call ctx\.{call}\(value, ragged=True\)"
     with pytest.raises(SectionError, match=remedy):
         run(2, differing)
 

@@ -13,17 +13,15 @@ from tests.sections.gangs import run_gang
 
 
 def test_what_cannot_be_exchanged_is_refused(alone):
-    for op in ("mean", np.add, ["sum"]):
-        with pytest.raises(InputError, match=r"op: expected one of sum, .* Give one of these, or"):
-            alone.allreduce(3, op)
-    with pytest.raises(InputError, match="value: expected numbers, got set"):
-        alone.allreduce({"a": {1}})
-    with pytest.raises(InputError, match=r"root: expected a rank below 1, got 1\. Give the"):
-        alone.broadcast(3, root=1)
-    with pytest.raises(
-        InputError, match=r"value: expected a dtype that 'sum' combines, got datetime64\[s"
+    one_of = r"op: expected one of sum, .* Give one of these, or"
+    for message, call, *arguments in (
+        *((one_of, alone.allreduce, 3, op) for op in ("mean", np.add, ["sum"])),
+        ("value: expected numbers, got set", alone.allreduce, {"a": {1}}),
+        (r"root: expected a rank below 1, got 1\. Give the", alone.broadcast, 3, 1),
+        (r"that 'sum' combines, got datetime64\[s", alone.allreduce, np.datetime64(1, "s")),
     ):
-        alone.allreduce(np.datetime64(1, "s"))
+        with pytest.raises(InputError, match=message):
+            call(*arguments)
 
 
 @pytest.mark.parametrize(("local_block", "dtype"), [(0.5, "i8"), (1j, "f8"), (2, "?")])
@@ -33,11 +31,7 @@ def test_a_local_block_is_not_narrowed(alone, local_block, dtype):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [
-        lambda ctx, value: ctx.allreduce(value),
-        lambda ctx, value: ctx.state(u=value),
-    ],
+    "call", [lambda ctx, value: ctx.allreduce(value), lambda ctx, value: ctx.state(u=value)]
 )
 def test_units_and_operators_are_not_lost(alone, call):
     with pytest.raises(UnsupportedArrayError, match=r"whose unit or operators .* np\.asarray"):

@@ -15,6 +15,8 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.context.grids import LocalPoints, checked_points
 from tests.sections.gangs import run_gang
+from tests.sections.iterate.test_coupled import neighbours
+from tests.sections.iterate.test_coupled import padded as with_halo
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 SHAPE = (9, 8)
@@ -47,46 +49,32 @@ def sampled(u, xy):
     return np.array([(added(np.zeros(u.shape), xy, one) * u).sum() for one in ones])
 
 
-@pytest.mark.parametrize("rows", [(9,), (4, 5), (1, 3, 3, 2)])
-@pytest.mark.parametrize("values", [2.5, RNG.normal(size=XY.shape[1])])
-def test_blocks_have_their_part_of_all_points(rows, values):
-    u, v, samples = RNG.normal(size=SHAPE), np.zeros(SHAPE), []
-    expected = added(u.copy(), XY, values)
-    stop = 0
-    for count in rows:
-        start, stop = stop, stop + count
-        local = LocalPoints(XY, ((start, stop), (0, 8)), np)
-        assert len(local) == XY.shape[1]
-        samples.append(local.sample(u[start:stop]))
-        v[start:stop] = u[start:stop]
-        local.add(v[start:stop], values)
-    assert np.array_equal(v, expected), "the same bits for any number of ranks"
-    np.testing.assert_allclose(sum(samples), sampled(u, XY), rtol=1e-12)
-
-
 def test_neighbours_without_weight_are_not_read():
     """A point on an element: its neighbours may hold anything."""
     u = np.full((3, 4), np.nan)
     u[1, 2], u[1, 3] = 7, 9
-    local = LocalPoints(checked_points([[1, 1], [2, 2.5]], (3, 4)), ((0, 3), (0, 4)), np)
-    assert local.sample(u).tolist() == [7, 8]
+    xy = checked_points([[1, 1], [2, 2.5]], (3, 4))
+    local, v = LocalPoints(xy, ((0, 3), (0, 4)), np), np.zeros((3, 4))
+    assert (len(local), local.sample(u).tolist()) == (2, [7, 8])
+    local.add(v, 2.5)
+    assert np.array_equal(v, added(np.zeros((3, 4)), xy, 2.5))
 
 
 def spreads(u, src, rec, at):
     """A step with a source, for a function that returns its new block without halo."""
-    new = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+    new = neighbours(u) / 4
     src.add(new, at.step + np.arange(27.0))
     return {"u": new}
 
 
 def spreads_out(u, src, at, out):
-    out.u[...] = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+    out.u[...] = neighbours(u) / 4
     src.add(out.u, at.step + np.arange(27.0))
 
 
 def spreads_with_halo(u, src, at):
     new = u.copy()
-    new[1:-1, 1:-1] = (u[:-2, 1:-1] + u[2:, 1:-1] + u[1:-1, :-2] + u[1:-1, 2:]) / 4
+    new[1:-1, 1:-1] = neighbours(u) / 4
     src.add(new, at.step + np.arange(27.0))
     return {"u": new}
 
@@ -96,20 +84,14 @@ def spreads_with_halo(u, src, at):
 @pytest.mark.parametrize("step", [spreads, spreads_out, spreads_with_halo])
 def test_sources_and_receivers_of_iterate(client, step, ranks, overlap):
     u = RNG.normal(size=SHAPE)
-    iteration = iterate(
-        step,
-        {"u": Field(da.from_array(u, chunks=((2, 3, 4), (5, 3))), boundary="periodic")},
-        1,
-        4,
-        constants={"src": Points(XY), "rec": Points(XY[:, ::2])},
-        record={"trace": Record(lambda u, rec: rec.sample(u), shape=(14,))},
-        overlap=overlap,
-        ranks=ranks,
-    )
+    field = Field(da.from_array(u, chunks=((2, 3, 4), (5, 3))), boundary="periodic")
+    record = {"trace": Record(lambda u, rec: rec.sample(u), shape=(14,))}
+    constants = {"src": Points(XY), "rec": Points(XY[:, ::2])}
+    options = {"constants": constants, "record": record, "overlap": overlap, "ranks": ranks}
+    iteration = iterate(step, {"u": field}, 1, 4, **options)
     results, traces = dask.compute(iteration)[0], []
     for number in range(4):
-        w = np.pad(u, 1, mode="wrap")
-        u = (w[:-2, 1:-1] + w[2:, 1:-1] + w[1:-1, :-2] + w[1:-1, 2:]) / 4
+        u = neighbours(np.pad(u, 1, mode="wrap")) / 4
         u = added(u, XY, number + np.arange(27.0))
         traces.append(sampled(u, XY[:, ::2]))
     assert np.array_equal(results["u"], u)
@@ -162,15 +144,9 @@ def test_weights_of_the_nearest_element(client, ranks):
         points.add(new, values)
         return {"u": new}
 
-    iteration = iterate(
-        step,
-        {"u": da.from_array(u, chunks=(3, 4))},
-        0,
-        1,
-        constants={"points": Points(xy, weights="nearest")},
-        record={"seen": Record(lambda u, points: points.sample(u), shape=values.shape)},
-        ranks=ranks,
-    )
+    record = {"seen": Record(lambda u, points: points.sample(u), shape=values.shape)}
+    constants, fields = {"points": Points(xy, "nearest")}, {"u": da.from_array(u, chunks=(3, 4))}
+    iteration = iterate(step, fields, 0, 1, constants=constants, record=record, ranks=ranks)
     result = dask.compute(iteration)[0]
     expected = added(u.copy(), nearest(xy), values)
     np.testing.assert_allclose(result["u"], expected, rtol=1e-13)
@@ -184,7 +160,7 @@ def test_weights_of_the_nearest_element(client, ranks):
 
 
 GRIDS = pytest.mark.parametrize("grid", [(1, 1), (2, 1), (1, 3), (2, 2)])
-MODES = {"periodic": "wrap", "nearest": "edge", "reflect": "symmetric", 0.5: "constant"}
+BOUNDARIES = ["periodic", "nearest", "reflect", 0.5]
 
 
 def ranks_of(grid, shape=(8, 16)):
@@ -204,15 +180,8 @@ def test_blocks_with_halos_are_parts_of_the_padded_array(grid):
         local_block = global_array[tuple(slice(*along) for along in ctx.box)]
         before = local_block.copy()
         (top, bottom), (first_column, right) = ctx.box
-        for boundary, (rows, columns) in [*product([*MODES, "odd"], [(2, 1), (1, 2)])] * 2:
-            values = {"constant_values": 0.5} if boundary == 0.5 else {}
-            widths = (rows, rows), (columns, columns)
-            mode = "symmetric" if boundary == "odd" else MODES[boundary]
-            expected = np.pad(global_array, widths, mode, **values)
-            if boundary == "odd":
-                sizes = zip(global_array.shape, (rows, columns), strict=True)
-                ends = [np.pad(np.ones(n), width, constant_values=-1) for n, width in sizes]
-                expected *= np.multiply.outer(*ends)
+        for boundary, (rows, columns) in [*product([*BOUNDARIES, "odd"], [(2, 1), (1, 2)])] * 2:
+            expected = with_halo(global_array, (rows, columns), boundary)
             expected = expected[top : bottom + 2 * rows, first_column : right + 2 * columns]
             padded_block = ctx.pad(local_block, (rows, columns), boundary)
             assert (padded_block == expected).all()
@@ -224,13 +193,10 @@ def test_blocks_with_halos_are_parts_of_the_padded_array(grid):
 
 
 @GRIDS
-@pytest.mark.parametrize("boundary", MODES)
+@pytest.mark.parametrize("boundary", BOUNDARIES)
 def test_corners_have_the_values_of_the_later_axis(grid, boundary):
     """Indices in the corners are those of the elements whose values belong there."""
-    values = {"constant_values": 0.5} if boundary == 0.5 else {}
-    expected = np.pad(np.zeros((8, 16)), ((1, 1), (0, 0)))
-    expected[[0, -1]] = np.arange(16)
-    expected = np.pad(expected, ((0, 0), (2, 2)), MODES[boundary], **values)
+    expected = with_halo(np.zeros((8, 16)), (1, 2), [fill_with_columns, boundary])
 
     def padded(ctx):
         (top, bottom), (first_column, right) = ctx.box

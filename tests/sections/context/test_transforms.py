@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from functools import partial
 from types import ModuleType
@@ -19,9 +18,8 @@ from dask_p2p.ops.fft.stages import order_in_memory
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections import Context
 from dask_p2p.sections.context import transforms
-from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.wire.connections import Connections
-from tests.sections.emulated import emulated_gpu
+from tests.sections.emulated import emulated_gpu, run_on_gpus
 from tests.sections.gangs import run_gang
 from tests.sections.gpu.test_regions import filled, overwritten
 from tests.support import tune
@@ -135,28 +133,23 @@ def test_ranks_on_gpus(case, how, piece_bytes, is_reversed, norm):
         transform_block, inverse = (
             (ctx.rfftn, ctx.irfftn) if x.dtype.kind == "f" else (ctx.fftn, ctx.ifftn)
         )
-        with ctx.device.running([]):
-            local_block = x[box_slices(ctx.box_of(from_partition))]
-            a = filled(gpu, local_block.T).transpose() if is_reversed else filled(gpu, local_block)
-            y = transform_block(
-                a, axes, partition=partition, from_partition=from_partition, norm=norm
-            )
-            assert np.array_equal(a.get(), local_block)
-            overwritten(gpu, a, -1)
-            box = box_slices(ctx.box_of(partition, expected.shape))
-            np.testing.assert_allclose(y.get(), expected[box], rtol=0, atol=1e-4)
-            z = inverse(y, axes, partition=from_partition, from_partition=partition, norm=norm)
-            overwritten(gpu, y, -1)
-            np.testing.assert_allclose(z.get(), local_block, rtol=0, atol=1e-4)
+        local_block = x[box_slices(ctx.box_of(from_partition))]
+        a = filled(gpu, local_block.T).transpose() if is_reversed else filled(gpu, local_block)
+        y = transform_block(a, axes, partition=partition, from_partition=from_partition, norm=norm)
+        assert np.array_equal(a.get(), local_block)
+        overwritten(gpu, a, -1)
+        box = box_slices(ctx.box_of(partition, expected.shape))
+        np.testing.assert_allclose(y.get(), expected[box], rtol=0, atol=1e-4)
+        z = inverse(y, axes, partition=from_partition, from_partition=partition, norm=norm)
+        overwritten(gpu, y, -1)
+        np.testing.assert_allclose(z.get(), local_block, rtol=0, atol=1e-4)
 
     with pytest.MonkeyPatch.context() as patch:
         gpu = emulated_gpu(patch)
         library = fake_cufft()
         patch.setattr(local_fft, "_import_fft_module", lambda names: library)
         tune(patch, transform_piece_bytes=piece_bytes)
-        run_gang(ranks, partial(function, gpu), device=partial(Gpu, part_bytes=part_bytes))
-        gc.collect()
-        gpu.check()
+        run_on_gpus(gpu, ranks, partial(function, gpu), part_bytes=part_bytes)
 
 
 def test_other_arrays_than_those_of_the_section():
@@ -222,10 +215,6 @@ def test_what_is_wrong_is_named():
         (lambda: ctx.fftn(x, partition=(2,)), "partition: expected a sequence of axes"),
         (lambda: ctx.ifftn(x, from_partition=(2,)), "from_partition: expected a sequence of axes"),
         (lambda: ctx.wavenumbers(axes=(3,)), "expected axes of an array of 2 dimensions"),
-    ):
-        with pytest.raises(InputError, match=match):
-            call()
-    for call, match in (
         (lambda: ctx.fftn(x.T), r"a: expected an array of shape \(4, 3\)"),
         (lambda: ctx.irfftn(x), r"a: expected an array of shape \(4, 2\)"),
         (lambda: ctx.fftn(x.astype("M8[s]")), "a: expected numbers, got dtype datetime64"),

@@ -15,21 +15,12 @@ from dask_p2p.sections.exchange import regions
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gangs import connections_of, run_gang
-from tests.support import tune
+from tests.support import bits, indexed, tune
 
 DTYPES = [
     "?", "i1", ">i4", "f2", "f8", "c8", "longdouble", "M8[s]", "m8[ms]", "S3", "U2", "V5", "S0",
     np.dtype([("a", "i1"), ("b", "f8")], align=True),
 ]  # fmt: skip
-
-
-def whole(shape, dtype):
-    """Return an array without zero bytes whose neighbouring bytes differ."""
-    raw = np.arange(np.prod(shape, dtype=int) * np.dtype(dtype).itemsize) % 251
-    if np.dtype(dtype).kind in "?bU":
-        raw = raw.reshape(-1, max(1, np.dtype(dtype).itemsize)) % 2 * 0 + 1
-        return np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-    return np.ndarray(shape, dtype, raw.astype("u1").tobytes()).copy()
 
 
 def raw(array):
@@ -44,12 +35,8 @@ def cases(draw):
     ranks = RankGrid.at_most(chunks, draw(st.integers(1, 4)))
     axes = st.lists(st.integers(-len(chunks), len(chunks) - 1), min_size=1, max_size=3)
     partitions = [draw(axes | st.none()) for _ in range(2)]
-    return (
-        ranks,
-        partitions,
-        draw(st.permutations(range(len(chunks)))),
-        draw(st.sampled_from(DTYPES)),
-    )
+    axes = draw(st.permutations(range(len(chunks))))
+    return ranks, partitions, axes, draw(st.sampled_from(DTYPES))
 
 
 @pytest.mark.parametrize("least_bytes", [(2**16, 256), (0, 256), (0, 1)])
@@ -62,7 +49,8 @@ def test_ranks_get_their_blocks_of_another_partition(
 ):
     """And redistribute them back, into `out`; by messages, and by reading."""
     ranks, (partition, new_partition), axes, dtype = case
-    x = whole(tuple(map(sum, ranks.chunks)), dtype)
+    shape = tuple(map(sum, ranks.chunks))
+    x = bits(indexed(shape), dtype) if np.dtype(dtype).itemsize else np.zeros(shape, dtype)
     y = x.transpose(axes) if permuted else x
     order = {"axes": axes} if permuted else {}
 
@@ -74,12 +62,8 @@ def test_ranks_get_their_blocks_of_another_partition(
         assert raw(b) == raw(y[box_slices(ctx.box_of(new_partition or [0], y.shape))])
         assert raw(a) == raw(before), "the argument stays unchanged"
         out = np.empty_like(b)
-        assert (
-            ctx.redistribute(
-                a, new_partition or [0], partition, **order, out=out, exchange=exchange
-            )
-            is out
-        )
+        options = {**order, "out": out, "exchange": exchange}
+        assert ctx.redistribute(a, new_partition or [0], partition, **options) is out
         assert raw(out) == raw(b)
         inverse_options = {"axes": np.argsort(axes)} if permuted else {}
         c = ctx.redistribute(b, partition, new_partition or [0], **inverse_options, shape=y.shape)
@@ -131,24 +115,22 @@ def test_only_ranks_that_cannot_read_get_messages(monkeypatch):
     monkeypatch.setattr(Connections, "begin", counting)
     run_gang(SLABS, counted)
     assert sent == [0, 0]
-    sent.clear()
-    holds = regions.process_memory.holds
-    monkeypatch.setattr(
-        regions.process_memory,
-        "holds",
-        lambda pid, address, token: holds(pid, address, bytes([*token[:-1], token[-1] ^ 1])),
-    )
-    run_gang(SLABS, to_columns)
-    assert sent == [256 * 256 * 8] * 2
-    monkeypatch.setattr(regions.process_memory, "holds", holds)
-    run_gang(SLABS, to_columns, reads_memory=False)
-    assert sent == [256 * 256 * 8] * 4
-    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: True)
-    run_gang(SLABS, to_columns)
-    assert sent == [256 * 256 * 8] * 6
-    monkeypatch.setattr(Connections, "is_on_other_host", lambda connections, rank: rank == 1)
-    run_gang(SLABS, to_columns)  # rank 1 reads memory of rank 0
-    assert sent == [256 * 256 * 8] * 7
+    holds, memory = regions.process_memory.holds, regions.process_memory
+
+    def holds_another(pid, address, token):
+        return holds(pid, address, bytes([*token[:-1], token[-1] ^ 1]))
+
+    for owner, name, function, options, count in (
+        (memory, "holds", holds_another, {}, 2),
+        (memory, "holds", holds, {"reads_memory": False}, 2),
+        (Connections, "is_on_other_host", lambda connections, rank: True, {}, 2),
+        # Rank 1 reads memory of rank 0.
+        (Connections, "is_on_other_host", lambda connections, rank: rank == 1, {}, 1),
+    ):
+        sent.clear()
+        monkeypatch.setattr(owner, name, function)
+        run_gang(SLABS, to_columns, **options)
+        assert sent == [256 * 256 * 8] * count
 
 
 def test_memory_that_has_gone_ends_the_attempt(monkeypatch):
@@ -212,21 +194,11 @@ def test_what_is_wrong_is_named():
     ctx = Context(RankGrid(((4,), (3,)), (1, 1)))
     x = np.ones((4, 3))
     for argument, match in (
-        (
-            {"partition": (2,)},
-            r"partition: expected a sequence of axes of an array of 2 dimensions, got \(2,",
-        ),
-        ({"partition": 1}, "partition: expected a sequence of axes"),
-        ({"partition": "a"}, "partition: expected a sequence of axes"),
+        ({"partition": (2,)}, r"partition: .* axes of an array of 2 dimensions, got \(2,"),
         ({"from_partition": (0.5,)}, "from_partition: expected a sequence of axes"),
         ({"axes": (0, 0)}, "axes: expected a permutation of 2 axes"),
-    ):
-        with pytest.raises(InputError, match=match):
-            ctx.redistribute(x, **argument)
-    for wrong, match in (
         ({"shape": (4, -3)}, "shape: expected lengths of axes"),
         ({"exchange": "ring"}, "exchange: expected one of auto, diagonal, left-right, pairwise"),
-        ({"shape": 4}, "shape: expected lengths of axes"),
         ({"shape": (3, 4)}, r"a: expected an array of shape \(3, 4\), .*got one of shape \(4, 3\)"),
         ({"out": np.empty((3, 4))}, r"out: expected an array of shape \(4, 3\) and dtype float64"),
         ({"out": np.empty((4, 3), "f4")}, "out: .*got \\(4, 3\\) and float32"),
@@ -235,7 +207,7 @@ def test_what_is_wrong_is_named():
         ({"out": np.broadcast_to(1.0, (4, 3))}, "out: expected a writable array"),
     ):
         with pytest.raises(InputError, match=match):
-            ctx.redistribute(x, **wrong)
+            ctx.redistribute(x, **argument)
     with pytest.raises(InputError, match=r"a: .*cannot exchange Python objects"):
         ctx.redistribute(x.astype(object))
     with pytest.raises(UnsupportedArrayError, match=r"a: expected a plain numpy\.ndarray"):

@@ -7,13 +7,7 @@ import pytest
 
 from dask_p2p.errors import TransferError
 from dask_p2p.sections.gang import checkpoints as module
-from dask_p2p.sections.gang.checkpoints import (
-    Checkpoints,
-    Period,
-    SavedStates,
-    States,
-    host_arrays,
-)
+from dask_p2p.sections.gang.checkpoints import Checkpoints, Period, SavedStates, States, host_arrays
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.transports.buffers import Segment
 from tests.clock import Clock
@@ -89,13 +83,13 @@ def test_checkpoints_are_due_after_some_time(monkeypatch, step_s):
     clock = Clock(0.0)
     monkeypatch.setattr(module, "time", clock)
     looks = []
-    period, found = Period("30 s"), []
+    period, due_s = Period("30 s"), []
     for step in range(1, 1 + int(200 / step_s)):
         clock.now_s += step_s
         if period.is_due(step, lambda value: looks.append(1) or value):
-            found.append(clock.now_s)
-    assert all(30 <= b - a <= 30 + 2 * step_s for a, b in zip([0.0, *found], found, strict=False))
-    assert len(found) >= 200 // (30 + 2 * step_s)
+            due_s.append(clock.now_s)
+    assert all(30 <= b - a <= 30 + 2 * step_s for a, b in zip([0.0, *due_s], due_s, strict=False))
+    assert len(due_s) >= 200 // (30 + 2 * step_s)
     assert len(looks) <= 30
 
 

@@ -41,12 +41,8 @@ def of(client, y):
 def test_a_run_of_ranks(client, x):
     y = iterate(smooth, x, {0: 1}, 50, ranks=2, checkpoint_every=None)
     run = of(client, y)
-    assert (run.operation, run.shape, run.blocks, run.dtype) == (
-        "p2p-iterate",
-        (64, 8),
-        (2, 1),
-        "float64",
-    )
+    assert (run.operation, run.dtype) == ("p2p-iterate", "float64")
+    assert (run.shape, run.blocks) == ((64, 8), (2, 1))
     assert (len(run.made), run.attempts, run.failures) == (2, 2, ())
     assert run.steps == 50
     assert run.steps_per_s == min(50 / (r.stop_s - r.start_s) for r in run.records)

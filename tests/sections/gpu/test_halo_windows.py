@@ -17,23 +17,8 @@ from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.transports import cuda_ipc
 from tests.sections.emulated import kernel, on_gpu, run_section, with_ucx
 from tests.sections.gangs import connections_of
-from tests.sections.iterate.test_iterate import reference, star
+from tests.sections.gpu.stars import CHUNKS, X, check
 from tests.support import pairwise
-
-X = np.random.default_rng(0).normal(size=(12, 10))
-CHUNKS = ((3, 4, 5), (6, 4))
-
-
-def heat(gpu, steps=5, ranks=4, x=X, **kwargs):
-    a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
-    return iterate(kernel(gpu, star), a, 1, steps, ranks=ranks, **kwargs)
-
-
-def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
-    (result,) = run_section(gpu, y, [x], **kwargs)
-    assert np.array_equal(result, reference(star, [x], 1, steps, boundary)[0])
-    gc.collect()
-    gpu.check()
 
 
 @pytest.mark.parametrize(
@@ -46,15 +31,15 @@ def check(gpu, y, steps=5, boundary="periodic", x=X, **kwargs):
 )
 def test_values(gpu, opened, beyond, ranks, has_windows):
     boundary, overlap = beyond
-    y = heat(gpu, ranks=ranks, boundary=boundary, overlap=overlap)
-    check(gpu, y, boundary=boundary, device=partial(Gpu, has_windows=has_windows))
+    options = {"overlap": overlap, "device": partial(Gpu, has_windows=has_windows)}
+    check(gpu, 5, boundary, ranks=ranks, **options)
     assert len(opened) == (ranks if ranks > 1 else 0)
     assert all(opened) if has_windows and ranks > 1 else not any(opened)
 
 
 def test_ranks_of_other_hosts_get_messages(gpu, opened, two_hosts):
     """The ranks form a square of four, and each row is on one host."""
-    check(gpu, heat(gpu))
+    check(gpu, 5)
     assert sorted(opened) == [[0], [1], [2], [3]]
 
 
@@ -62,7 +47,7 @@ def test_ranks_of_other_hosts_get_messages(gpu, opened, two_hosts):
 def test_ranks_of_other_hosts_get_messages_by_ucx(gpu, opened, monkeypatch, exchange):
     """Messages from the GPU's memory, without a copy to the host. Small halos go through it."""
     messenger = with_ucx(gpu, monkeypatch)
-    check(gpu, heat(gpu, exchange=exchange))
+    check(gpu, 5, exchange=exchange)
     assert sorted(opened) == [[0], [1], [2], [3]]
     assert len(messenger.sent) == 5 * 4
     assert not messenger.waiting
@@ -77,7 +62,7 @@ def test_windows_that_one_side_cannot_read_are_not_used(gpu, opened, monkeypatch
         original(window, device, *args)
 
     monkeypatch.setattr(windows.PeerWindow, "__init__", opens)
-    check(gpu, heat(gpu))
+    check(gpu, 5)
     assert sorted(opened) == [[], [1, 2], [1, 3], [2, 3]]
 
 
@@ -95,17 +80,6 @@ def test_one_way_neighbours_get_messages(gpu, opened):
     assert opened == [[]] * 4
 
 
-def test_windows_are_freed_when_no_rank_reads_them(gpu):
-    """Also windows of exchanges that the function has dropped."""
-    check(gpu, heat(gpu))
-    gc.collect()
-    before = gpu.live_bytes
-    for _ in range(3):
-        check(gpu, heat(gpu))
-        gc.collect()
-        assert gpu.live_bytes == before
-
-
 # --- several fields in one exchange
 
 
@@ -115,19 +89,6 @@ def crossed(u, v, out):
     out.v[...] = v[1:-1, 1:-1] - 0.3 * u[2:, 1:-1] - 0.4 * u[1:-1, :-2]
 
 
-def crossed_on(gpu):
-    """The same on the device."""
-
-    def run(u, v, out):
-        host = SimpleNamespace(u=out.u.values, v=out.v.values)
-        gpu.run(
-            gpu.current[-1].name, "the function", lambda: crossed(u.values, v.values, host),
-            reads=[u, v], writes=[out.u, out.v],
-        )  # fmt: skip
-
-    return run
-
-
 @pytest.mark.parametrize("chunks", [CHUNKS, ((3, 4, 5), (10,))], ids=["scattered", "contiguous"])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"capture": True}], ids=str)
 @pytest.mark.parametrize(
@@ -135,11 +96,8 @@ def crossed_on(gpu):
 )  # fmt: skip
 def test_several_fields_share_a_window(gpu, opened, ranks, has_windows, options, chunks):
     inputs = [X, X[::-1] * 2]
-    fields = {
-        name: on_gpu(gpu, da.from_array(x, chunks=chunks))
-        for name, x in zip("uv", inputs, strict=True)
-    }
-    y = iterate(crossed_on(gpu), fields, 1, 9, ranks=ranks, boundary="periodic", **options)
+    u, v = (on_gpu(gpu, da.from_array(x, chunks=chunks)) for x in inputs)
+    y = iterate(kernel(gpu, crossed), {"u": u, "v": v}, 1, 9, ranks=ranks, **options)
     results = run_section(gpu, y["u"], inputs, device=partial(Gpu, has_windows=has_windows))
     u, v = inputs
     for _ in range(9):

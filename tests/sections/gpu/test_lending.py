@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from functools import partial
-
 import numpy as np
 
 from dask_p2p.plans import Fill, Piece
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.gpu.device import Gpu
-from tests.sections.gangs import connections_of, run_gang
+from tests.sections.emulated import run_on_gpus
+from tests.sections.gangs import connections_of
 from tests.support import tune
 
 RANKS = RankGrid(((1, 1, 1),), (3,))
@@ -27,11 +24,8 @@ OWN = [Piece(0, ((0, ROWS), (9, 15)), ((16, 22), (0, ROWS)))]
 
 
 def values_of(rank, round_number):
-    return (
-        np.arange(ROWS * WIDTH, dtype=float).reshape(ROWS, WIDTH)
-        + 1000 * rank
-        + 10_000 * round_number
-    )
+    first = 1000.0 * rank + 10_000 * round_number
+    return np.arange(first, first + ROWS * WIDTH).reshape(ROWS, WIDTH)
 
 
 def expected(rank, source_rank, round_number):
@@ -45,13 +39,10 @@ def expected(rank, source_rank, round_number):
 
 
 def run(gpu, function, **kwargs):
-    def rank_attempt(ctx):
-        with ctx.device.running([]):
-            function(ctx, ctx.device.lending(connections_of(ctx)))
+    def with_lending(ctx):
+        function(ctx, ctx.device.lending(connections_of(ctx)))
 
-    run_gang(RANKS, rank_attempt, device=partial(Gpu, part_bytes=512, **kwargs))
-    gc.collect()
-    gpu.check()
+    run_on_gpus(gpu, RANKS, with_lending, part_bytes=512, **kwargs)
 
 
 def exchanged(gpu, ctx, lending, source, round_number, to, source_rank):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from functools import partial
 
@@ -14,12 +13,13 @@ from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.gpu import messages as module
 from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import PeerMemory
-from tests.sections.gangs import connections_of, run_gang
+from tests.sections.emulated import run_on_gpus
+from tests.sections.gangs import connections_of
 from tests.sections.gpu.test_regions import overwritten
 from tests.simulation.streams import Array
 from tests.support import BOUND_S, tune
 
-RANKS = RankGrid(((1, 1, 1),), (3,))
+RANKS, PAIR = (RankGrid(((1,) * size,), (size,)) for size in (3, 2))
 SHAPE = 6, 8
 
 
@@ -40,17 +40,6 @@ def downloads(monkeypatch):
 
     monkeypatch.setattr(Gpu, "to_host", noted)
     return copied_arrays
-
-
-def run(gpu, function, **kwargs):
-    def rank_attempt(ctx):
-        with ctx.device.running([]):
-            return function(ctx)
-
-    results = run_gang(RANKS, rank_attempt, device=partial(Gpu, **kwargs))
-    gc.collect()
-    gpu.check()
-    return results
 
 
 def values_of(rank, round_number=0):
@@ -85,7 +74,7 @@ def check_around(received_array):
 @pytest.mark.parametrize("has_out", [False, True])
 def test_arrays_go_from_gpu_to_gpu(gpu, downloads, has_out):
     """The sender writes into its array as soon as the call has returned."""
-    check_around(run(gpu, lambda ctx: around(gpu, ctx, has_out=has_out)))
+    check_around(run_on_gpus(gpu, RANKS, lambda ctx: around(gpu, ctx, has_out=has_out)))
     assert not downloads
 
 
@@ -105,7 +94,7 @@ def _unopened(monkeypatch):
 @pytest.mark.usefixtures("_unopened")
 def test_a_sender_that_cannot_open_events_needs_none(gpu, downloads):
     """The receiver's host waits for its copies then, in each message."""
-    check_around(run(gpu, partial(around, gpu)))
+    check_around(run_on_gpus(gpu, RANKS, partial(around, gpu)))
     assert not downloads
 
 
@@ -145,7 +134,7 @@ def test_values_of_several_arrays(gpu, downloads):
             np.testing.assert_array_equal(gpu.read(array), original)
         assert received["f"].flags.f_contiguous
 
-    run(gpu, program)
+    run_on_gpus(gpu, RANKS, program)
     assert not downloads
 
 
@@ -163,7 +152,7 @@ def test_unreadable_arrays_are_sent(gpu, monkeypatch, downloads, refuses, has_ou
         monkeypatch.setattr(module, "OwnEvents", fail)
     windows = refuses != "windows"
     program = partial(around, gpu, turns=2, has_out=has_out)
-    check_around(run(gpu, program, has_windows=windows))
+    check_around(run_on_gpus(gpu, RANKS, program, has_windows=windows))
     assert len(downloads) == 6
 
 
@@ -180,22 +169,18 @@ def test_a_sender_that_has_returned(gpu, monkeypatch, downloads):
 
     monkeypatch.setattr(module, "PeerMemory", noted)
 
-    def rank_attempt(ctx):
-        with ctx.device.running([]):
-            if ctx.rank == 0:
-                for round_number in range(2):
-                    ctx.isend(gpu.written(values_of(0, round_number)), 1)
-            if ctx.rank == 1:
-                events.append(returned.wait(BOUND_S))
-                received = ctx.recv(0), ctx.recv(0)
-                ctx.device.stream.synchronize()
-                return [*map(gpu.read, received)]
-        returned.set()
+    def program(ctx):
+        if ctx.rank == 1:
+            events.append(returned.wait(BOUND_S))
+            received = ctx.recv(0), ctx.recv(0)
+            ctx.device.stream.synchronize()
+            return [*map(gpu.read, received)]
+        for round_number in range(2):
+            ctx.isend(gpu.written(values_of(0, round_number)), 1)
+        ctx.device.closing.insert(0, returned.set)  # called last
         return []
 
-    received = run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)[1]
-    gc.collect()
-    gpu.check()
+    received = run_on_gpus(gpu, PAIR, program)[1]
     assert (events, opened) == ([True], [1])
     for round_number, array in enumerate(received):
         np.testing.assert_array_equal(array, values_of(0, round_number))
@@ -207,15 +192,15 @@ def test_a_receiver_that_has_returned_opens_nothing(gpu, monkeypatch):
     opened, returned = [], threading.Event()
     monkeypatch.setattr(module, "PeerMemory", lambda *args: opened.append(args))
 
-    def rank_attempt(ctx):
-        with ctx.device.running([]):
-            if ctx.rank == 0:
-                assert returned.wait(BOUND_S)
-                ctx.isend(gpu.written(values_of(0)), 1)
-        returned.set()
+    def program(ctx):
+        if ctx.rank == 0:
+            assert returned.wait(BOUND_S)
+            ctx.isend(gpu.written(values_of(0)), 1)
+        else:
+            ctx.device.closing.insert(0, returned.set)  # called last
 
     with pytest.raises(SectionError, match="expected rank 1 to receive all messages"):
-        run_gang(RankGrid(((1, 1),), (2,)), rank_attempt, device=Gpu)
+        run_on_gpus(gpu, PAIR, program)
     assert not opened
 
 
@@ -232,7 +217,7 @@ def test_messages_of_communicators_and_collective_calls(gpu, downloads):
             np.testing.assert_array_equal(gpu.read(part), values_of(rank, ctx.rank))
         np.testing.assert_array_equal(gpu.read(received), values_of(before))
 
-    run(gpu, program)
+    run_on_gpus(gpu, RANKS, program)
     assert not downloads
 
 
@@ -248,7 +233,7 @@ def test_sums_of_all_ranks_stay_on_gpus(gpu, monkeypatch, downloads, op, parted_
 
     addends = [values_of(0), -values_of(1), values_of(2)]
     expected = addends[0] + addends[1] + addends[2] if op == "sum" else np.maximum.reduce(addends)
-    for rank, (sums, addend) in enumerate(run(gpu, program)):
+    for rank, (sums, addend) in enumerate(run_on_gpus(gpu, RANKS, program)):
         np.testing.assert_array_equal(sums, [expected] * 3)
         np.testing.assert_array_equal(addend, addends[rank])
     assert bool(downloads) == (parted_bytes > 256), "small arrays go through the host"

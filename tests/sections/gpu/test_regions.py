@@ -17,14 +17,13 @@ from dask_p2p.geometry import block_bounds, box_slices, split_evenly
 from dask_p2p.plans.ranks import ORDERS, Exchange, RankGrid
 from dask_p2p.sections.exchange.redistribution import MOST_PIECES, Partitions, Pieces
 from dask_p2p.sections.exchange.regions import ExchangeCall, RegionExchange
-from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import cuda_ipc
-from tests.sections.emulated import emulated_gpu, with_ucx
+from tests.sections.emulated import emulated_gpu, run_on_gpus, with_ucx
 from tests.sections.exchange.test_redistribution import cases
-from tests.sections.gangs import connections_of, run_gang
+from tests.sections.gangs import connections_of
 from tests.simulation.streams import Event, drop_queue_slots
 from tests.support import pairwise, tune
 
@@ -70,13 +69,10 @@ def overwritten(gpu, array, values):
 def run(gpu, ranks, function, part_bytes=PART_BYTES, **kwargs):
     """Call a function of a context and its local block of `X` on each rank, as sections do."""
 
-    def rank_attempt(ctx):
-        with ctx.device.running([]):
-            function(ctx, X[box_slices(ctx.box)])
+    def with_local_block(ctx):
+        function(ctx, X[box_slices(ctx.box)])
 
-    run_gang(ranks, rank_attempt, device=partial(Gpu, part_bytes=part_bytes, **kwargs))
-    gc.collect()
-    gpu.check()
+    run_on_gpus(gpu, ranks, with_local_block, part_bytes=part_bytes, **kwargs)
 
 
 def there_and_back(gpu, ctx, local_block, times=2, **kwargs):
@@ -145,21 +141,16 @@ def test_any_partition_of_any_array(window_bytes, case, permuted, part_bytes, dt
     order = {"axes": axes} if permuted else {}
 
     def to_another(gpu, ctx):
-        with ctx.device.running([]):
-            for _ in range(3):  # through all slots of windows
-                a = filled(gpu, x[box_slices(ctx.box_of(partition))])
-                b = ctx.redistribute(a, new_partition or [0], partition, **order)
-                overwritten(gpu, a, 1)
-                assert np.array_equal(
-                    b.get(), y[box_slices(ctx.box_of(new_partition or [0], y.shape))]
-                )
+        for _ in range(3):  # through all slots of windows
+            a = filled(gpu, x[box_slices(ctx.box_of(partition))])
+            b = ctx.redistribute(a, new_partition or [0], partition, **order)
+            overwritten(gpu, a, 1)
+            assert np.array_equal(b.get(), y[box_slices(ctx.box_of(new_partition or [0], y.shape))])
 
     with pytest.MonkeyPatch.context() as patched:
         tune(patched, window_bytes=window_bytes)
         gpu = emulated_gpu(patched)
-        run_gang(ranks, partial(to_another, gpu), device=partial(Gpu, part_bytes=part_bytes))
-        gc.collect()
-        gpu.check()
+        run_on_gpus(gpu, ranks, partial(to_another, gpu), part_bytes=part_bytes)
 
 
 @pytest.mark.parametrize("window_bytes", [0, 2**26])

@@ -67,31 +67,25 @@ def test_what_keeps_it_from_being_read_is_named(calls, monkeypatch):
 
 
 @pytest.fixture
-def other_process(sleeper):
-    """The process of another rank, until it is killed."""
-    return sleeper
-
-
-@pytest.fixture
-def descriptor(calls, monkeypatch, other_process):
+def descriptor(calls, monkeypatch, sleeper):
     """The descriptor of that rank, with two events."""
     this_peer = Peer.describe_self("gpu")
-    other_peer = replace(this_peer, pid=other_process.pid, process=f"process-{other_process.pid}")
+    other_peer = replace(this_peer, pid=sleeper.pid, process=f"process-{sleeper.pid}")
     with monkeypatch.context() as patch:
         patch.setattr(Peer, "describe_self", lambda memory_proof: other_peer)
         return OwnEvents(Gpu(), 2).descriptor(0)
 
 
-def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, other_process):
+def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, sleeper):
     """And no more of it is mapped."""
     memory, later_memory = (PeerMemory(Gpu(), descriptor) for _ in range(2))
     memory.mapped(handle(1, 5000), 100)
     memory.close()
     assert calls == ["01"], "the next section need not map it"
-    other_process.kill()
+    sleeper.kill()
     wait_until(lambda: calls == ["01", "closed"])
     wait_until(lambda: later_memory.has_ended)
-    with pytest.raises(TransferError, match=f"process {other_process.pid} has ended"):
+    with pytest.raises(TransferError, match=f"process {sleeper.pid} has ended"):
         later_memory.mapped(handle(1, 5000), 100)
     later_memory.close()
     assert calls == ["01", "closed"]
@@ -99,7 +93,7 @@ def test_memory_of_a_rank_is_closed_when_its_process_ends(calls, descriptor, oth
 
 @pytest.mark.parametrize("stream_name", ["stream", "copies", "queue"])
 def test_memory_that_the_gpu_still_reads_is_closed_after_that(
-    monkeypatch, calls, descriptor, other_process, stream_name
+    monkeypatch, calls, descriptor, sleeper, stream_name
 ):
     """While the rank's function runs: it may notice the end late."""
     gpu = Gpu()
@@ -114,7 +108,7 @@ def test_memory_that_the_gpu_still_reads_is_closed_after_that(
             return 600 if stream in working else 0
 
         monkeypatch.setattr(gpu.module.cuda.runtime, "streamQuery", query)
-        other_process.kill()
+        sleeper.kill()
         wait_until(lambda: queried.count(busy.ptr) > 2)
         assert calls == ["01"]
         with pytest.raises(AttemptEndedError), gpu.reading:
@@ -151,9 +145,7 @@ class Waiting:
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_waits_for_a_process_that_ends_end_too(
-    monkeypatch, calls, descriptor, other_process, has_ended
-):
+def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, sleeper, has_ended):
     """Also before this process has noticed that the attempt has ended."""
     gpu = Gpu(SimpleNamespace(has_ended=has_ended, is_alone=True))
     with gpu.running([]):
@@ -163,7 +155,7 @@ def test_waits_for_a_process_that_ends_end_too(
         memory.mapped(handle(1, 5000), 100)
         memory.wait(gpu.stream, 0)
         waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
-        other_process.kill()
+        sleeper.kill()
         with pytest.raises(AttemptEndedError):
             gpu.wait()
         assert waiting.is_done
@@ -173,7 +165,7 @@ def test_waits_for_a_process_that_ends_end_too(
     wait_until(lambda: calls == ["01", "closed"])
 
 
-def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other_process):
+def test_waits_that_do_not_end(monkeypatch, calls, descriptor, sleeper):
     """The worker leaves immediately: until then the memory of the dead process is in use."""
     gpu = Gpu(SimpleNamespace(has_ended=True, is_alone=True))
 
@@ -182,9 +174,9 @@ def test_waits_that_do_not_end(monkeypatch, calls, descriptor, other_process):
             memory = PeerMemory(gpu, descriptor)
             gpu.peers.append(memory)
             Waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
-            other_process.kill()
+            sleeper.kill()
 
     with pytest.raises(
-        DeviceLostError, match=f"an event of process {other_process.pid}, which has ended"
+        DeviceLostError, match=f"an event of process {sleeper.pid}, which has ended"
     ):
         work()

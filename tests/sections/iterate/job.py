@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
 
 import dask
 import numpy as np
@@ -31,15 +30,13 @@ from tests.sections.iterate.test_coupled import react
 CHUNKS = {4: ((8, 8, 8), (10, 10)), 2: ((12, 12), (20,)), 3: ((6, 6, 6, 6), (5, 5, 5, 5))}
 EVERY_FRAME, EVERY_CHECKPOINT = 3, 4
 
-Block = np.ndarray[Any, Any]
 
-
-def by_iterate(ranks: int, steps: int, options: dict[str, Any]) -> Any:
+def by_iterate(ranks, steps, options):
     """Return the fields after a number of steps, and the mass after each."""
     return iterate(react, fields(CHUNKS[ranks]), 1, steps, record=MASS, ranks=ranks, **options)
 
 
-def by_steps(ranks: int, steps: int, options: dict[str, Any]) -> Any:
+def by_steps(ranks, steps, options):
     """Return the fields by a loop of `spmd`, and the sum of the masses after all steps."""
     arrays = fields(CHUNKS[ranks])
     outputs = {"u": LocalBlock(), "v": LocalBlock(), "mass": Same(0.0)}
@@ -47,9 +44,7 @@ def by_steps(ranks: int, steps: int, options: dict[str, Any]) -> Any:
     return spmd(loop, arrays["u"], arrays["v"], **keywords)
 
 
-def loop(
-    ctx: Any, u: Block, v: Block, steps: int, options: dict[str, Any]
-) -> dict[str, Block | float]:
+def loop(ctx, u, v, steps, options):
     """Make the steps of one rank."""
     s = ctx.state(u=u, v=v, mass=0.0, made=0)
     for step in ctx.steps(steps, s, every=5, **options):
@@ -64,14 +59,14 @@ def loop(
 PROGRAMS = {"iterate": by_iterate, "steps": by_steps}
 
 
-async def scheduler(folder: Path) -> None:
+async def scheduler(folder):
     """Run a scheduler."""
     options = {"scheduler_file": str(folder / "scheduler.json"), "dashboard": False, "port": 0}
     async with Scheduler(**options) as scheduler_process:
         await scheduler_process.finished()
 
 
-async def worker(folder: Path) -> None:
+async def worker(folder):
     """Run a worker, as soon as the scheduler has an address."""
     while not (folder / "scheduler.json").exists():
         await asyncio.sleep(0.01)
@@ -80,7 +75,7 @@ async def worker(folder: Path) -> None:
         await dask_worker.finished()
 
 
-def client(folder: Path, program: str, ranks: int, steps: int) -> None:
+def client(folder, program, ranks, steps):
     """Compute the fields after a number of steps, by one of the programs."""
     while not (folder / "scheduler.json").exists():
         time.sleep(0.01)
@@ -95,7 +90,7 @@ def client(folder: Path, program: str, ranks: int, steps: int) -> None:
         os.replace(folder / "result.part.npz", folder / "result.npz")
 
 
-def forked(work, *args) -> int:
+def forked(work, *args):
     """Return the process that does some work."""
     if pid := os.fork():
         return pid
@@ -114,10 +109,9 @@ def forked(work, *args) -> int:
         os._exit(status)
 
 
-def main() -> None:
+def main():
     """Fork the processes of jobs."""
-    pids: list[int] = []
-    where = Path()
+    pids, where = [], Path()
     for line in sys.stdin:
         if line.strip() == "wait":
             reply = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

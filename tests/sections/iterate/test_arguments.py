@@ -9,11 +9,10 @@ import pytest
 
 from dask_p2p import Checkpoint, Field, LocalBlock, Points, Record, Save, iterate, spmd
 from dask_p2p.errors import InputError
+from tests.sections.context.test_context import OTHERS
 from tests.sections.emulated import on_gpu, run_section
 
 X = da.ones((8, 6), chunks=(4, 3))
-#: Values that Python compares, iterates or hashes in different ways.
-OTHERS = [1.5, object(), np.zeros(2), ["x", None], {"a": 1}, lambda: 1, 1j]
 
 
 def halved(u):

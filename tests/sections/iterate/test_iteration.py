@@ -8,12 +8,7 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-
-X = np.arange(24.0).reshape(6, 4)
-
-
-def array(x=X):
-    return da.from_array(x, chunks=(3, 2))
+from tests.sections.api.test_arguments import X, array
 
 
 def computed(y):

@@ -113,6 +113,11 @@ def at_any_moment(folder, before):
     return before["looks"] < 0
 
 
+def assert_same(arrays, state):
+    for name in "uv":
+        assert np.array_equal(arrays[name], state[name]), name
+
+
 def compared(folder, states):
     """Compare all that the stores call complete with the states after each step."""
     if (folder / "frames" / "zarr.json").exists():
@@ -120,17 +125,14 @@ def compared(folder, states):
         count = group.attrs.get("frames", 0)
         for frame in range(count):
             step = EVERY_FRAME * (frame + 1)
-            for name in "uv":
-                assert np.array_equal(group[name][frame], states[step][name]), (name, frame)
+            assert_same({name: group[name][frame] for name in "uv"}, states[step])
             if "made" in group:
                 assert group["made"][frame] == step
     for marker in names(folder / "states"):
         if marker.endswith(".complete"):
             name = marker.removesuffix(".complete")
             group = zarr.open(folder / "states" / name, mode="r")
-            expected = states[int(name.removeprefix("step-"))]
-            assert np.array_equal(group["u"][...], expected["u"])
-            assert np.array_equal(group["v"][...], expected["v"])
+            assert_same(group, states[int(name.removeprefix("step-"))])
 
 
 def begun(jobs, folder, *stage):
@@ -175,8 +177,7 @@ def finished(jobs, folder, program, stage, draw, states):
         time.sleep(_LOOK_S)
     assert jobs.kill(random.Random(0)) == 0
     mass_of_run, (_, steps) = np.load(result), stage
-    assert np.array_equal(mass_of_run["u"], states[steps]["u"])
-    assert np.array_equal(mass_of_run["v"], states[steps]["v"])
+    assert_same(mass_of_run, states[steps])
     mass = [state["u"].sum() for state in states[1 : steps + 1]]
     expected = mass if program == "iterate" else sum(mass)
     np.testing.assert_allclose(mass_of_run["mass"], expected, rtol=1e-13)

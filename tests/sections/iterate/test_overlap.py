@@ -18,6 +18,7 @@ from tests.support import tune
 
 #: Workers in this process, which fixtures can change.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
+pytestmark = pytest.mark.usefixtures("client")
 
 
 def uses_length(u, out):
@@ -50,11 +51,6 @@ def cached():
         return new
 
     return fill
-
-
-@pytest.fixture(autouse=True)
-def cluster_of_workers(client):
-    pass
 
 
 @pytest.fixture
@@ -126,10 +122,7 @@ def test_by_default_functions_that_round_parts_otherwise_compute_whole_blocks(fa
     assert boxes[-2:] == [(12, 5)] * 2
 
 
-@pytest.mark.parametrize(
-    "make",
-    [counter, lambda: uses_length, lambda: uses_mean],
-)
+@pytest.mark.parametrize("make", [counter, lambda: uses_length, lambda: uses_mean])
 def test_functions_that_compute_parts_otherwise_are_refused(make):
     with pytest.raises(InputError, match="overlap=True: expected a function that computes parts"):
         in_ranks(make(), 4, overlap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import partial
+from types import SimpleNamespace
 
 import dask.array as da
 import numpy as np
@@ -11,19 +12,14 @@ import pytest
 
 from dask_p2p import Checkpoint, Field, Record, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError, P2PWarning
-from dask_p2p.geometry import box_slices
+from dask_p2p.sections.exchange.device import HOST as HOST_MEMORY
 from dask_p2p.sections.iterate.iteration import VisitPlan
-from tests.sections.emulated import kernel, rank_tasks
+from tests.sections.emulated import kernel, rank_tasks, run_section
 from tests.sections.gangs import run_gang
+from tests.sections.iterate.test_iterate import X, array
 from tests.simulation.streams import HOST
 
-X = np.random.default_rng(0).normal(size=(24, 30))
-CHUNKS = (5, 7, 4, 8), (14, 16)
 ENDS = "periodic", "reflect", "nearest", "odd", 0.5, ("nearest", 0.5)
-
-
-def array(x=X, chunks=CHUNKS):
-    return da.from_array(x, chunks=chunks)
 
 
 def star(u, out):
@@ -63,20 +59,10 @@ def computed(*results):
 
 def of_ranks(y, inputs):
     """The values of a section whose ranks are threads here."""
-    task = rank_tasks(y)[0]
-    ranks, body = task.args[2], task.body
-    outputs = [np.full(inputs[0].shape, np.nan) for _ in inputs]
-
-    def function(ctx):
-        place = box_slices(ctx.box)
-        boxes = [box_slices(box) for _, box in ranks.blocks(ctx.rank)]
-        results = body(ctx, *([x[place][box] for box in boxes] for x in inputs))
-        for output, blocks in zip(outputs, results, strict=True):
-            for box, block in zip(boxes, blocks, strict=True):
-                output[place][box] = block
-
-    run_gang(ranks, function)
-    return outputs
+    memory = SimpleNamespace(
+        stream=lambda: None, written=lambda block, stream: block, read=np.array, check=lambda: None
+    )
+    return run_section(memory, y, inputs, device=lambda connections: HOST_MEMORY)
 
 
 @pytest.mark.parametrize("boundary", ENDS)
@@ -142,34 +128,25 @@ def test_random_cases(request, seed, is_on_gpu):
     options = {"boundary": boundary, "constants": {"c": Field(of_points, depth=0)}, "ranks": 1}
     fields = {"u": Field(levels, depth=[depth, 0])}
     (expected,) = computed(iterate(step, fields, 0, 7, **options))
-    visit, rows = int(rng.integers(1, 4)), int(rng.integers(1, 6))
-    sizes = {"steps_per_visit": visit, "slab_rows": [None, rows][int(rng.integers(2))]}
+    sizes = {
+        "steps_per_visit": [None, 1, 2, 3, 3][rng.integers(5)],
+        "slab_rows": [None, None, None, *range(1, 6)][rng.integers(8)],
+    }
+    gpu = request.getfixturevalue("gpu") if is_on_gpu else None
     if is_on_gpu:
-        fill = kernel(request.getfixturevalue("gpu"), fill)
+        fill = kernel(gpu, fill)
         options["boundary"] = {a: opposite if b == "odd" else b for a, b in boundary.items()}
     (result,) = computed(streamed(step, fields, 0, 7, **sizes, **options))
     for level, values in zip(result["u"], expected["u"], strict=True):
         assert np.array_equal(level, values)
+    if is_on_gpu:
+        gpu.check()
+        assert gpu.pageable_copies == 0
 
 
 def opposite(rim, inside, at):
     """Halos of a visit are filled on the host, those of its steps on the GPU."""
     rim[...] = inside.apply(np.negative) if hasattr(inside, "apply") else -inside
-
-
-@pytest.mark.parametrize("boundary", ["periodic", "reflect", "odd", 0.5])
-@pytest.mark.parametrize("sizes", [(1, 4), (2, 3), (3, 6), (3, None), (None, 2), (None, None)])
-def test_values_of_an_emulated_gpu(gpu, boundary, sizes):
-    expected = iterate(star, array(), 1, 7, boundary=boundary, ranks=1)
-    (values,) = computed(expected.map_blocks(np.asarray))
-    ends = opposite if boundary == "odd" else boundary
-    y = streamed(
-        kernel(gpu, star), array(), 1, 7, boundary=ends, ranks=1,
-        steps_per_visit=sizes[0], slab_rows=sizes[1],
-    )  # fmt: skip
-    assert np.array_equal(computed(y)[0], values)
-    gpu.check()
-    assert gpu.pageable_copies == 0
 
 
 @pytest.mark.parametrize("refused", [0, 1])
@@ -289,44 +266,35 @@ def test_records_frames_and_checkpoints(tmp_path):
     assert np.array_equal(*computed(*frames))
 
 
-@pytest.mark.parametrize(
-    ("match", "options"),
-    [
-        ("on_gpu: expected None", {"on_gpu": "all"}),
-        ("on_gpu='stream', or", {"on_gpu": None, "slab_rows": 2}),
-        ("at least 1, got steps_per_visit=0", {"steps_per_visit": 0}),
-        ("steps one by one", {"capture": True}),
-        ("no overlap", {"overlap": True}),
-        ("corners=False", {"corners": False}),
-        ("as_library='torch'", {"as_library": "torch"}),
-        ("dask_p2p.Field", {"constants": (array(),)}),
-    ],
-)
-def test_refused_options(match, options):
-    def step(u, *constants, out):
-        pass
-
-    with pytest.raises(InputError, match=match):
-        iterate(step, array(), 1, 4, **{"on_gpu": "stream", **options})
+def unused(u, *constants, out):
+    pass
 
 
 OLDER = Field([array(), array()], depth=1, boundary=opposite)
 
 
 @pytest.mark.parametrize(
-    ("match", "step", "fields"),
+    ("match", "step", "fields", "options"),
     [
-        ("several phases", [lambda u: {"u": u}] * 2, {"u": 0}),
-        ("got a number", lambda u, t: {"u": u, "t": t}, {"u": 0, "t": 1.0}),
-        ("'at'", lambda u, at: {"u": u}, {"u": 0}),
-        ("newest time level", lambda u, v: {"u": u}, {"u": 0, "v": OLDER}),
-        ("all periodic", lambda u, v: {"u": u}, {"u": 0, "v": Field(array(), boundary=0.0)}),
+        ("on_gpu: expected None", unused, None, {"on_gpu": "all"}),
+        ("on_gpu='stream', or", unused, None, {"on_gpu": None, "slab_rows": 2}),
+        ("at least 1, got steps_per_visit=0", unused, None, {"steps_per_visit": 0}),
+        ("steps one by one", unused, None, {"capture": True}),
+        ("no overlap", unused, None, {"overlap": True}),
+        ("corners=False", unused, None, {"corners": False}),
+        ("as_library='torch'", unused, None, {"as_library": "torch"}),
+        ("dask_p2p.Field", unused, None, {"constants": (array(),)}),
+        ("several phases", [lambda u: {"u": u}] * 2, {}, {}),
+        ("got a number", lambda u, t: {"u": u, "t": t}, {"t": 1.0}, {}),
+        ("'at'", lambda u, at: {"u": u}, {}, {}),
+        ("newest time level", lambda u, v: {"u": u}, {"v": OLDER}, {}),
+        ("all periodic", lambda u, v: {"u": u}, {"v": Field(array(), boundary=0.0)}, {}),
     ],
 )
-def test_refused_functions(match, step, fields):
-    fields = {**fields, "u": array()}
+def test_refused_options_and_functions(match, step, fields, options):
+    fields = array() if fields is None else {"u": array(), **fields}
     with pytest.raises(InputError, match=match):
-        streamed(step, fields, 1, 4)
+        iterate(step, fields, 1, 4, **{"on_gpu": "stream", **options})
 
 
 def test_visit_longer_than_an_axis():

@@ -56,8 +56,8 @@ def swap(payload, into=None):
     """Return a function for two ranks that sends bytes both ways."""
 
     def exchange(rank, connections):
-        other = 1 - rank
-        return connections.exchange("swap", {other: payload}, {other: into and into[rank]})[other]
+        far = 1 - rank
+        return connections.exchange("swap", {far: payload}, {far: into and into[rank]})[far]
 
     return exchange
 
@@ -136,10 +136,10 @@ def test_a_worker_that_closes_ends_the_attempt(pair, messengers, sends):
     messengers[0].close()
 
     def exchange(rank, connections):
-        other = 1 - rank
+        far = 1 - rank
         if sends == (rank == 0):
-            return connections.exchange("large", {other: LARGE}, {})
-        return connections.exchange("large", {}, {other: bytearray(len(LARGE))})
+            return connections.exchange("large", {far: LARGE}, {})
+        return connections.exchange("large", {}, {far: bytearray(len(LARGE))})
 
     closing, _ = pair.begin(exchange)
     error = closing.exception(BOUND_S)

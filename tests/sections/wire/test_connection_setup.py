@@ -15,7 +15,7 @@ import pytest
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire import endpoint
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from tests.sections.wire.support import TCP, Gang, tls
+from tests.sections.wire.support import TCP, Gang, swap, tls
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
@@ -53,11 +53,8 @@ def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, retur
 def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
     """A peer connects while the rank does not poll, and finalizes before the rank polls again."""
     late, calls = gang.connections[2], itertools.count()
-    exchange_late, has_polled, root_has_returned = (
-        late.exchange,
-        threading.Event(),
-        threading.Event(),
-    )
+    exchange_late, has_polled = late.exchange, threading.Event()
+    root_has_returned = threading.Event()
 
     def exchange_once(*call):
         payloads = exchange_late(*call)
@@ -101,8 +98,7 @@ def test_ranks_connect_among_many_silent_connections(request, host):
         before = len(os.listdir("/proc/self/fd"))
 
         def exchange(rank, connections):
-            payloads = connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})
-            return bytes(payloads[1 - rank]), len(os.listdir("/proc/self/fd"))
+            return swap(rank, connections), len(os.listdir("/proc/self/fd"))
 
         for payload, opened in gang.run(exchange):
             assert payload == b"abc"
@@ -145,12 +141,6 @@ def test_connections_without_tokens_of_the_gang_are_closed(gang):
                 futures = gang.begin(swap)
                 assert [future.result(BOUND_S) for future in futures[:2]] == [b"abc", b"abc"]
                 assert is_closed(peer_socket)
-
-
-def swap(rank, connections):
-    if rank < 2:
-        return bytes(connections.exchange("x", {1 - rank: b"abc"}, {1 - rank: None})[1 - rank])
-    return None
 
 
 @pytest.mark.parametrize("gang", ["one process", "one host", "tcp", "tls"], indirect=True)

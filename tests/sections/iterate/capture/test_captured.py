@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import dask.array as da
@@ -18,42 +19,34 @@ from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.gpu.windows import DeviceBarrier
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.emulated import kernel, on_gpu, run_section
-from tests.sections.iterate.test_iterate import reference, star
+from tests.sections.gpu.stars import X, check
+from tests.sections.iterate.test_iterate import star
 from tests.support import tune
-
-X = np.random.default_rng(0).normal(size=(12, 10))
-CHUNKS = ((3, 4, 5), (6, 4))
-
-
-def check(gpu, function, x, depth, steps, boundary="periodic", ranks=4, device=Gpu, **kwargs):
-    a = on_gpu(gpu, da.from_array(x, chunks=CHUNKS))
-    y = iterate(
-        kernel(gpu, function), a, depth, steps, boundary=boundary, ranks=ranks,
-        capture=True, **kwargs,
-    )  # fmt: skip
-    (result,) = run_section(gpu, y, [x], device=device)
-    assert np.array_equal(result, reference(function, [x], depth, steps, boundary)[0])
-    gc.collect()
-    gpu.check()
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 7, 10])
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_steps(gpu, replayed, ranks, steps):
-    check(gpu, star, X, 1, steps, ranks=ranks)
+    check(gpu, steps, ranks=ranks, capture=True)
     # The first four are done one by one, and the last one has no exchange behind it. A graph is
     # tried when it is made.
     assert len(replayed) == (ranks * (1 + (steps - 5) // 2) if steps > 6 else 0)
 
 
-@pytest.mark.parametrize("steps", [6, 7, 10])
-def test_interiors_during_exchanges(gpu, replayed, monkeypatch, steps):
-    tune(monkeypatch, graph_overlap_bytes=1)
+def noted_forks(monkeypatch):
+    """Return a list that gets an element for each fork of a captured stream."""
     forks, original = [], Gpu.on_side_stream
     monkeypatch.setattr(
         Gpu, "on_side_stream", lambda device: (forks.append(1), original(device))[1]
     )
-    check(gpu, star, X, 1, steps, overlap=True)
+    return forks
+
+
+@pytest.mark.parametrize("steps", [6, 7, 10])
+def test_interiors_during_exchanges(gpu, replayed, monkeypatch, steps):
+    tune(monkeypatch, graph_overlap_bytes=1)
+    forks = noted_forks(monkeypatch)
+    check(gpu, steps, overlap=True, capture=True)
     assert len(replayed) == (4 * (1 + (steps - 5) // 2) if steps > 6 else 0)
     assert len(forks) == (8 if steps > 6 else 0)  # two steps of a cycle
 
@@ -86,10 +79,8 @@ def test_a_function_that_allocates(gpu, replayed):
 def test_checkpoints_are_made_where_they_are_due(gpu, replayed):
     """Also checkpoints within a cycle; the one at its end comes after it."""
     states = mock.Mock(**{"read_state.return_value": (0, None)})
-    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
-    y = iterate(kernel(gpu, star), a, 1, 15, ranks=4, capture=True, checkpoint_every=5)
-    (result,) = run_section(gpu, y, [X], device=Gpu, checkpoints=lambda *of_rank: states)
-    assert np.array_equal(result, reference(star, [X], 1, 15, "periodic")[0])
+    gang = {"checkpoints": lambda *of_rank: states}
+    check(gpu, 15, checkpoint_every=5, capture=True, gang=gang)
     assert sorted(call.args[0] for call in states.save.call_args_list) == [5] * 4 + [10] * 4
     assert len(replayed) == 4 * 5  # 2 to 4, 6 to 8, 8 to 10, 10 to 12, 12 to 14
 
@@ -98,7 +89,7 @@ def test_checkpoints_are_made_where_they_are_due(gpu, replayed):
 def test_ranks_that_need_messages_go_on_with_them(gpu, replayed, request, has_windows):
     if has_windows:  # but two of the four are on another host
         request.getfixturevalue("two_hosts")
-    check(gpu, star, X, 1, 9, device=partial(Gpu, has_windows=has_windows))
+    check(gpu, 9, device=partial(Gpu, has_windows=has_windows), capture=True)
     assert not replayed
 
 
@@ -128,10 +119,7 @@ def test_memory_may_go_while_steps_are_captured(gpu, replayed):
             thread_arrays.clear()
         apply(u, out=out)
 
-    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
-    y = iterate(loses, a, 1, 9, boundary="periodic", ranks=4, capture=True)
-    (result,) = run_section(gpu, y, [X])
-    assert np.array_equal(result, reference(star, [X], 1, 9, "periodic")[0])
+    check(gpu, 9, function=loses, capture=True)
     assert len(replayed) == 12
     assert not any(arrays_by_thread.values())
 
@@ -169,10 +157,7 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
     monkeypatch.setattr(runtime, "memsetAsync", noted)
     monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if ended.is_set() else 600)
 
-    class Ends:
-        has_ended, is_alone = False, True
-
-    connections = Ends()
+    connections = SimpleNamespace(has_ended=False, is_alone=True)
     device = Gpu(connections)
     threading.Timer(0.05, lambda: setattr(connections, "has_ended", True)).start()
     monkeypatch.setattr(

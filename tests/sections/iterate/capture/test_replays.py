@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+import os
 import threading
 
-import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import iterate
-from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import capture as overlap
 from dask_p2p.sections.iterate import capture as replays
 from dask_p2p.sections.iterate.capture import Overlap, Replays
-from tests.sections.emulated import kernel, on_gpu, run_section
-from tests.sections.iterate.capture.test_captured import CHUNKS, X
+from tests.sections.emulated import kernel
+from tests.sections.gpu.stars import X, check, compute
+from tests.sections.iterate.capture.test_captured import noted_forks
 from tests.sections.iterate.test_iterate import reference, star
 from tests.support import tune
 
 STEPS = 19
-SHARE_GPUS = Replays._share_gpus
 
 
 @pytest.fixture(autouse=True)
@@ -32,61 +29,33 @@ def few_steps(monkeypatch):
     tune(monkeypatch, capture_steps=10)
 
 
-def compute(gpu, function, ranks=4, steps=STEPS, boundary="periodic", **kwargs):
-    a = on_gpu(gpu, da.from_array(X, chunks=CHUNKS))
-    y = iterate(function, a, 1, steps, boundary=boundary, ranks=ranks, **kwargs)
-    (result,) = run_section(gpu, y, [X])
-    gc.collect()
-    gpu.check()
-    return result
+#: By name: tuning, options of `iterate`, and attributes that are patched.
+OTHER_STEPS = {
+    "few steps": ({"capture_steps": STEPS}, {}, ()),
+    "unknown code": ({}, {}, (replays, "is_replayable", lambda function: False)),
+    "a list": ({}, {"unused": [1]}, ()),
+    "overlap": ({}, {"overlap": True}, ()),
+    "large": ({"captured_bytes": 300}, {"overlap": False}, ()),
+    "one GPU": ({}, {}, (Replays, "_share_gpus", Replays._share_gpus)),
+    "always asked": ({}, {"until": bool}, ()),
+    "refused": ({}, {"capture": False}, ()),
+    "one connection": ({}, {}, (os, "environ", {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "1"})),
+}
 
 
-def expected(steps=STEPS, boundary="periodic"):
-    return reference(star, [X], 1, steps, boundary)[0]
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        "few steps",
-        "unknown code",
-        "a list",
-        "overlap",
-        "large",
-        "one GPU",
-        "always asked",
-        "refused",
-        "one connection",
-    ],
-)
+@pytest.mark.parametrize("how", OTHER_STEPS)
 def test_other_steps_are_not(gpu, replayed, monkeypatch, how):
-    options = {}
-    if how == "few steps":
-        tune(monkeypatch, capture_steps=STEPS)
-    elif how == "unknown code":
-        monkeypatch.setattr(replays, "is_replayable", lambda function: False)
-    elif how == "a list":
-        options["unused"] = [1]
-    elif how == "overlap":
-        options["overlap"] = True
-    elif how == "large":
-        tune(monkeypatch, captured_bytes=300)
-        options["overlap"] = False
-    elif how == "one GPU":
-        monkeypatch.setattr(Replays, "_share_gpus", SHARE_GPUS)
-    elif how == "one connection":
-        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    elif how == "refused":
-        options["capture"] = False
+    numbers, options, patched = OTHER_STEPS[how]
+    tune(monkeypatch, **numbers)
+    if patched:
+        monkeypatch.setattr(*patched)
     apply = kernel(gpu, star)
 
     def step(u, out, unused=None):
         apply(u, out=out)
         return 0.0 if how == "always asked" else None
 
-    if how == "always asked":
-        options["until"] = bool
-    assert np.array_equal(compute(gpu, step, **options), expected())
+    check(gpu, STEPS, function=step, **options)
     assert not replayed
 
 
@@ -97,21 +66,18 @@ def test_interiors_of_plain_functions_are_computed_during_exchanges(
     """Other exchanges are enqueued before the function."""
     monkeypatch.setattr(overlap, "is_replayable", lambda function: how != "unknown code")
     tune(monkeypatch, graph_overlap_bytes=2**20 if how == "small" else 1)
-    forks, compared, original, check = [], [], Gpu.on_side_stream, Overlap.check
+    forks, comparisons, compare = noted_forks(monkeypatch), [], Overlap.check
     monkeypatch.setattr(
-        Gpu, "on_side_stream", lambda device: (forks.append(1), original(device))[1]
-    )
-    monkeypatch.setattr(
-        Overlap, "check", lambda *arguments: (compared.append(1), check(*arguments))
+        Overlap, "check", lambda *arguments: (comparisons.append(1), compare(*arguments))
     )
     if how == "few steps":
         tune(monkeypatch, capture_steps=STEPS)
     options = {"overlap": False} if how == "refused" else {}
     if how == "unknown code":
         options["capture"] = True
-    assert np.array_equal(compute(gpu, kernel(gpu, star), **options), expected())
+    check(gpu, STEPS, **options)
     assert len(replayed) == (0 if how == "few steps" else 32)
-    assert len(compared) == 4 * (how == "plain")  # once on each rank
+    assert len(comparisons) == 4 * (how == "plain")  # once on each rank
     assert len(forks) == 8 * (how == "plain")
 
 
@@ -145,7 +111,7 @@ def test_steps_that_read_the_host_go_on_one_by_one(gpu, replayed, on, number):
     def condition(out):
         return is_meant(gpu) and (on == "all ranks" or out.shape == (3, 6))
 
-    assert np.array_equal(compute(gpu, reads_the_host(gpu, condition)), expected())
+    check(gpu, STEPS, function=reads_the_host(gpu, condition))
     assert not replayed
 
 
@@ -158,7 +124,7 @@ def test_graphs_with_other_results_are_dropped(gpu, replayed, on):
         if gpu.capture is not None and (on == "all ranks" or out.shape == (3, 6)):
             out[...] = 7.0
 
-    assert np.array_equal(compute(gpu, step), expected())
+    check(gpu, STEPS, function=step)
     assert len(replayed) == 4, "each graph was tried once"
 
 
@@ -167,6 +133,6 @@ def test_functions_of_a_boundary_are_called_in_each_step(gpu, replayed, capture)
     def rim(rim, inside, at):
         rim[...] = 0.5
 
-    result = compute(gpu, kernel(gpu, star), boundary=rim, capture=capture)
-    assert np.array_equal(result, expected(boundary=0.5))
+    (expected,) = reference(star, [X], 1, STEPS, 0.5)
+    assert np.array_equal(compute(gpu, STEPS, boundary=rim, capture=capture), expected)
     assert bool(replayed) == (capture is True)

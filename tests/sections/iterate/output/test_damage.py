@@ -18,6 +18,7 @@ import pytest
 
 from dask_p2p import Checkpoint, Save, iterate, spmd
 from dask_p2p.errors import FileError, InputError
+from tests.sections.iterate.output.test_stores import run_here
 from tests.support import BOUND_S, mostly_slow
 from tests.transports.loopback import wait_until
 
@@ -164,7 +165,7 @@ def test_all_files_are_on_the_disk_before_the_record(tmp_path, program, monkeypa
 def test_readers_of_damaged_frames_get_an_error(tmp_path, damage, dtype):
     fields = {"u": da.from_array((U * 100).astype(dtype), chunks=100)}
     save = Save(tmp_path, 1)
-    dask.compute(iterate(lambda u: u, fields, 0, 3, save=save, ranks=1), scheduler="sync")
+    run_here(lambda u: u, fields, 0, 3, save=save)
     files = [path for path in (tmp_path / "u").rglob("*") if path.is_file()]
     chunks = [path for path in files if not path.name.startswith((".", "zarr"))]
     draw = random.Random(0)

@@ -21,9 +21,11 @@ from dask_p2p.errors import (
     MissingPackageError,
     P2PWarning,
 )
-from tests.sections.iterate.output.test_stores import A, fields, states
+from dask_p2p.sections.iterate.output.frames import Frames
+from tests.sections.iterate.output.test_stores import A, fields, run_here, states
 from tests.sections.iterate.test_coupled import array, react
 from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -123,19 +125,25 @@ def test_other_computed_fields_are_compared_without_a_word(client, tmp_path, rec
     assert not [warning for warning in recwarn if issubclass(warning.category, P2PWarning)]
 
 
-def test_the_thread_writes_while_steps_go_on(tmp_path, late_writes):
+def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
     """The first frame is written when the second step has been made, and not by its thread."""
+    may_write, threads, write_part = threading.Event(), [], Frames.write_part
+
+    def wait_and_write(frames, written=0):
+        threads.append(threading.current_thread())
+        assert may_write.wait(BOUND_S)
+        write_part(frames, written)
 
     def step(u, at):
         if at.step == 1:
-            late_writes.may_write.set()
+            may_write.set()
         return u + 1
 
-    lazy = iterate(step, {"u": array(A, 8)}, 0, 4, save=Save(tmp_path, 1), ranks=1)
-    dask.compute(lazy, scheduler="sync")
+    monkeypatch.setattr(Frames, "write_part", wait_and_write)
+    run_here(step, {"u": array(A, 8)}, 0, 4, save=Save(tmp_path, 1))
     assert np.array_equal(frames_of(tmp_path)["u"], list(accumulate([1] * 4, initial=A))[1:])
-    assert len({*late_writes.threads}) == 1
-    assert late_writes.threads[0] not in threading.enumerate()
+    assert len({*threads}) == 1
+    assert threads[0] not in threading.enumerate()
 
 
 def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
@@ -164,21 +172,17 @@ def test_stores_at_urls(tmp_path):
     for url in (f"file://{tmp_path}/files", "memory://dask-p2p-test"):
         save, checkpoint = Save(f"{url}/frames", 2), Checkpoint(f"{url}/states", every=3, keep=1)
         for steps in (4, 9):
-            options = {"save": save, "checkpoint": checkpoint, "ranks": 1}
-            lazy_result = iterate(react, fields(), 1, steps, **options)
-            (result,) = dask.compute(lazy_result, scheduler="sync")
+            result = run_here(react, fields(), 1, steps, save=save, checkpoint=checkpoint)
             assert np.array_equal(result["u"], expected[steps]["u"])
         group = zarr.open_group(f"{url}/frames", mode="r")
         assert group.attrs["frames"] == 4
         for frame in range(4):
             assert np.array_equal(group["v"][frame], expected[2 * frame + 2]["v"])
-        again = iterate(react, fields(), 1, 9, save=Save(f"{url}/frames", 3), ranks=1)
         with pytest.raises(InputError, match="frames of the same fields"):
-            dask.compute(again, scheduler="sync")
+            run_here(react, fields(), 1, 9, save=Save(f"{url}/frames", 3))
         new = Checkpoint(f"{url}/states", every=3, resume=False)
-        again = iterate(react, fields(), 1, 9, checkpoint=new, ranks=1)
         with pytest.raises(InputError, match="because of resume=False"):
-            dask.compute(again, scheduler="sync")
+            run_here(react, fields(), 1, 9, checkpoint=new)
     assert {path.name for path in (tmp_path / "files" / "states").iterdir()} == {
         "step-000000000009",
         "step-000000000009.complete",
@@ -216,25 +220,21 @@ def test_wrong_regions_and_functions_are_refused():
         with pytest.raises(InputError, match=message):
             iterate(lambda u: u, {"u": array(A, 8)}, 0, 2, save=Save("frames", 2, **options))
 
-    refused("a tuple of slices with positive steps", region=5)
     refused("a tuple of slices with positive steps", region=(slice(None, None, -1),))
     refused("a tuple of slices with positive steps", region=(slice(0.5),))
     refused("at most 2", region=(slice(5),) * 3)
     refused("slices that select elements", region=np.s_[30:])
-    refused("a mapping of functions by name", compute=[abs])
     refused("a name that no field has", compute={"u": lambda u: u})
     refused("without a parameter out", compute={"d": lambda u, out: u})
     refused("parameters with the names of fields", compute={"d": lambda w: w})
-    refused("a function of fields", compute={"d": 3})
     refused("names of fields", fields=[])
 
 
 def test_wrong_values_of_computed_fields_are_refused(tmp_path):
     def refused(message, function):
         save = Save(tmp_path / "frames", 1, compute={"d": function})
-        lazy_result = iterate(lambda u: u + 1, {"u": array(A, 8)}, 0, 3, save=save, ranks=1)
         with pytest.raises(BlockMismatchError, match=message):
-            dask.compute(lazy_result, scheduler="sync")
+            run_here(lambda u: u + 1, {"u": array(A, 8)}, 0, 3, save=save)
 
     refused(r"of shape \(24, 20\).*'d', got \(\)\. .* record a number", lambda u: u.sum())
     refused(r"'d', got \(23, 20\)", lambda u: u[1:])
@@ -244,9 +244,7 @@ def test_wrong_values_of_computed_fields_are_refused(tmp_path):
 
 def test_another_region_of_a_store_is_refused(tmp_path):
     def run(region):
-        save = Save(tmp_path, 2, region=region)
-        lazy_result = iterate(lambda u: u, {"u": array(A, 8)}, 0, 2, save=save, ranks=1)
-        dask.compute(lazy_result, scheduler="sync")
+        run_here(lambda u: u, {"u": array(A, 8)}, 0, 2, save=Save(tmp_path, 2, region=region))
 
     run(np.s_[:12])
     run(np.s_[:12])
@@ -268,8 +266,7 @@ def test_frames_after_the_checkpoint_are_empty_until_they_are_written(tmp_path, 
     stores = {"save": Save(tmp_path / "frames", 1), "checkpoint": Checkpoint(tmp_path / "at", 4)}
     for steps in (7, 9):
         fields = {"u": da.zeros(4, chunks=2, dtype=dtype)}
-        lazy_result = iterate(step, fields, 0, steps, ranks=1, boundary="none", **stores)
-        dask.compute(lazy_result, scheduler="sync")
+        run_here(step, fields, 0, steps, boundary="none", **stores)
     first_items = np.load(tmp_path / "frames.npy")[:, 0]
     np.testing.assert_array_equal(first_items, [1, 2, 3, 4, *[np.nan] * 5])
 
@@ -282,10 +279,9 @@ def test_bits_of_negative_zeros(tmp_path):
     options = {"save": Save(tmp_path / "frames", 1), "record": record}
     for steps in (1, 2):  # the second run resumes from the checkpoint of the first one
         options["checkpoint"] = Checkpoint(tmp_path / "states", every=1)
-        lazy_result = iterate(
+        result = run_here(
             lambda u, t: {"u": u, "t": t}, fields, 0, steps, boundary="none", **options
         )
-        (result,) = dask.compute(lazy_result, scheduler="sync")
     for name, shape in (("u", (20,)), ("t", ())):
         expected = np.full(shape, zeros[0]).tobytes()
         assert np.asarray(result[name]).tobytes() == expected

@@ -5,13 +5,12 @@ from __future__ import annotations
 import shutil
 import warnings
 
-import dask
 import numpy as np
 import pytest
 
-from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p import Checkpoint, Field, Record, Save
 from dask_p2p.errors import InputError, P2PWarning
-from tests.sections.iterate.output.test_stores import A, B, array
+from tests.sections.iterate.output.test_stores import A, B, array, run_here
 
 xr = pytest.importorskip("xarray")
 zarr = pytest.importorskip("zarr")
@@ -19,8 +18,7 @@ zarr = pytest.importorskip("zarr")
 
 def saved(save, fields=None, steps=2):
     fields = {"u": array(A, (12, 10)), "v": array(B, (12, 10))} if fields is None else fields
-    lazy_result = iterate(lambda u, v: {"u": u + 1, "v": v}, fields, 0, steps, save=save, ranks=1)
-    return dask.compute(lazy_result, scheduler="sync")[0]
+    run_here(lambda u, v: {"u": u + 1, "v": v}, fields, 0, steps, save=save)
 
 
 def opened(path):
@@ -48,7 +46,6 @@ def test_fields_on_faces_have_axes_of_their_own(tmp_path):
         ({"dims": ["y"]}, "expected 2 different names"),
         ({"dims": ["y", "y"]}, "expected 2 different names"),
         ({"dims": ["frame", "y"]}, "none of them 'frame'"),
-        ({"dims": 3}, "expected 2 different names"),
         ({"coords": {"z": [1, 2]}}, "one-dimensional arrays of numbers"),
         ({"coords": {"dim_0": np.zeros(20)}}, "as long as the axes"),
         ({"coords": {"dim_0": ["a"] * 24}}, "one-dimensional arrays of numbers"),
@@ -65,8 +62,7 @@ def test_frames_have_their_steps_and_times(tmp_path):
         return {"u": u + 1, "t": t + 0.5}
 
     fields = {"u": array(A, (12, 10)), "t": 0.0}
-    lazy_result = iterate(step, fields, 0, 50, save=Save(tmp_path, 5, fields=["u"]), ranks=1)
-    dask.compute(lazy_result, scheduler="sync")
+    run_here(step, fields, 0, 50, save=Save(tmp_path, 5, fields=["u"]))
     dataset = opened(tmp_path)
     assert {*dataset.data_vars} == {"u"}
     assert {*dataset.coords} == {"frame", "step", "t"}
@@ -81,8 +77,7 @@ def test_frames_have_their_steps_and_times(tmp_path):
 def test_names_of_fields_and_axes_are_not_those_of_coordinates(tmp_path):
     fields = {"u": array(A, (12, 10)), "step": 0, "t": array(B, (12, 10))}
     save = Save(tmp_path, 1, dims=["y", "time"])
-    lazy_result = iterate(lambda u, step, t: {"step": step + 2}, fields, 0, 3, save=save, ranks=1)
-    dask.compute(lazy_result, scheduler="sync")
+    run_here(lambda u, step, t: {"step": step + 2}, fields, 0, 3, save=save)
     dataset = opened(tmp_path)
     assert {*dataset.coords} == {"frame"}
     assert dataset["step"].values.tolist() == [2, 4, 6]
@@ -110,8 +105,7 @@ def test_only_frames_of_the_run_are_visible(tmp_path, dtype):
             "checkpoint": Checkpoint(tmp_path / folder / "states", every=4),
             "record": {"none": Record(record)},
         }
-        lazy_result = iterate(step, fields, 0, steps, ranks=1, **options)
-        dask.compute(lazy_result, scheduler="sync")
+        run_here(step, fields, 0, steps, **options)
 
     with pytest.raises(InputError, match="stopped"):
         run("ended", 100, stop=15, copy=tmp_path / "killed")
@@ -133,10 +127,7 @@ def test_a_run_that_ends_early_has_as_many_frames(tmp_path):
     def run(last):
         record = {"size": lambda u: u.size}
         options = {"record": record, "until": lambda numbers: numbers["size"] > 0 and last}
-        lazy_result = iterate(
-            lambda u: u + 1, {"u": array(A, 8)}, 0, 6, save=Save(tmp_path, 1), **options
-        )
-        dask.compute(lazy_result, scheduler="sync")
+        run_here(lambda u: u + 1, {"u": array(A, 8)}, 0, 6, save=Save(tmp_path, 1), **options)
 
     run(last=False)
     assert opened(tmp_path).u.shape == (6, *A.shape)

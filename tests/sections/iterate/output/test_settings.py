@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import Checkpoint, Field, Whole, iterate
-from tests.support import import_path
+from tests.support import output_of
 
 pytest.importorskip("zarr")
 
@@ -167,29 +165,23 @@ def test_constants(client, tmp_path):
     def step(u, a, row, column, wide, whole, lazy):
         return {"u": u[1:-1] + 0 * (a + row + column)}
 
-    line = np.arange(8.0)
-    constants = {
-        "a": da.from_array(U, chunks=4),
-        "row": line,
-        "column": U[:, :1],
-        "wide": Field(U, depth={0: 1}, boundary="nearest"),
-        "whole": Whole(np.arange(5.0)),
-        "lazy": Whole(da.arange(6.0, chunks=2)),
-    }
+    def values(shift):
+        return {
+            "a": da.from_array(U + shift, chunks=4),
+            "row": np.arange(8.0) + shift,
+            "column": U[:, :1] + shift,
+            "wide": Field(U + shift, depth={0: 1}, boundary="nearest"),
+            "whole": Whole(np.arange(5.0) + shift),
+            "lazy": Whole(da.arange(6.0, chunks=2) + shift),
+        }
+
+    constants = values(0)
     options = {"function": step, "scheduler": None}
     assert differences(tmp_path, constants=constants, **options, ranks=1) == []
     for ranks, chunks in ((2, 6), (4, 3), (3, 4)):
         layout = {"ranks": ranks, "chunks": chunks}
         assert differences(tmp_path, 9, **options, constants=constants, **layout) == []
-    other_settings = {
-        "a": da.from_array(U + 1, chunks=4),
-        "row": line[::-1],
-        "column": 2 * U[:, :1],
-        "wide": Field(U + 1, depth={0: 1}, boundary="nearest"),
-        "whole": Whole(np.arange(5.0) + 1),
-        "lazy": Whole(da.arange(1.0, 7.0, chunks=2)),
-    }
-    for name, value in other_settings.items():
+    for name, value in values(1).items():
         other = {"constants": constants | {name: value}, "ranks": 2}
         assert differences(tmp_path, 9, **options, **other) == [name]
 
@@ -232,6 +224,4 @@ def test_the_same_program_in_another_process_has_no_warning(tmp_path):
     for number, steps in enumerate((2, 4, 6)):
         file = tmp_path / f"program-{number}.py"
         file.write_text("# a line\n" * number + PROGRAM)
-        env = {**os.environ, "PYTHONHASHSEED": str(number), "PYTHONPATH": import_path()}
-        command = [sys.executable, str(file), str(tmp_path / "states"), str(steps), str(4 + number)]
-        subprocess.run(command, check=True, env=env)
+        output_of(file, tmp_path / "states", steps, 4 + number, PYTHONHASHSEED=str(number))

@@ -129,28 +129,23 @@ def test_generators_and_lists_of_each_rank_go_on_with_as_many_ranks(tmp_path):
 
 
 def test_wrong_arguments(tmp_path):
-    def with_options(function):
-        return run_gang(grid(2), function)
-
-    with pytest.raises(InputError, match="expected an absolute path"):
-        with_options(program("states", 5))
-    with pytest.raises(InputError, match=r"expected a dask_p2p\.Checkpoint, and a state"):
-        with_options(lambda ctx: ctx.steps(3, checkpoint=Checkpoint(str(tmp_path))))
-    with pytest.raises(InputError, match=r"expected a dask_p2p\.Checkpoint, and a state"):
-        with_options(lambda ctx: ctx.steps(3, ctx.state(t=0), checkpoint=str(tmp_path)))
-    with_options(program(tmp_path / "a", 8))
-    with pytest.raises(InputError, match="expected at least 8 steps"):
-        with_options(program(tmp_path / "a", 6))
-    with pytest.raises(InputError, match="because of resume=False"):
-        with_options(program(tmp_path / "a", 9, resume=False))
-
     def other(ctx):
         s = ctx.state(w=U[box_slices(ctx.box)])
         for _ in ctx.steps(9, s, checkpoint=Checkpoint(str(tmp_path / "a"))):
             s.w += 1
 
-    with pytest.raises(InputError, match="checkpoint of the same fields"):
-        with_options(other)
+    folder = str(tmp_path)
+    run_gang(grid(2), program(tmp_path / "a", 8))
+    for message, function in (
+        ("an absolute path", program("states", 5)),
+        ("Checkpoint, and a state", lambda ctx: ctx.steps(3, checkpoint=Checkpoint(folder))),
+        ("Checkpoint, and a state", lambda ctx: ctx.steps(3, ctx.state(t=0), checkpoint=folder)),
+        ("at least 8 steps", program(tmp_path / "a", 6)),
+        ("because of resume=False", program(tmp_path / "a", 9, resume=False)),
+        ("checkpoint of the same fields", other),
+    ):
+        with pytest.raises(InputError, match=message):
+            run_gang(grid(2), function)
 
 
 def test_a_folder_that_ranks_do_not_share_is_refused_at_the_start(tmp_path):

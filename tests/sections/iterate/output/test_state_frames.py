@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import threading
+from types import SimpleNamespace
 
 import dask
 import dask.array as da
@@ -133,42 +134,24 @@ def test_a_function_may_leave_its_loop(tmp_path):
 def test_frames_are_complete_before_a_checkpoint(tmp_path, monkeypatch):
     """Also before one in memory: a run that resumes there must find them."""
     recorded, orders, record = [], [], Frames.record
-    monkeypatch.setattr(
-        Frames,
-        "record",
-        lambda self, step: (record(self, step), recorded.extend([step] if step else [])),
-    )
 
-    monkeypatch.setattr(
-        CheckpointFiles,
-        "_complete",
-        lambda self, step, record: orders.append((step, [*recorded])),
-    )
+    def noted(self, step):
+        record(self, step)
+        recorded.extend([step] if step else [])
 
-    class Kept:
-        """Checkpoints in memory."""
+    def note(step, *_):
+        orders.append((step, [*recorded]))
 
-        def __init__(self, *args):
-            pass
-
-        def read_state(self):
-            return 0, None
-
-        def save(self, step, arrays):
-            orders.append((step, [*recorded]))
+    monkeypatch.setattr(Frames, "record", noted)
+    monkeypatch.setattr(CheckpointFiles, "_complete", lambda self, step, record: note(step))
+    in_memory = SimpleNamespace(save=note, read_state=lambda: (0, None))
 
     def run(ctx):
         s = ctx.state(u=U)
         files = Checkpoint(str(tmp_path / "states"), every=6)
-        for _ in ctx.steps(
-            12, s, every=4, save=Save(str(tmp_path / "frames"), 2), checkpoint=files
-        ):
+        save = Save(str(tmp_path / "frames"), 2)
+        for _ in ctx.steps(12, s, every=4, save=save, checkpoint=files):
             s.u = s.u + 1
 
-    run_gang(grid(1), run, checkpoints=Kept)
-    assert orders == [
-        (4, [2, 4]),
-        (6, [2, 4, 6]),
-        (8, [2, 4, 6, 8]),
-        (12, [2, 4, 6, 8, 10, 12]),
-    ]
+    run_gang(grid(1), run, checkpoints=lambda *args: in_memory)
+    assert orders == [(step, [*range(2, step + 1, 2)]) for step in (4, 6, 8, 12)]

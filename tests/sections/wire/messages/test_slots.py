@@ -45,13 +45,13 @@ def ends():
 @pytest.fixture
 def connected(ends):
     """A connection with slots, the peer's socket and the peer's slots."""
-    one, other = socket.socketpair()
+    one, far = socket.socketpair()
     one.setblocking(False)
     connection = Connection(one)
     connection.mailbox.slots = ends[0]
-    yield connection, other, ends[1]
+    yield connection, far, ends[1]
     one.close()
-    other.close()
+    far.close()
 
 
 @pytest.mark.parametrize("in_slots", [(1,), (2,), (4,), (1, 3)])
@@ -64,19 +64,19 @@ def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
         frame = header(number) if size_bytes == 8 else large(number, size_bytes)
         if number not in in_slots or not slots.write(slots.sent_messages, number, frame):
             peer.send(frame)
-    found = []
+    tags = []
     for _ in range(4):
         value = connection.receive_small(0.0) if is_inline else None
         if value is None:
             connection.mailbox.receive(receive := Receive(0, 0))
             connection.receive_messages()
-            found.append(receive.arrival.tag)
+            tags.append(receive.arrival.tag)
             data = receive.arrival.data
         else:
             tag, _, _, data = small_value(value)
-            found.append(tag)
-        assert size_bytes == 8 or bytes(data) == bytes([found[-1]]) * size_bytes
-    assert found == [1, 2, 3, 4]
+            tags.append(tag)
+        assert size_bytes == 8 or bytes(data) == bytes([tags[-1]]) * size_bytes
+    assert tags == [1, 2, 3, 4]
     assert connection.mailbox.received_bytes == (0 if size_bytes == 8 else 4 * size_bytes)
     assert slots.write(slots.sent_messages, 5, header(5)), "the slot is free again"
 
@@ -177,7 +177,7 @@ def test_ranks_use_slots_and_sockets_in_any_order(client):
     """Values of all sizes, calls of all ranks, and pauses in which a receiver sleeps."""
 
     def program(ctx, seed):
-        draw, other = random.Random(seed), 1 - ctx.rank
+        draw, far = random.Random(seed), 1 - ctx.rank
         for number in range(1500):
             sender, kind = draw.randrange(2), draw.randrange(12)
             size, count = draw.choice([1, 1, 20, 200, 10_000]), draw.choice([1, 1, 2, 5])
@@ -187,21 +187,21 @@ def test_ranks_use_slots_and_sockets_in_any_order(client):
             if kind == 0:
                 assert ctx.allreduce(number) == 2 * number
             elif kind == 1:  # only one rank receives
-                found = ctx.broadcast(np.full(size, number if ctx.rank == sender else 0), sender)
-                assert (found[0], found[-1]) == (number, number)
+                array = ctx.broadcast(np.full(size, number if ctx.rank == sender else 0), sender)
+                assert (array[0], array[-1]) == (number, number)
             elif kind == 2:
                 value = np.full(size, ctx.rank), number  # a tuple
-                assert ctx.sendrecv(value, other, other)[1] == number
+                assert ctx.sendrecv(value, far, far)[1] == number
             elif kind == 3:  # a long description
-                assert ctx.sendrecv((number,) * 40, other, other) == (number,) * 40
+                assert ctx.sendrecv((number,) * 40, far, far) == (number,) * 40
             elif sender == ctx.rank:
-                for each in range(count):
-                    ctx.send(np.full(size, number + each), other)
+                for n in range(count):
+                    ctx.send(np.full(size, number + n), far)
             else:
-                for each in range(count):
-                    found = ctx.recv(other)
-                    assert (len(found), found[0], found[-1]) == (size, *[number + each] * 2)
-        slots = ctx._connections._connections[other].mailbox.slots
+                for n in range(count):
+                    array = ctx.recv(far)
+                    assert (len(array), array[0], array[-1]) == (size, *[number + n] * 2)
+        slots = ctx._connections._connections[far].mailbox.slots
         return -1 if slots is None else min(slots.sent_messages.last, slots.sent_calls.last)
 
     for seed in range(2):
@@ -224,27 +224,27 @@ def test_a_receiver_that_begins_to_sleep_is_woken(client, is_call):
             self.slots._words[self.slots._peer_sleeps] = 1
 
     def program(ctx):
-        own, other, posted = ctx._connections, 1 - ctx.rank, []
+        own, far, posted = ctx._connections, 1 - ctx.rank, []
         for number in range(100):  # until there are slots
-            ctx.sendrecv(number, other, other)
+            ctx.sendrecv(number, far, far)
         ctx.barrier()
-        slots, post = own._connections[other].mailbox.slots, own._post
+        slots, post = own._connections[far].mailbox.slots, own._post
         slot = slots.sent_calls if is_call else slots.sent_messages
         if ctx.rank == 0:
-            ctx.recv(other)  # so that it has taken the data of the barrier
+            ctx.recv(far)  # so that it has taken the data of the barrier
             slot.frame = Late(slots, slot)
             own._post = lambda rank, message: (posted.append(message), post(rank, message))
             slots._words[slots._peer_sleeps] = 0
-            ctx.broadcast(5) if is_call else ctx.send(5, other)
+            ctx.broadcast(5) if is_call else ctx.send(5, far)
             slot.frame = slot.frame.memory
-            number = own._connections[other].number if is_call else own._sent[other]
+            number = own._connections[far].number if is_call else own._sent[far]
             assert slot.last == number
             assert len(posted) == 1
         else:
-            ctx.send(0, other)
-            assert (ctx.broadcast(0) if is_call else ctx.recv(other)) == 5
+            ctx.send(0, far)
+            assert (ctx.broadcast(0) if is_call else ctx.recv(far)) == 5
         for number in range(100):
-            assert ctx.sendrecv(number, other, other) == number
+            assert ctx.sendrecv(number, far, far) == number
         return 1.0
 
     y = spmd(program, outputs=Same(0.0), ranks=2)
