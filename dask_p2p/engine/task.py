@@ -35,6 +35,7 @@ from dask_p2p.errors import (
     without_frames,
 )
 from dask_p2p.geometry import Index
+from dask_p2p.inputs import pluralize
 from dask_p2p.loading import is_library
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
@@ -358,9 +359,8 @@ def reschedule_failed(
     count, causes = log.count_attempt(key, str(error))
     if count >= options.attempts:
         log.forget_attempts(key)
-        times = f"{count} time{'s' if count > 1 else ''}"
         raise TransferError(
-            f"task {key!r} failed {times} on {log.address}: {causes}. "
+            f"task {key!r} failed {pluralize(count, 'time')} on {log.address}: {causes}. "
             f"Check that these workers can reach each other; p2p.attempts and p2p.timeouts set "
             f"the number of attempts and their deadlines."
         ) from error

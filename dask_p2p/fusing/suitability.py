@@ -43,6 +43,7 @@ from dask_p2p.fusing.planning.tasks import (
     unfused,
 )
 from dask_p2p.fusing.running.gang import fused_gang
+from dask_p2p.inputs import pluralize
 from dask_p2p.sections.api.graph import GangTasks
 from dask_p2p.sections.gang.rank import output_tasks
 from dask_p2p.types import Key, Kind
@@ -106,17 +107,13 @@ def _check_gain(tasks: FusedTasks, programs: Sequence[Program]) -> None:
     exchanges, outputs = exchanges_of(programs), sum(map(len, tasks.outputs))
     further = max(0.0, tasks_of_dask(tasks) - outputs)
     if exchanges < _LEAST_EXCHANGES and further < _LEAST_TASKS * len(programs):
-        count = f"about {_counted_as(round(further), 'task')}" if round(further) else "no tasks"
+        count = f"about {pluralize(round(further), 'task')}" if round(further) else "no tasks"
         raise UnsupportedArrayError(
-            f"too small to gain: {_counted_as(exchanges, 'exchange')} "
+            f"too small to gain: {pluralize(exchanges, 'exchange')} "
             f"({_LEAST_EXCHANGES} needed), and {count} besides "
-            f"the {_counted_as(outputs, 'output')} ({_LEAST_TASKS} for each of "
-            f"{_counted_as(len(programs), 'rank')} needed). Compute more operations together."
+            f"the {pluralize(outputs, 'output')} ({_LEAST_TASKS} for each of "
+            f"{pluralize(len(programs), 'rank')} needed). Compute more operations together."
         )
-
-
-def _counted_as(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def check_suitable(
