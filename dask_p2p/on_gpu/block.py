@@ -138,7 +138,7 @@ def _record_work(worker: Any, context: TaskContext, block: GpuMapBlock) -> Itera
 
 
 class GpuMapBlock:
-    """One block, whose function is called on copies of its parts. Implements `GpuMapWork`."""
+    """One block, whose function is called on copies of its parts."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, box_size, whole_box
 from dask_p2p.plans.base import Fill
@@ -225,14 +225,14 @@ def plan_halo_exchange(
     shares = _HaloBlocks(plan.mappings, halo_widths_of(plan), groups, has_corners)
     at = ranks.indices[rank]
     local, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
-    for piece in shares.pieces(at):
-        if piece.holder == at:
-            local.append((piece.src, piece.dst))
+    for holder, src, dst in shares.pieces(at):
+        if holder == at:
+            local.append((src, dst))
         else:
-            receives.setdefault(ranks.rank(piece.holder), []).append(piece.dst)
+            receives.setdefault(ranks.rank(holder), []).append(dst)
     for reader, index in enumerate(ranks.indices):
         if reader != rank and shares.may_read(index, at):
-            boxes = [piece.src for piece in shares.pieces(index) if piece.holder == at]
+            boxes = [src for holder, src, _ in shares.pieces(index) if holder == at]
             sends |= {reader: boxes} if boxes else {}
     return RankHalo(
         before=shares.shape(at),
@@ -248,12 +248,9 @@ def plan_halo_exchange(
     )
 
 
-class _HaloPiece(NamedTuple):
-    """A region of one local block that fills a part of a halo, its own or another rank's."""
-
-    holder: Index  # index of the source rank in the grid
-    src: Box
-    dst: Box
+#: A region of one local block that fills a part of a halo, its own or another rank's: the index of
+#: the source rank in the grid, and the boxes of the source and of the target.
+_HaloPiece: TypeAlias = tuple[Index, Box, Box]
 
 
 @dataclass(frozen=True)
@@ -301,7 +298,7 @@ class _HaloBlocks:
                 src[axis] = part.src[0] + first, part.src[1] + first
             else:
                 if box_size(tuple(dst)):
-                    yield _HaloPiece(tuple(holder), tuple(src), tuple(dst))
+                    yield tuple(holder), tuple(src), tuple(dst)
 
     def may_read(self, reader: Index, holder: Index) -> bool:
         """Return true if the reader's halo may have pieces of the holder's local block."""
