@@ -93,7 +93,6 @@ class ClusterSpec:
 
     @property
     def kind(self) -> str:
-        """Kind of the arrays' blocks."""
         return "cupy" if self.gpus else "numpy"
 
 

@@ -348,7 +348,6 @@ def _store(block: Array, target: Any, block_info: Any = None) -> Array:
 
 
 async def _wait_for(name: str, dask_worker: Any) -> None:
-    """Wait until a worker runs no task of this name, even a cancelled one."""
     for _ in range(1500):  # 30 s
         if any(task.key[0] == name for task in dask_worker.state.executing):
             await asyncio.sleep(_POLL_S)

@@ -65,7 +65,6 @@ _MOST_MEASURED = 20  # rows
 
 
 def _figure(name: str, tips: dict[str, str], **style: Any) -> Any:
-    """Return a bokeh figure with a row for each worker."""
     style = {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"} | style
     clear = {"background_fill_color": None, "border_fill_color": None}
     root = figure(name=name, tooltips=[*tips.items()], **clear, **style)

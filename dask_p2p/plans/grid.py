@@ -135,7 +135,6 @@ class GridPlan:
 
     @cached_property
     def _source_axes(self) -> tuple[int, ...]:
-        """By input axis: the output axis."""
         return tuple(self.axes.index(axis) for axis in range(len(self.axes)))
 
     @cached_property

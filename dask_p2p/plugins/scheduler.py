@@ -352,7 +352,6 @@ def _is_near_ours(task: Any) -> bool:
 
 
 def _is_idle(worker: Any) -> bool:
-    """Return whether a worker has no more tasks than threads."""
     return worker is not None and len(worker.processing) <= worker.nthreads
 
 

@@ -204,7 +204,6 @@ class OutputMemory(Buffers):
         self._clearing: TimerHandle | None = None
 
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        """Return an uninitialised array, which the queue's work will fill."""
         size_bytes = prod(shape) * dtype.itemsize
         if queue.kind != self.kind or dtype.hasobject:
             return queue.empty(shape, dtype)

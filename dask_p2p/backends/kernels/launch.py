@@ -363,7 +363,6 @@ def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
 
 
 def _tile_plane(geometry: Geometry) -> Tiling:
-    """Choose the two axes of a tile."""
     i, *outer_axes = reversed(geometry.axes)
     # Where the source repeats items (stride 0), it has no direction.
     moving = [axis for axis in (i, *outer_axes) if axis.src_stride_bytes] or [i]

@@ -348,7 +348,6 @@ class CommandQueues:
             self._worker.loop.add_callback(self._end, queue.token)
 
     async def receive(self, comm: Any, token: str) -> Status:
-        """Receive the commands of one rank until the stream ends."""
         queue, stream = self._queues.get(token), CommandStream(comm)
         if queue is None or not queue.begin(stream):
             stream.close()

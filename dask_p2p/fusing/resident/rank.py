@@ -156,7 +156,6 @@ class ResidentRank:
         self._table, self._calls = table, calls
 
     def serve(self) -> None:
-        """Do commands until the last one."""
         while True:
             number, kind, *arguments = self._queue.get()
             if kind == CALL:

@@ -116,7 +116,6 @@ class Gangs:
         saved: Iterable[tuple[int, Sequence[int]]],
         is_resident: bool = False,
     ) -> dict[str, Any]:
-        """Add a waiting rank to its gang; reply with its next order."""
         self._check_is_on()
         # A task that was cancelled in the meantime would make a gang that never ends.
         task = self._scheduler.tasks.get((gang, rank))
