@@ -131,22 +131,19 @@ def local_cluster(
         n_workers = checked_count("workers", n_workers=n_workers)
     dask.config.update_defaults(_LOST_WORKER)
     if gpus:
-        return _register_plugins(_gpu_cluster(n_workers, usable, kwargs))
-    from distributed import LocalCluster
+        cluster = _gpu_cluster(n_workers, usable, kwargs)
+    else:
+        from distributed import LocalCluster
 
-    options: dict[str, Any] = {
-        "n_workers": 4 if n_workers is None else n_workers,
-        "threads_per_worker": 1,
-        "processes": True,
-        "protocol": "tcp://",
-        "dashboard_address": ":0",
-    }
-    return _register_plugins(start_cluster(LocalCluster, options, kwargs))
-
-
-def _register_plugins(cluster: LocalCluster) -> LocalCluster:
-    """Register the plugins with a cluster, unless it is asynchronous, and not started yet."""
-    if not cluster.asynchronous:
+        options: dict[str, Any] = {
+            "n_workers": 4 if n_workers is None else n_workers,
+            "threads_per_worker": 1,
+            "processes": True,
+            "protocol": "tcp://",
+            "dashboard_address": ":0",
+        }
+        cluster = start_cluster(LocalCluster, options, kwargs)
+    if not cluster.asynchronous:  # else it has not started yet
         try:
             register_cluster(cluster)
         except BaseException:

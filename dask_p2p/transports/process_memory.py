@@ -272,17 +272,14 @@ def readable_pid(proof: bytes) -> int:
 
 def obstacle(pid: int, address: int, token: bytes) -> Obstacle | None:
     """Return the obstacle to reading the process that has this token, or None."""
+    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
     try:
-        is_right = holds(pid, address, token)
+        memory = read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8))
     except (OSError, OverflowError) as exc:
         return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
-    return None if is_right else Obstacle("other-process", "its memory is another process'")
-
-
-def holds(pid: int, address: int, token: bytes) -> bool:
-    """Return true if a process has this token at an address. Raises the errors of `read`."""
-    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
-    return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
+    if memory.tobytes() == token:
+        return None
+    return Obstacle("other-process", "its memory is another process'")
 
 
 logger = logging.getLogger(__name__)
