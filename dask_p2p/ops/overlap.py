@@ -146,11 +146,11 @@ def map_with_halos(
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    depth: Any = None,
-    boundary: Any = None,
+    depth: Any,
+    boundary: Any,
     *,
-    trim: bool = True,
-    align_arrays: bool = True,
+    trim: bool,
+    align_arrays: bool,
     corners: bool = True,
     allow_rechunk: bool | None = None,  # for blocks smaller than the halo; None: leave them
 ) -> DaskArray:

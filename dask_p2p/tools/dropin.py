@@ -306,17 +306,31 @@ def _rechunk_expression(original: Any, expr: Any, *args: Any, **kwargs: Any) -> 
 
 
 def overlapped(
-    func: Callable[..., Any], /, *args: Any, allow_rechunk: bool = True, **kwargs: Any
+    func: Callable[..., Any],
+    /,
+    *args: Any,
+    depth: Any = None,
+    boundary: Any = None,
+    trim: bool = True,
+    align_arrays: bool = True,
+    allow_rechunk: bool = True,
+    **kwargs: Any,
 ) -> Any:
     """Map a function over blocks with halos, in place of `dask.array.map_overlap`.
 
-    Keywords that are not of Dask's `map_overlap` are for the function, or for
-    `dask.array.map_blocks`. If blocks are smaller than their halo, arrays are rechunked as Dask
-    does it.
+    All other keywords are for the function, or for `dask.array.map_blocks`. If blocks are smaller
+    than their halo, arrays are rechunked as Dask does it.
     """
-    names = kwargs.keys() & {"depth", "boundary", "trim", "align_arrays"}
-    options = {name: kwargs.pop(name) for name in names}
-    return map_with_halos(func, args, kwargs, **options, allow_rechunk=bool(allow_rechunk))
+    return map_with_halos(
+        func,
+        args,
+        kwargs,
+        depth,
+        boundary,
+        trim=trim,
+        align_arrays=align_arrays,
+        allow_rechunk=bool(allow_rechunk),
+    )
 
 
 def _transform_cut_axes(

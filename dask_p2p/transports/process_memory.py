@@ -272,8 +272,8 @@ def readable_pid(proof: bytes) -> int:
 
 def obstacle(pid: int, address: int, token: bytes) -> Obstacle | None:
     """Return the obstacle to reading the process that has this token, or None."""
-    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
     try:
+        runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
         memory = read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8))
     except (OSError, OverflowError) as exc:
         return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
