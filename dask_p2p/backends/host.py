@@ -212,17 +212,10 @@ class RepeatingTimer:
 
 
 # The distributions of the last four have names that end in CUDA's version.
-_PACKAGES = [
-    "dask-p2p",
-    "dask",
-    "distributed",
-    "numpy",
-    "dask-cuda",
-    "cupy",
-    "ucxx",
-    "libucx",
-    "rmm",
-]
+_PACKAGES = (
+    *("dask-p2p", "dask", "distributed", "numpy", "dask-cuda"),
+    *("cupy", "ucxx", "libucx", "rmm"),
+)
 
 
 @cache

@@ -338,13 +338,8 @@ class Assembly:
 
     def local_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
         """Return the bytes of own blocks in memory, and of reading the largest spilled one."""
-        spilled_bytes = max(
-            (
-                prod(self.plan.source_shapes[number]) * self.output.dtype.itemsize
-                for number in self.local.keys() - in_memory.keys()
-            ),
-            default=0,
-        )
+        spilled = (self.plan.source_shapes[n] for n in self.local.keys() - in_memory.keys())
+        spilled_bytes = max(map(prod, spilled), default=0) * self.output.dtype.itemsize
         if backend_named(kind).on_device:
             spilled_bytes = _PARTS * min(self._part_bytes, spilled_bytes)
         return sum(map(in_memory_bytes, in_memory.values())) + spilled_bytes

@@ -24,12 +24,10 @@ from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.context import TaskContext, pause_s, record_attempt
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
-    BlockMismatchError,
     ConfigError,
     DeviceLostError,
     FileError,
     InputError,
-    MissingPackageError,
     SectionError,
     TransferError,
     without_frames,
@@ -54,14 +52,7 @@ _DROP_S = 0.5
 
 _PACKAGE = "dask_p2p"
 # Errors about a user's program: their causes are not in frames of this package.
-_ABOUT_USERS = (
-    BlockMismatchError,
-    ConfigError,
-    FileError,
-    InputError,
-    MissingPackageError,
-    SectionError,
-)
+_ABOUT_USERS = (ConfigError, FileError, InputError, SectionError)
 # Packages that run tasks, and carry their exceptions.
 _RUNNERS = {"dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
 

@@ -175,14 +175,8 @@ def _check_memory(
 
 
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
-    made_bytes = [
-        sum(
-            sizes_bytes.get(step.key, 1)
-            for superstep in program.supersteps
-            for step in superstep.steps
-        )
-        for program in programs
-    ]
+    steps = ([step for part in program.supersteps for step in part.steps] for program in programs)
+    made_bytes = [sum(sizes_bytes.get(step.key, 1) for step in of_rank) for of_rank in steps]
     mean = sum(made_bytes) / max(1, len(made_bytes))
     if max(made_bytes, default=0) > _MOST_UNEVEN * mean:
         raise UnsupportedArrayError(

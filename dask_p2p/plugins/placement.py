@@ -145,14 +145,8 @@ def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) 
     """Set a task that was just placed to "erred", as Dask's own check does."""
     from distributed.protocol.pickle import dumps
 
-    return scheduler._transition(
-        ts.key,
-        "erred",
-        exception=dumps(error),
-        cause=ts.key,
-        stimulus_id=stimulus_id,
-        worker=ws.address,
-    )
+    details = {"exception": dumps(error), "cause": ts.key, "worker": ws.address}
+    return scheduler._transition(ts.key, "erred", stimulus_id=stimulus_id, **details)
 
 
 # Placement of a gang's ranks: spread over all workers, and within the workers' resources.

@@ -109,15 +109,8 @@ def plan_launches(
     """
     # The plan depends on the addresses only modulo 16 bytes.
     dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES
-    launches = _plan_kernels(
-        dst - dst_base,
-        src - src_base,
-        tuple(shape),
-        itemsize,
-        tuple(dst_strides),
-        tuple(src_strides),
-        max_grid,
-    )
+    layout = tuple(shape), itemsize, tuple(dst_strides), tuple(src_strides)
+    launches = _plan_kernels(dst - dst_base, src - src_base, *layout, max_grid)
     return [
         launch._replace(src=launch.src + src_base, dst=launch.dst + dst_base) for launch in launches
     ]
