@@ -54,7 +54,7 @@ _PACKAGE = "dask_p2p"
 # Errors about a user's program: their causes are not in frames of this package.
 _ABOUT_USERS = (ConfigError, FileError, InputError, SectionError)
 # Packages that run tasks, and carry their exceptions.
-_RUNNERS = {"dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
+_RUNNERS = {_PACKAGE, "dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
 
 
 def drops_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -104,21 +104,15 @@ def _select_user_frames(exc: BaseException) -> TracebackType | None:
     while link is not None:
         frames.append(link)
         link = link.tb_next
-    packages = [str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0] for tb in frames]
-    runs_tasks = [package == _PACKAGE or package in _RUNNERS for package in packages]
-    if isinstance(exc, _ABOUT_USERS):
-        start = runs_tasks.index(False) if False in runs_tasks else len(frames)
-        shown = [
-            tb
-            for tb, package in zip(frames[start:], packages[start:], strict=True)
-            if package != _PACKAGE
-        ]
-    else:
-        is_user = [
-            not runs and not is_library(package)
-            for package, runs in zip(packages, runs_tasks, strict=True)
-        ]
-        shown = frames[is_user.index(True) if True in is_user else 0 :]
+    pairs = [(tb, str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0]) for tb in frames]
+    is_about_users = isinstance(exc, _ABOUT_USERS)
+    is_user = [
+        package not in _RUNNERS and (is_about_users or not is_library(package))
+        for _, package in pairs
+    ]
+    otherwise = len(pairs) if is_about_users else 0
+    start = is_user.index(True) if True in is_user else otherwise
+    shown = [tb for tb, package in pairs[start:] if not is_about_users or package != _PACKAGE]
     result: TracebackType | None = None
     for tb in reversed(shown):
         result = TracebackType(result, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
