@@ -287,7 +287,9 @@ def assemble_block(
     try:
         with record_attempt(context, key, record) as fields:
             block = assembly.finish(assembly.run(), index)
-            fields |= _describe_block(block)
+            fields["shape"] = tuple(getattr(block, "shape", ()))
+            fields["dtype"] = _name_of(getattr(block, "dtype", ""))
+            fields["nbytes"] = int(getattr(block, "nbytes", 0))
             return block
     except TransferError as exc:
         reschedule_failed(key, exc, context, output.options)
@@ -321,14 +323,6 @@ def _record(
         epilogue_s=assembly.epilogue.seconds,
         **fields,
     )
-
-
-def _describe_block(block: Any) -> dict[str, Any]:
-    return {
-        "shape": tuple(getattr(block, "shape", ())),
-        "dtype": _name_of(getattr(block, "dtype", "")),
-        "nbytes": int(getattr(block, "nbytes", 0)),
-    }
 
 
 def reschedule_failed(

@@ -268,7 +268,13 @@ def choice_of(
 
     Raises `UnsupportedArrayError` if Dask runs the graph.
     """
-    tasks, layers = _tasks(graph, options)
+    layers: Mapping[str, Any] = {}
+    if isinstance(graph, HighLevelGraph):
+        layers = graph.layers
+        tasks_of = [tasks_of_layer(layer, options) for layer in layers.values()]
+        tasks = {key: task for layer_tasks in tasks_of for key, task in layer_tasks.items()}
+    else:
+        tasks = unfused(graph)
     tasks |= known_tasks.tasks
     fused_keys, after = before_stores(tasks, list(flatten([keys])))
     read = read_graph(tasks, [fused_keys], known_tasks.tasks)
@@ -333,11 +339,3 @@ def failing(keys: Any, error: Exception) -> dict[Key, Task]:
 
 def _raised(error: Exception) -> NoReturn:
     raise error
-
-
-def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:
-    if not isinstance(graph, HighLevelGraph):
-        return unfused(graph), {}
-    layers = {name: tasks_of_layer(layer, options) for name, layer in graph.layers.items()}
-    tasks = {key: task for layer_tasks in layers.values() for key, task in layer_tasks.items()}
-    return tasks, graph.layers
