@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 
 from distributed import Status, Worker
 
-from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
-from dask_p2p.backends.base import Queue
+from dask_p2p.backends import BACKENDS, Queue, as_array, backend_for, backend_named
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext

@@ -30,7 +30,7 @@ from distributed import Worker
 from distributed.spill import SpillBuffer
 from zict import Buffer, Cache, File, Func
 
-from dask_p2p.backends.base import Queue
+from dask_p2p.backends import Queue
 from dask_p2p.backends.device import private_stream
 from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, bases, first_touch, warn_once
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
