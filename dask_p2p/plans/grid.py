@@ -143,10 +143,12 @@ class GridPlan:
 
     @cached_property
     def chunks(self) -> Chunks:
+        """Chunks of the blocks that are assembled."""
         return tuple(mapping.sizes for mapping in self.mappings)
 
     @cached_property
     def largest_piece(self) -> int:
+        """Elements of the largest piece of any block, or an upper bound."""
         return prod(mapping.largest_segment for mapping in self.mappings)
 
     @cached_property
@@ -164,6 +166,10 @@ class GridPlan:
         return {}
 
     def sources(self, index: Index) -> tuple[Index, ...]:
+        """Return the input blocks that an output block reads, in the order of its block plan.
+
+        Output blocks with the same sources get equal tuples, so that tasks share derived data.
+        """
         if not self.has_corners:
             return self._read_without_corners(index)[0]
         return self._all_sources(tuple(map(getitem, self._blocks, index)))
@@ -192,6 +198,7 @@ class GridPlan:
         return sources
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
+        """Return the number of elements that an output block reads from each source."""
         if not self.has_corners:
             return self._read_without_corners(index)[1]
         lengths: list[dict[int, int]] = []  # by axis and source block
