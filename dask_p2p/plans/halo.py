@@ -20,7 +20,6 @@ from typing import Any, TypeAlias
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, box_size, whole_box
 from dask_p2p.plans.base import Fill
 from dask_p2p.plans.grid import (
-    AxisMapping,
     AxisSegment,
     GridPlan,
     SplitAxis,
@@ -136,7 +135,7 @@ def plan_halo(
     unread: Any = 0,
 ) -> GridPlan:
     """Return the plan of blocks with halos."""
-    mappings: list[AxisMapping] = []
+    mappings: list[Halo | SplitAxis] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         block_sizes = tuple(map(int, sizes))
         widths = Halo(block_sizes, before, after, beyond)
@@ -257,7 +256,7 @@ _HaloPiece: TypeAlias = tuple[Index, Box, Box]
 class _HaloBlocks:
     """The local blocks of all ranks with their halos."""
 
-    mappings: tuple[AxisMapping, ...]  # by axis
+    mappings: tuple[Halo | SplitAxis, ...]  # by axis
     widths: tuple[tuple[tuple[int, int], ...], ...]  # halo widths by axis and index along it
     groups: list[list[int]]  # groups of axes, one for each phase of an exchange
     has_corners: bool
