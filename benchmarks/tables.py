@@ -21,7 +21,7 @@ from rich.table import Table
 from benchmarks.measure import Measured, Row
 from benchmarks.options import AnyClusterSpec
 from dask_p2p import cli as _options
-from dask_p2p.cli import pluralize
+from dask_p2p.inputs import pluralize
 from dask_p2p.types import DType
 
 #: Names of this package's ways, the reference for others.

@@ -197,13 +197,10 @@ def _flatten_options(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tupl
 #: Options of earlier versions, with their replacements.
 _REMOVED = {
     **dict.fromkeys(
-        [
-            "p2p.transports.comm.part-bytes",
-            "p2p.transports.cma.part-bytes",
-            "p2p.transports.ucx.part-bytes",
+        (
+            *(f"p2p.transports.{name}.part-bytes" for name in ("comm", "cma", "ucx", "pinned")),
             "p2p.transports.ucx.host-part-bytes",
-            "p2p.transports.pinned.part-bytes",
-        ],
+        ),
         "p2p.transports.part-bytes sets the size of parts for all transports",
     ),
     **dict.fromkeys(

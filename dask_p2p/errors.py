@@ -32,7 +32,6 @@ class Obstacle:
 
     @property
     def full_text(self) -> str:
-        """The text with the remedy."""
         return f"{self.text}. {self.remedy}"
 
 

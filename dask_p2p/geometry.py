@@ -146,7 +146,6 @@ class Layout:
         return memory[start : start + prod(shape) * self._item_bytes].view(dtype).reshape(shape)
 
     def views(self, memory: Any, dtype: Any) -> list[Any]:
-        """Return all regions as arrays in this memory."""
         return [self.view(memory, number, dtype) for number in range(len(self.shapes))]
 
 

@@ -98,3 +98,12 @@ def nearest_name(name: str, candidates: Iterable[str]) -> str:
     'n_workers'
     """
     return max(sorted(candidates), key=lambda text: SequenceMatcher(None, name, text).ratio())
+
+
+def pluralize(count: float, noun: str) -> str:
+    """Return a number with its noun, in the plural if needed.
+
+    >>> pluralize(1, "stage"), pluralize(2, "stage")
+    ('1 stage', '2 stages')
+    """
+    return f"{count:.12g} {noun}{'s' * (count != 1)}"

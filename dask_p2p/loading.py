@@ -54,14 +54,12 @@ class _Finder(MetaPathFinder):
         self._name, self._action = name, action
 
     def forget(self) -> None:
-        """Call the function no more."""
         with suppress(ValueError):  # already forgotten
             sys.meta_path.remove(self)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the module's specification; None for other modules."""
         if fullname != self._name or self not in sys.meta_path:
             return None
         later = sys.meta_path[sys.meta_path.index(self) + 1 :]

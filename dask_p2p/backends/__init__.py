@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -30,14 +30,17 @@ from dask_p2p.backends.base import MOST_UNREAD as MOST_UNREAD
 from dask_p2p.backends.base import PLAIN
 from dask_p2p.backends.base import SLOTS as SLOTS
 from dask_p2p.backends.base import Backend as Backend
-from dask_p2p.backends.base import Queue as Queue
 from dask_p2p.backends.base import Timer as Timer
 from dask_p2p.backends.base import memory_order as memory_order
 from dask_p2p.backends.cupy import CUPY
+from dask_p2p.backends.device_queue import DeviceQueue
+from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
 from dask_p2p.types import Array, Key
 
+#: Queues of work, with the interface of `HostQueue`.
+Queue: TypeAlias = HostQueue | DeviceQueue
 #: All array libraries, by name. A worker computes with the first one in use.
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (CUPY, NUMPY)}
 

@@ -1,4 +1,4 @@
-"""The interface to an array library: `Backend`, and its `Queue` of work.
+"""The interface to an array library: `Backend`. `host.HostQueue` documents its queue of work.
 
 A new array library needs one module with a `Backend`, and one line in the registry
 (`dask_p2p.backends`). The NumPy backend is the reference: every other one equals it bit for bit.
@@ -9,16 +9,15 @@ order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from dask_p2p.backends.device import Timer as Timer
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.types import Array, DType, DTypeLike, Kind
+from dask_p2p.types import Array, DType, DTypeLike
 
 SLOTS = 3  # slots of a queue: one is being filled, one is being emptied, one is waiting
 MOST_UNREAD = 2  # received arrays that are kept for queued kernels
@@ -80,7 +79,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def queue(self, *, leave_bandwidth: bool = False) -> Queue:
+    def queue(self, *, leave_bandwidth: bool = False) -> Any:
         """Return a new queue of work on the current device.
 
         Its kernels may leave bandwidth for concurrent copies between workers.
@@ -147,73 +146,6 @@ class Backend(ABC):
         All writes to the array must have finished, on any stream. The call blocks: make it from a
         thread.
         """
-
-
-class Queue(Protocol):
-    """An in-order queue of kernels for one assembled block.
-
-    It gives host and device memory the same interface. On a CPU work is finished when a call
-    returns, on a GPU when the queue is synchronised.
-    """
-
-    kind: Kind  # name of its arrays' backend
-    #: True if pinned memory is better for its output, which comes from a GPU.
-    pinned_output: bool
-
-    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return a new C-ordered array of the queue's kind for callers, with undefined values."""
-
-    def scratch(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
-        """Return a new array for the package's own use; drop it after all work with it."""
-
-    def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
-        """Wait until the producers have written these blocks; see `dask_p2p.backends.device`."""
-
-    def permute(
-        self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
-    ) -> None:
-        """Do ``dst[...] = src.transpose(axes)`` after the work queued before.
-
-        `concurrent`: unordered with the other work, and in parallel if the device has room.
-        """
-
-    def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
-        """Permute an array of any backend that only the caller refers to.
-
-        The caller can drop `src` immediately: the queue keeps it until it has been read.
-        """
-
-    def fill(self, dst: Array, value: Any) -> None:
-        """Fill `dst` with an item, bit for bit: a 0-d NumPy array of the same dtype."""
-
-    def prefetch(self, src: Array, slot_bytes: int) -> Any:
-        """Start to copy a part of a block in another GPU's memory.
-
-        Pass the result to `permute_prefetched`, which copies it into the output. After `SLOTS`
-        prefetched parts, one must go to `permute_prefetched` before the next `prefetch`. Parts of
-        at most `slot_bytes` may go through local memory; larger ones are read in place. The queue
-        keeps the part until all queued work is finished.
-        """
-
-    def permute_prefetched(self, dst: Array, part: Any, axes: Sequence[int]) -> None:
-        """Do ``dst[...] = part.transpose(axes)`` with a part from `prefetch`."""
-
-    def pack(self, dst: Array, src: Array) -> Callable[[], None]:
-        """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
-
-    def to_host(self, array: Array) -> Any:
-        """Return an array of `scratch` as a NumPy array, after the work queued before."""
-
-    def timing(self, timer: Timer) -> AbstractContextManager[None]:
-        """Return a context that adds the time of its work to `timer`, when the queue synchronises.
-
-        It does not nest. On a device the time is that of kernels and of copies from other GPUs. It
-        lasts from the start of the first to the end of the last on each stream, concurrent work
-        included, without waits for slots. On the host it is the time of the whole context.
-        """
-
-    def synchronize(self) -> None:
-        """Wait until all queued work is finished."""
 
 
 def transpose_view(dst: Array, src: Array, axes: Sequence[int]) -> Any:

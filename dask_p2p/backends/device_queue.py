@@ -219,14 +219,8 @@ class DeviceQueue:
             remote.pack(packed, src)()
             remote.synchronize()
         local = self.scratch(src.shape, src.dtype)
-        self._cupy.cuda.runtime.memcpyPeerAsync(
-            local.data.ptr,
-            self._device,
-            packed.data.ptr,
-            src.device.id,
-            src.nbytes,
-            self._stream.ptr,
-        )
+        ends = local.data.ptr, self._device, packed.data.ptr, src.device.id
+        self._cupy.cuda.runtime.memcpyPeerAsync(*ends, src.nbytes, self._stream.ptr)
         self._stream.synchronize()
         self.permute_and_drop(dst, local, axes)
 

@@ -29,7 +29,7 @@ import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
@@ -212,17 +212,10 @@ class RepeatingTimer:
 
 
 # The distributions of the last four have names that end in CUDA's version.
-_PACKAGES = [
-    "dask-p2p",
-    "dask",
-    "distributed",
-    "numpy",
-    "dask-cuda",
-    "cupy",
-    "ucxx",
-    "libucx",
-    "rmm",
-]
+_PACKAGES = (
+    *("dask-p2p", "dask", "distributed", "numpy", "dask-cuda"),
+    *("cupy", "ucxx", "libucx", "rmm"),
+)
 
 
 @cache
@@ -338,47 +331,77 @@ class IdentityCache(Generic[_T]):
 
 
 class HostQueue:
-    """The queue of NumPy arrays: work is finished when a call returns."""
+    """The queue of NumPy arrays, an in-order queue of kernels for one assembled block.
+
+    Queues give host and device memory the same interface. On a CPU work is finished when a call
+    returns, on a GPU (`DeviceQueue`) when the queue is synchronised.
+    """
 
     def __init__(self, backend: Backend, pinned_output: bool = False) -> None:
         self.kind = backend.name
+        #: True if pinned memory is better for its output, which comes from a GPU.
         self.pinned_output = pinned_output
         self._backend = backend
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Array:
+        """Return a new C-ordered array of the queue's kind for callers, with undefined values."""
         return self._backend.empty(shape, dtype)
 
-    scratch = empty
+    scratch = empty  # for the package's own use; drop it after all work with it
 
     def wait_until_written(self, blocks: Iterable[Any], *, any_stream: bool) -> None:
-        pass
+        """Wait until the producers have written these blocks; see `dask_p2p.backends.device`."""
 
     def permute(
         self, dst: Array, src: Array, axes: Sequence[int], *, concurrent: bool = False
     ) -> None:
+        """Do ``dst[...] = src.transpose(axes)`` after the work queued before.
+
+        `concurrent`: unordered with the other work, and in parallel if the device has room.
+        """
         self._backend.permute_into(dst, src, axes)
 
     def permute_and_drop(self, dst: Array, src: Array, axes: Sequence[int]) -> None:
+        """Permute an array of any backend that only the caller refers to.
+
+        The caller can drop `src` immediately: the queue keeps it until it has been read.
+        """
         self.permute(dst, src if isinstance(src, np.ndarray) else src.get(), axes)
 
     def fill(self, dst: Array, value: Any) -> None:
+        """Fill `dst` with an item, bit for bit: a 0-d NumPy array of the same dtype."""
         self.permute(dst, np.broadcast_to(value, dst.shape), range(dst.ndim))
 
     def prefetch(self, src: Array, slot_bytes: int) -> Any:
+        """Start to copy a part of a block in another GPU's memory.
+
+        Pass the result to `permute_prefetched`, which copies it into the output. After `SLOTS`
+        prefetched parts, one must go to `permute_prefetched` before the next `prefetch`. Parts of
+        at most `slot_bytes` may go through local memory; larger ones are read in place. The queue
+        keeps the part until all queued work is finished.
+        """
         return src
 
     def permute_prefetched(self, dst: Array, part: Any, axes: Sequence[int]) -> None:
         self.permute(dst, part, axes)
 
     def pack(self, dst: Array, src: Array) -> Callable[[], None]:
+        """Queue a copy of a region into a C-ordered array; return a function that waits for it."""
         self.permute(dst, src, range(src.ndim))
         return self.synchronize
 
     def to_host(self, array: Array) -> Any:
+        """Return an array of `scratch` as a NumPy array, after the work queued before."""
         return array
 
-    def timing(self, timer: Timer) -> Timer:
+    def timing(self, timer: Timer) -> AbstractContextManager[None]:
+        """Return a context that adds the time of its work to `timer`, when the queue synchronises.
+
+        It does not nest. On a device the time is that of kernels and of copies from other GPUs. It
+        lasts from the start of the first to the end of the last on each stream, concurrent work
+        included, without waits for slots. On the host it is the time of the whole context.
+        """
         return timer
 
     def synchronize(self) -> None:
-        pass
+        """Wait until all queued work is finished."""

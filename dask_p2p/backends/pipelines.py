@@ -18,12 +18,12 @@ Methods import CuPy; the import of this module does not.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from dask_p2p.backends.device_queue import Slot, SlotCache
 from dask_p2p.backends.host import copy_on_host, start_copy
 from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, is_pinned, pin_in_place
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch
-from dask_p2p.plans.base import Part, PartPlan, Step, schedule_steps
+from dask_p2p.plans.base import Step, schedule_steps
 from dask_p2p.types import Array
 
 # Slots in device and host memory, which the parts of one block use in turn.
@@ -234,26 +234,6 @@ def _contiguous_pitch(view: np.ndarray[Any, Any]) -> Pitch:
 OnIssued = Callable[[], AbstractContextManager[Any]]
 
 
-class GpuMapWork(Protocol):
-    """A block, and the function of its parts."""
-
-    plan: PartPlan
-    arrays: Sequence[np.ndarray[Any, Any]]  # input arrays
-    is_reduced: bool  # true if results are combined
-
-    def views(self, part: Part) -> Iterable[np.ndarray[Any, Any]]:
-        """Return a part's view of each array."""
-
-    def output_slices(self, part: Part) -> Any:
-        """Return the index of a part's result in the output."""
-
-    def call(self, part: Part, inputs: Sequence[Array]) -> Array:
-        """Return the function's result for a part in device memory, on the current stream."""
-
-    def combine(self, part: Part, combined: Array | None, result: Array) -> Array:
-        """Return the combination of the previous parts' results with this part's result."""
-
-
 @dataclass(slots=True)
 class GpuTraffic:
     """Bytes that went through a GPU, and seconds of the device, without waits."""
@@ -287,8 +267,8 @@ class PartStreams(HostStreams):
         self._register_from_bytes = register_from_bytes
         self._on_issued = on_issued
 
-    def run(self, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
-        """Fill an array in host memory, and wait for the end.
+    def run(self, work: Any, out: np.ndarray[Any, Any]) -> None:
+        """Fill an array in host memory by the work of a `GpuMapBlock`, and wait for the end.
 
         Raises `MemoryError` if the device has too little memory.
         """
@@ -318,7 +298,7 @@ class PartStreams(HostStreams):
 class _BlockInTransit:
     """One block in transit through the GPU."""
 
-    def __init__(self, streams: PartStreams, work: GpuMapWork, out: np.ndarray[Any, Any]) -> None:
+    def __init__(self, streams: PartStreams, work: Any, out: np.ndarray[Any, Any]) -> None:
         self._streams, self._work, self._out = streams, work, out
         self._plan = work.plan
         count, slot_bytes = min(SLOTS, len(work.plan.parts)), work.plan.slot_bytes

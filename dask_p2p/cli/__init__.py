@@ -15,6 +15,7 @@ import click
 from dask.utils import format_bytes
 
 from dask_p2p.errors import P2PError
+from dask_p2p.inputs import pluralize
 from dask_p2p.types import DType
 
 if TYPE_CHECKING:
@@ -92,7 +93,6 @@ class ClusterSpec:
 
     @property
     def kind(self) -> str:
-        """Kind of the arrays' blocks."""
         return "cupy" if self.gpus else "numpy"
 
 
@@ -142,15 +142,6 @@ def default_side(spec: ClusterSpec, itemsize: int) -> int:
     """Return the rows of the default matrix, which are fewer if memory is scarce."""
     fits = isqrt(spec.memory_bytes // _MEMORY_SHARE // itemsize)
     return max(spec.workers, min(_GPU_SIDE if spec.gpus else _CPU_SIDE, fits))
-
-
-def pluralize(count: int, noun: str) -> str:
-    """Return a number with its noun, in the plural if needed.
-
-    >>> pluralize(1, "stage"), pluralize(2, "stage")
-    ('1 stage', '2 stages')
-    """
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def devices_text(spec: ClusterSpec, names: Sequence[str]) -> str:

@@ -23,13 +23,12 @@ import dask.array as da
 import numpy as np
 from dask.array.core import normalize_chunks
 from dask.system import CPU_COUNT
-from dask.utils import format_bytes
+from dask.utils import format_bytes, format_time
 from numpy.lib.format import open_memmap
 
 import dask_p2p
 from dask_p2p import cli
 from dask_p2p.errors import FileError, InputError, MissingPackageError, P2PError, needs
-from dask_p2p.monitoring.runs import format_duration
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.sections.iterate.output.groups import CONFIG, zarr_format
 from dask_p2p.types import Array, DaskArray
@@ -117,7 +116,7 @@ def _run(
         size_bytes = prod(y.shape) * y.dtype.itemsize
         click.echo(
             f"{output}: {' x '.join(map(str, y.shape))} of {y.dtype}, {format_bytes(size_bytes)} "
-            f"in {format_duration(time_s)}, {size_bytes / time_s / 1e9:.3g} GB/s"
+            f"in {format_time(time_s)}, {size_bytes / time_s / 1e9:.3g} GB/s"
         )
 
 
@@ -348,7 +347,6 @@ def _store(block: Array, target: Any, block_info: Any = None) -> Array:
 
 
 async def _wait_for(name: str, dask_worker: Any) -> None:
-    """Wait until a worker runs no task of this name, even a cancelled one."""
     for _ in range(1500):  # 30 s
         if any(task.key[0] == name for task in dask_worker.state.executing):
             await asyncio.sleep(_POLL_S)

@@ -54,9 +54,12 @@ from dask_p2p.geometry import Chunks, Index, box_size, box_slices, split_box
 from dask_p2p.plans import BlockPlan, Piece
 from dask_p2p.transports.base import Region
 from dask_p2p.transports.buffers import staging_bytes
-from dask_p2p.types import Array, DType, Key, Kind
+from dask_p2p.types import Array, DType, Kind
 
 _KEEP_FROM_BYTES = 2**20  # block whose epilogue makes temporaries that are worth keeping
+_PART_BYTES = 2**24  # size of a spilled block's parts on their way to a GPU
+_SHARE = 8  # a part takes at most 1/8 of the staging limit
+_PARTS = MOST_UNREAD + 1  # parts in memory of the GPU at a time
 
 _Ahead: TypeAlias = deque[tuple[Fetch, Region]]  # regions in transfer, in the order of requests
 
@@ -102,7 +105,13 @@ class OutputSpec:
 
 
 class Assembly:
-    """The assembly of one output block."""
+    """The assembly of one output block.
+
+    With the plugin a task gets references to its worker's own blocks, as to remote ones. Dask
+    therefore neither unspills them for the task nor keeps them in memory. The task reads them one
+    after another. Blocks that GPU kernels read stay referenced until all kernels have ended. All
+    others are referenced only during the read, so that Dask can spill them at any time.
+    """
 
     def __init__(
         self,
@@ -117,13 +126,15 @@ class Assembly:
         self.options = output.options
         self.context = context
         self._where = where_is(context)
-        # Blocks of other workers, by their number among the plan's sources.
+        self._part_bytes = max(1, min(_PART_BYTES, self.options.staging_limit_bytes // _SHARE))
+        # By their number among the plan's sources: blocks of other workers, and this worker's own,
+        # as arrays or references.
         self._remote: dict[int, BlockRef] = {}
-        keys = [output.key(source) for source in plan.sources]
-        self.local = HeldBlocks(plan, keys, output.dtype, self.options, context)
+        self.local: dict[int, Any] = {}
+        self.being_read: dict[int, Array] = {}  # own blocks that queued kernels read
         for number, block in enumerate(blocks):
             is_remote = isinstance(block, BlockRef) and context.address not in block.holders
-            (self._remote if is_remote else self.local.blocks)[number] = block
+            (self._remote if is_remote else self.local)[number] = block
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # kernels of stage 0
@@ -138,9 +149,9 @@ class Assembly:
     def run(self) -> Any:
         """Return the output block. After a `TransferError`, a later attempt may succeed."""
         try:
-            with device_work(), device_of(*(local := self.local.in_memory()).values()):
+            with device_work(), device_of(*(local := self.in_memory()).values()):
                 kind = self._kind(local)
-                self._input_bytes = self.local.needed_bytes(local, kind)
+                self._input_bytes = self.local_bytes(local, kind)
                 need = self._need(kind)
                 limit_bytes = self.context.memory_below(need.peak_bytes, kind)
                 need.check(limit_bytes, "a block", self._where, self._remedy)
@@ -203,12 +214,15 @@ class Assembly:
             try:
                 queue.synchronize()
             finally:  # after all kernels
-                self.local.release()
+                self.being_read = {}
                 self.sources.close()
 
     def _kind(self, local: Mapping[int, Array]) -> Kind:
         """Return the kind of the local blocks, which may differ from their array's meta."""
-        of_kind = self.local.kinds(local)
+        of_kind = {backend_for(block).name: number for number, block in local.items()}
+        for number in self.local.keys() - local.keys():
+            if (kind := self.context.kind_of(self.key(number))) is not None:
+                of_kind.setdefault(kind, number)
         if len(of_kind) > 1:
             kinds = " and ".join(f"block {self.key(n)!r} of {kind}" for kind, n in of_kind.items())
             raise BlockMismatchError(
@@ -240,9 +254,9 @@ class Assembly:
             return
         self._local_queued = True
         out = self._target(queue)
-        self.local.hold(queue)
+        self.hold(queue)
         with queue.timing(self.kernels):
-            self.local.put_into(out, queue)
+            self.put_local_into(out, queue)
             for fill in self.plan.fills:
                 queue.fill(out[box_slices(fill.dst)], np.full((), fill.value, self.output.dtype))
 
@@ -305,77 +319,27 @@ class Assembly:
         source.missing -= box_size(region.box)
         return True
 
-
-# The local blocks of an assembly: those that its own worker holds, in memory or spilled.
-#
-# With the plugin a task gets references to its local blocks, as to remote ones. Dask therefore
-# neither unspills them for the task nor keeps them in memory. The task looks them up and reads them
-# one after another. Without the plugin Dask passes them as arrays.
-
-_PART_BYTES = 2**24  # size of a spilled block's parts on their way to a GPU
-_SHARE = 8  # a part takes at most 1/8 of the staging limit
-_PARTS = MOST_UNREAD + 1  # parts in memory of the GPU at a time
-
-
-class HeldBlocks:
-    """The blocks of one assembly that its own worker holds.
-
-    Blocks that GPU kernels read stay referenced until `release`. All others are referenced only
-    during the read, so that Dask can spill them and free their memory at any time.
-    """
-
-    def __init__(
-        self,
-        plan: BlockPlan,
-        keys: Sequence[Key],  # keys of the plan's sources
-        dtype: DType,  # dtype of the input blocks
-        options: Options,  # the task's
-        context: TaskContext,  # the worker's
-    ) -> None:
-        self._plan, self._keys, self._dtype, self._context = plan, keys, dtype, context
-        self._any_stream = options.any_producer_stream
-        self._part_bytes = max(1, min(_PART_BYTES, options.staging_limit_bytes // _SHARE))
-        #: Arrays, or references to this worker, by their number among the plan's sources.
-        self.blocks: dict[int, Any] = {}
-        self._being_read: dict[int, Array] = {}  # blocks that queued kernels read
-
-    def __bool__(self) -> bool:
-        return bool(self.blocks)
-
     def in_memory(self) -> dict[int, Array]:
-        """Return the blocks that are in memory now, checked, by number.
+        """Return own blocks that are in memory now, checked, by number.
 
         Raises `BlockMismatchError` or `UnsupportedArrayError` if a block differs from its array's
         declaration.
         """
         blocks = {}
-        for number, block in self.blocks.items():
+        for number, block in self.local.items():
             if not isinstance(block, BlockRef):
-                blocks[number] = self.blocks[number] = self._check_block(number, block)
+                blocks[number] = self.local[number] = self._check_block(number, block)
                 continue
             try:
-                blocks[number] = self._check_block(number, self._context.in_memory(block.key))
+                blocks[number] = self._check_block(number, self.context.in_memory(block.key))
             except KeyError:  # spilled or released
                 continue
         return blocks
 
-    def kinds(self, in_memory: Mapping[int, Array]) -> dict[str, int]:
-        kinds = {backend_for(block).name: number for number, block in in_memory.items()}
-        for number in self.blocks.keys() - in_memory.keys():
-            kind = self._context.kind_of(self._keys[number])
-            if kind is not None:
-                kinds.setdefault(kind, number)
-        return kinds
-
-    def needed_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
-        """Return the bytes of all blocks in memory, and of reading the largest spilled one."""
-        spilled_bytes = max(
-            (
-                prod(self._plan.source_shapes[number]) * self._dtype.itemsize
-                for number in self.blocks.keys() - in_memory.keys()
-            ),
-            default=0,
-        )
+    def local_bytes(self, in_memory: Mapping[int, Array], kind: Kind) -> int:
+        """Return the bytes of own blocks in memory, and of reading the largest spilled one."""
+        spilled = (self.plan.source_shapes[n] for n in self.local.keys() - in_memory.keys())
+        spilled_bytes = max(map(prod, spilled), default=0) * self.output.dtype.itemsize
         if backend_named(kind).on_device:
             spilled_bytes = _PARTS * min(self._part_bytes, spilled_bytes)
         return sum(map(in_memory_bytes, in_memory.values())) + spilled_bytes
@@ -383,52 +347,46 @@ class HeldBlocks:
     def hold(self, queue: Queue) -> None:
         """Keep references to the blocks in GPU memory, and make the queue wait for their values."""
         if backend_named(queue.kind).on_device:
-            blocks = self.in_memory()
-            self._being_read = {n: blocks[n] for n in blocks if backend_for(blocks[n]).on_device}
-            queue.wait_until_written(self._being_read.values(), any_stream=self._any_stream)
+            blocks, any_stream = self.in_memory(), self.options.any_producer_stream
+            self.being_read = {n: blocks[n] for n in blocks if backend_for(blocks[n]).on_device}
+            queue.wait_until_written(self.being_read.values(), any_stream=any_stream)
 
-    def release(self) -> None:
-        self._being_read = {}
-
-    def put_into(self, out: Array, queue: Queue) -> None:
-        """Queue all pieces of these blocks, block after block.
+    def put_local_into(self, out: Array, queue: Queue) -> None:
+        """Queue all pieces of own blocks, block after block.
 
         Raises `TransferError` if a block was released (its task was cancelled, for example) or
         cannot be read.
         """
         pieces: defaultdict[int, list[Piece]] = defaultdict(list)
-        for piece in self._plan.pieces:
-            if piece.source in self.blocks:
+        for piece in self.plan.pieces:
+            if piece.source in self.local:
                 pieces[piece.source].append(piece)
+        on_device = backend_named(queue.kind).on_device
+        part_size = max(1, self._part_bytes // max(1, self.output.dtype.itemsize))
         for number, block_pieces in pieces.items():
-            if number in self._being_read:
-                block = self._being_read[number]
+            if number in self.being_read:
+                block = self.being_read[number]
                 for piece in block_pieces:
                     region = block[box_slices(piece.src)]
                     target = out[box_slices(piece.dst)]
-                    queue.permute(target, region, self._plan.axes, concurrent=True)
+                    queue.permute(target, region, self.plan.axes, concurrent=True)
                 continue
             block = self._load_block(number)
             if backend_for(block).on_device:  # unspilled as a whole
-                queue.wait_until_written([block], any_stream=self._any_stream)
+                queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
             for piece in block_pieces:
-                for box in self._parts(piece, queue):
-                    target = box_slices(self._plan.destination(piece, box))
-                    queue.permute_and_drop(out[target], block[box_slices(box)], self._plan.axes)
+                for box in split_box(piece.src, part_size) if on_device else [piece.src]:
+                    target = box_slices(self.plan.destination(piece, box))
+                    queue.permute_and_drop(out[target], block[box_slices(box)], self.plan.axes)
             del block  # Dask may spill it while the next one is read
 
-    def _parts(self, piece: Piece, queue: Queue) -> Iterator[Any]:
-        if not backend_named(queue.kind).on_device:
-            return iter([piece.src])
-        return split_box(piece.src, max(1, self._part_bytes // max(1, self._dtype.itemsize)))
-
     def _load_block(self, number: int) -> Any:
-        block, key = self.blocks[number], self._keys[number]
+        block, key = self.local[number], self.key(number)
         if isinstance(block, BlockRef):
             try:
-                block = self._context.block(key)
+                block = self.context.block(key)
             except KeyError:
-                address = self._context.address
+                address = self.context.address
                 raise TransferError(
                     f"block {key!r} is no longer on {address}", scope="block"
                 ) from None
@@ -437,5 +395,5 @@ class HeldBlocks:
         return self._check_block(number, block)
 
     def _check_block(self, number: int, block: Any) -> Any:
-        shape = self._plan.source_shapes[number]
-        return checked_block(as_array(block), self._keys[number], shape, self._dtype)
+        shape = self.plan.source_shapes[number]
+        return checked_block(as_array(block), self.key(number), shape, self.output.dtype)

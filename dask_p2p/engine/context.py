@@ -13,8 +13,7 @@ from typing import Any
 
 from dask.utils import format_bytes
 
-from dask_p2p.backends import backend_named
-from dask_p2p.backends.base import Queue
+from dask_p2p.backends import Queue, backend_named
 from dask_p2p.backends.host_memory import bases
 from dask_p2p.config import Options
 from dask_p2p.errors import DeviceLostError, MemoryLimitError, P2PWarning, TransferError

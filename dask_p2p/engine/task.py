@@ -24,17 +24,16 @@ from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.context import TaskContext, pause_s, record_attempt
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.errors import (
-    BlockMismatchError,
     ConfigError,
     DeviceLostError,
     FileError,
     InputError,
-    MissingPackageError,
     SectionError,
     TransferError,
     without_frames,
 )
 from dask_p2p.geometry import Index
+from dask_p2p.inputs import pluralize
 from dask_p2p.loading import is_library
 from dask_p2p.monitoring.records import TaskRecord
 from dask_p2p.plans import Plan
@@ -53,16 +52,9 @@ _DROP_S = 0.5
 
 _PACKAGE = "dask_p2p"
 # Errors about a user's program: their causes are not in frames of this package.
-_ABOUT_USERS = (
-    BlockMismatchError,
-    ConfigError,
-    FileError,
-    InputError,
-    MissingPackageError,
-    SectionError,
-)
+_ABOUT_USERS = (ConfigError, FileError, InputError, SectionError)
 # Packages that run tasks, and carry their exceptions.
-_RUNNERS = {"dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
+_RUNNERS = {_PACKAGE, "dask", "distributed", "tornado", "tblib", *sys.stdlib_module_names}
 
 
 def drops_frames(function: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -112,21 +104,15 @@ def _select_user_frames(exc: BaseException) -> TracebackType | None:
     while link is not None:
         frames.append(link)
         link = link.tb_next
-    packages = [str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0] for tb in frames]
-    runs_tasks = [package == _PACKAGE or package in _RUNNERS for package in packages]
-    if isinstance(exc, _ABOUT_USERS):
-        start = runs_tasks.index(False) if False in runs_tasks else len(frames)
-        shown = [
-            tb
-            for tb, package in zip(frames[start:], packages[start:], strict=True)
-            if package != _PACKAGE
-        ]
-    else:
-        is_user = [
-            not runs and not is_library(package)
-            for package, runs in zip(packages, runs_tasks, strict=True)
-        ]
-        shown = frames[is_user.index(True) if True in is_user else 0 :]
+    pairs = [(tb, str(tb.tb_frame.f_globals.get("__name__")).partition(".")[0]) for tb in frames]
+    is_about_users = isinstance(exc, _ABOUT_USERS)
+    is_user = [
+        package not in _RUNNERS and (is_about_users or not is_library(package))
+        for _, package in pairs
+    ]
+    otherwise = len(pairs) if is_about_users else 0
+    start = is_user.index(True) if True in is_user else otherwise
+    shown = [tb for tb, package in pairs[start:] if not is_about_users or package != _PACKAGE]
     result: TracebackType | None = None
     for tb in reversed(shown):
         result = TracebackType(result, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
@@ -301,7 +287,9 @@ def assemble_block(
     try:
         with record_attempt(context, key, record) as fields:
             block = assembly.finish(assembly.run(), index)
-            fields |= _describe_block(block)
+            fields["shape"] = tuple(getattr(block, "shape", ()))
+            fields["dtype"] = _name_of(getattr(block, "dtype", ""))
+            fields["nbytes"] = int(getattr(block, "nbytes", 0))
             return block
     except TransferError as exc:
         reschedule_failed(key, exc, context, output.options)
@@ -337,14 +325,6 @@ def _record(
     )
 
 
-def _describe_block(block: Any) -> dict[str, Any]:
-    return {
-        "shape": tuple(getattr(block, "shape", ())),
-        "dtype": _name_of(getattr(block, "dtype", "")),
-        "nbytes": int(getattr(block, "nbytes", 0)),
-    }
-
-
 def reschedule_failed(
     key: Key, error: TransferError, log: TaskContext, options: Options
 ) -> NoReturn:
@@ -358,9 +338,8 @@ def reschedule_failed(
     count, causes = log.count_attempt(key, str(error))
     if count >= options.attempts:
         log.forget_attempts(key)
-        times = f"{count} time{'s' if count > 1 else ''}"
         raise TransferError(
-            f"task {key!r} failed {times} on {log.address}: {causes}. "
+            f"task {key!r} failed {pluralize(count, 'time')} on {log.address}: {causes}. "
             f"Check that these workers can reach each other; p2p.attempts and p2p.timeouts set "
             f"the number of attempts and their deadlines."
         ) from error

@@ -268,15 +268,10 @@ class CompiledFunction:
                 "expected a synchronous client for a resident gang, got none. Make a "
                 "distributed.Client, outside of tasks."
             )
-        options, signature = checked_options(), self._signature
+        idle_s, signature = checked_options().resident_idle_s, self._signature
         memory = HandleMemory(signature.results, [rank.outputs for rank in self._gang.ranks])
-        submit = partial(
-            self._submit,
-            client,
-            [*arrays.values()],
-            options.resident_idle_s,
-            dask.get_annotations(),
-        )
+        annotations = dask.get_annotations()
+        submit = partial(self._submit, client, [*arrays.values()], idle_s, annotations)
         streams = ClientStreams(client, self.ranks, memory)
         names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
         return ResidentGang(streams, submit, signature, names)

@@ -133,44 +133,35 @@ class AtScheduler:
         declared: Mapping[str, DeclaredBlocks] = {},
     ) -> Any:
         try:
-            return self._fused(graph, keys, annotations, declared)
+            if annotations:
+                raise UnsupportedArrayError(
+                    f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}"
+                )
+            if self.obstacle:
+                raise UnsupportedArrayError(self.obstacle)
+            scheduler = _scheduler(self.scheduler)
+            if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
+                raise UnsupportedArrayError(_NO_PLUGIN)
+            cluster = cluster_of(worker.identity() for worker in list(scheduler.workers.values()))
+            outputs = {*flatten([keys])}
+            gangs = scheduler.plugins[PLUGIN_NAME].gangs
+            if self.is_auto and (left_names := gangs.left_to_dask.keys()):
+                layers = graph.layers if isinstance(graph, HighLevelGraph) else map(name_of, graph)
+                if not left_names.isdisjoint(layers):
+                    raise UnsupportedArrayError(_LEFT_TO_DASK)
+            known_tasks = _read_known(graph, outputs, scheduler)
+            choice = choice_of(
+                graph, keys, cluster, self.options, self.kinds, known_tasks, self.is_auto, declared
+            )
+            try:
+                fused_graph, gang = optimized(graph, keys, choice, self.options)
+            except (AttributeError, PicklingError, TypeError) as exc:
+                raise UnsupportedArrayError(f"{_NO_PICKLE}: {exc}") from exc
         except UnsupportedArrayError as exc:
             if not self.is_auto:
                 return failing(keys, exc)
             logger.debug(_BY_DASK, exc)
             return None
-
-    def _fused(
-        self,
-        graph: Any,
-        keys: Any,
-        annotations: Sequence[str],
-        declared: Mapping[str, DeclaredBlocks],
-    ) -> Any:
-        if annotations:
-            raise UnsupportedArrayError(
-                f"{_NO_ANNOTATIONS}, got {', '.join(annotations)}. {_ANNOTATE}"
-            )
-        if self.obstacle:
-            raise UnsupportedArrayError(self.obstacle)
-        scheduler = _scheduler(self.scheduler)
-        if scheduler is None or PLUGIN_NAME not in scheduler.plugins:
-            raise UnsupportedArrayError(_NO_PLUGIN)
-        cluster = cluster_of(worker.identity() for worker in list(scheduler.workers.values()))
-        outputs = {*flatten([keys])}
-        gangs = scheduler.plugins[PLUGIN_NAME].gangs
-        if self.is_auto and (left_names := gangs.left_to_dask.keys()):
-            layers = graph.layers if isinstance(graph, HighLevelGraph) else map(name_of, graph)
-            if not left_names.isdisjoint(layers):
-                raise UnsupportedArrayError(_LEFT_TO_DASK)
-        known_tasks = _read_known(graph, outputs, scheduler)
-        choice = choice_of(
-            graph, keys, cluster, self.options, self.kinds, known_tasks, self.is_auto, declared
-        )
-        try:
-            fused_graph, gang = optimized(graph, keys, choice, self.options)
-        except (AttributeError, PicklingError, TypeError) as exc:
-            raise UnsupportedArrayError(f"{_NO_PICKLE}: {exc}") from exc
         if gang is not None and self.is_auto:
             gangs.substitutes[gang] = partial(substitute_tasks, graph)
         logger.debug("computes %s", choice)

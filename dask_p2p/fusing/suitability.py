@@ -43,6 +43,7 @@ from dask_p2p.fusing.planning.tasks import (
     unfused,
 )
 from dask_p2p.fusing.running.gang import fused_gang
+from dask_p2p.inputs import pluralize
 from dask_p2p.sections.api.graph import GangTasks
 from dask_p2p.sections.gang.rank import output_tasks
 from dask_p2p.types import Key, Kind
@@ -106,17 +107,13 @@ def _check_gain(tasks: FusedTasks, programs: Sequence[Program]) -> None:
     exchanges, outputs = exchanges_of(programs), sum(map(len, tasks.outputs))
     further = max(0.0, tasks_of_dask(tasks) - outputs)
     if exchanges < _LEAST_EXCHANGES and further < _LEAST_TASKS * len(programs):
-        count = f"about {_counted_as(round(further), 'task')}" if round(further) else "no tasks"
+        count = f"about {pluralize(round(further), 'task')}" if round(further) else "no tasks"
         raise UnsupportedArrayError(
-            f"too small to gain: {_counted_as(exchanges, 'exchange')} "
+            f"too small to gain: {pluralize(exchanges, 'exchange')} "
             f"({_LEAST_EXCHANGES} needed), and {count} besides "
-            f"the {_counted_as(outputs, 'output')} ({_LEAST_TASKS} for each of "
-            f"{_counted_as(len(programs), 'rank')} needed). Compute more operations together."
+            f"the {pluralize(outputs, 'output')} ({_LEAST_TASKS} for each of "
+            f"{pluralize(len(programs), 'rank')} needed). Compute more operations together."
         )
-
-
-def _counted_as(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def check_suitable(
@@ -178,14 +175,8 @@ def _check_memory(
 
 
 def _check_balance(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> None:
-    made_bytes = [
-        sum(
-            sizes_bytes.get(step.key, 1)
-            for superstep in program.supersteps
-            for step in superstep.steps
-        )
-        for program in programs
-    ]
+    steps = ([step for part in program.supersteps for step in part.steps] for program in programs)
+    made_bytes = [sum(sizes_bytes.get(step.key, 1) for step in of_rank) for of_rank in steps]
     mean = sum(made_bytes) / max(1, len(made_bytes))
     if max(made_bytes, default=0) > _MOST_UNEVEN * mean:
         raise UnsupportedArrayError(
@@ -277,7 +268,13 @@ def choice_of(
 
     Raises `UnsupportedArrayError` if Dask runs the graph.
     """
-    tasks, layers = _tasks(graph, options)
+    layers: Mapping[str, Any] = {}
+    if isinstance(graph, HighLevelGraph):
+        layers = graph.layers
+        tasks_of = [tasks_of_layer(layer, options) for layer in layers.values()]
+        tasks = {key: task for layer_tasks in tasks_of for key, task in layer_tasks.items()}
+    else:
+        tasks = unfused(graph)
     tasks |= known_tasks.tasks
     fused_keys, after = before_stores(tasks, list(flatten([keys])))
     read = read_graph(tasks, [fused_keys], known_tasks.tasks)
@@ -342,11 +339,3 @@ def failing(keys: Any, error: Exception) -> dict[Key, Task]:
 
 def _raised(error: Exception) -> NoReturn:
     raise error
-
-
-def _tasks(graph: Any, options: Options) -> tuple[dict[Key, Any], Mapping[str, Any]]:
-    if not isinstance(graph, HighLevelGraph):
-        return unfused(graph), {}
-    layers = {name: tasks_of_layer(layer, options) for name, layer in graph.layers.items()}
-    tasks = {key: task for layer_tasks in layers.values() for key, task in layer_tasks.items()}
-    return tasks, graph.layers

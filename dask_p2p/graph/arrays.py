@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from dask import config
@@ -158,7 +158,7 @@ def is_expression(x: Any) -> bool:
     return hasattr(x, "expr")
 
 
-def array_of_layer(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
+def array_of_layer(like: Any, layer: Any, inputs: Sequence[Any]) -> Any:
     """Return the array of a layer, as an expression of the library of `like`.
 
     The inputs keep their chunks when they are optimised. Raises `RegistrationError` if the release
@@ -172,15 +172,16 @@ def array_of_layer(like: Any, layer: LazyLayer, inputs: Sequence[Any]) -> Any:
 
 
 class LayerExpr:
-    """An array of a `LazyLayer`, its first operand; a base of the libraries' expressions.
+    """An array of a layer, its first operand; a base of the libraries' expressions.
 
-    The other operands are its inputs. Tasks are made when Dask requests the graph, since planning
-    may first replace the inputs by equal ones with another name.
+    The layer has the attributes and methods of `PlannedLayer`. The other operands are its inputs.
+    Tasks are made when Dask requests the graph, since planning may first replace the inputs by
+    equal ones with another name and equal chunks.
     """
 
     _parameters = ("lazy_layer",)
     # Parameters, and attributes of all expressions.
-    lazy_layer: LazyLayer
+    lazy_layer: PlannedLayer
     deterministic_token: str
     dependencies: Callable[[], list[Any]]
 
@@ -259,30 +260,6 @@ def optimize_tasks(x: Any) -> tuple[dict[Any, Any], list[Any], Any]:
 # --- layers
 
 
-class LazyLayer(Protocol):
-    """The tasks of an array, made when the names of its inputs are known.
-
-    An optimiser may replace inputs by equal ones with other names and equal chunks.
-    """
-
-    @property
-    def chunks(self) -> Chunks:
-        """Chunks of the array."""
-
-    @property
-    def token(self) -> str:
-        """Token that identifies the layer, without its inputs."""
-
-    def meta(self, first: Any) -> Array:
-        """Return an empty array like the blocks; `first` is the first input, or None."""
-
-    def name(self, token: str) -> str:
-        """Return the name of the array; `token` identifies the layer and its inputs."""
-
-    def tasks(self, name: str, inputs: Sequence[Any]) -> Mapping[Any, Any]:
-        """Return the tasks by key; `inputs` are arrays or expressions."""
-
-
 @dataclass(frozen=True)
 class Epilogue:
     """A function that each task applies to its assembled block."""
@@ -309,6 +286,7 @@ class PlannedLayer:
 
     @cached_property
     def token(self) -> str:
+        """Token that identifies the layer, without its inputs."""
         values = map(named_fields, (self.plan, self.options, self.epilogue))
         return str(tokenize(self.prefix, *values))
 
@@ -320,12 +298,15 @@ class PlannedLayer:
         return self.plan.chunks if self.epilogue is None else self.epilogue.chunks
 
     def meta(self, first: Any) -> Array:
+        """Return an empty array like the blocks; `first` is the first input, or None."""
         return first._meta if self.epilogue is None else self.epilogue.meta
 
     def name(self, token: str) -> str:
+        """Return the name of the array; `token` identifies the layer and its inputs."""
         return f"{self.prefix}-{token}"
 
     def tasks(self, name: str, inputs: Sequence[Any]) -> dict[Any, AssembleTask]:
+        """Return the tasks by key; `inputs` are arrays or expressions."""
         (x,) = inputs
         kind, epilogue = backend_for(x._meta).name, self.epilogue
         after = (None, None) if epilogue is None else (epilogue.function, epilogue.chunks)

@@ -65,7 +65,6 @@ _MOST_MEASURED = 20  # rows
 
 
 def _figure(name: str, tips: dict[str, str], **style: Any) -> Any:
-    """Return a bokeh figure with a row for each worker."""
     style = {"title": " ", "y_range": models.FactorRange(), "sizing_mode": "stretch_both"} | style
     clear = {"background_fill_color": None, "border_fill_color": None}
     root = figure(name=name, tooltips=[*tips.items()], **clear, **style)
@@ -238,28 +237,16 @@ class Page:
     """The page with all plots: those of a section's steps are in a tab of their own."""
 
     def __init__(self) -> None:
-        self._parts = links, stages, runs, waiting, steps = (
-            LinksPlot(),
-            StagesPlot(),
-            RunsTable(),
-            WaitingPlot(),
-            StepsPlot(),
-        )
+        kinds: Any = LinksPlot, StagesPlot, RunsTable, WaitingPlot, StepsPlot
+        self._parts = links, stages, runs, waiting, steps = [kind() for kind in kinds]
         self._section = ""  # name of the newest run, if it was a section with steps
+        style = {"sizing_mode": "stretch_both", "stylesheets": [_NARROW_CSS]}
         tabs = [
-            models.TabPanel(
-                title=title,
-                child=row(
-                    plot.root,
-                    other_plot.root,
-                    sizing_mode="stretch_both",
-                    stylesheets=[_NARROW_CSS],
-                ),
-            )
-            for title, plot, other_plot in (
-                ("Links and stages", links, stages),
-                ("Steps", waiting, steps),
-            )
+            models.TabPanel(title=title, child=row(*(plot.root for plot in plots), **style))
+            for title, plots in {
+                "Links and stages": (links, stages),
+                "Steps": (waiting, steps),
+            }.items()
         ]
         self._tabs = models.Tabs(tabs=tabs, name="p2p-tabs", stylesheets=[_TABS_CSS])
         self._tabs.update(sizing_mode="stretch_both", min_height=380)

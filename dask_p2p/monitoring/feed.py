@@ -128,7 +128,6 @@ class Feed:
         return self._picture
 
     def forget(self, worker: str) -> None:
-        """Drop the state of a worker that has left. Its records stay."""
         self._under_way.pop(worker, None)
         if request := self._requests.pop(worker, None):
             request.cancel()

@@ -220,12 +220,10 @@ class RecordStore(RecordLog):
         self._next: dict[str, int] = {}  # by worker: number of the first missing record
 
     def since(self, number: int) -> tuple[int, list[TaskRecord]]:
-        """Return the records as `RecordLog.since` does, with the outcomes of their runs."""
         first, records = super().since(number)
         return first, self.runs.with_outcomes(records)
 
     def newest(self, size: int) -> list[TaskRecord]:
-        """Return the records as `RecordLog.newest` does, with the outcomes of their runs."""
         return self.runs.with_outcomes(super().newest(size))
 
     def next(self, worker: str) -> int:
@@ -285,14 +283,12 @@ class RunLog:
                 del self._outcomes[next(iter(self._outcomes))]
 
     def with_outcomes(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
-        """Return the records, each with the outcome of its array's run."""
         if not self._outcomes:
             return list(records)
         outcomes = ((record, self._outcomes.get((record.name, record.run))) for record in records)
         return [record._replace(outcome=text) if text else record for record, text in outcomes]
 
     def assigned(self, records: Iterable[TaskRecord]) -> list[TaskRecord]:
-        """Return the records, each with the number of its array's run."""
         assigned = []
         for record in records:
             starts = self._starts.get(record.name, ())

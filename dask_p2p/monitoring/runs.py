@@ -10,7 +10,7 @@ from functools import cached_property
 from html import escape
 from typing import Any, overload
 
-from dask.utils import format_bytes
+from dask.utils import format_bytes, format_time
 
 from dask_p2p.errors import InputError, P2PWarning
 from dask_p2p.inputs import checked_client, checked_count
@@ -361,8 +361,8 @@ def cells(run: Run) -> dict[str, str]:
         "blocks": f"{blocks} ranks" if is_section else f"{len(run.made)} of {blocks}",
         "moved": format_bytes(run.moved_bytes),
         "least": "" if is_section else format_bytes(run.least_bytes),
-        "longest task": "" if is_section else format_duration(run.longest_task_s),
-        "wall": format_duration(run.wall_s),
+        "longest task": "" if is_section else format_time(run.longest_task_s),
+        "wall": format_time(run.wall_s),
         "GB/s": "" if is_section else f"{run.gbs:.3g}",
         "transports": "" if is_section else transports or "-",
         "attempts": str(run.attempts),
@@ -374,7 +374,7 @@ def cells(run: Run) -> dict[str, str]:
 
 def waits_text(share: float, per_step_s: float) -> str:
     """Return the waits of a rank as text: the share of its time, and the time in a step."""
-    return f"{share:.0%}, {format_duration(per_step_s)} per step"
+    return f"{share:.0%}, {format_time(per_step_s)} per step"
 
 
 def pace_text(steps: int, total: int, now_per_s: float, mean_per_s: float) -> str:
@@ -383,7 +383,7 @@ def pace_text(steps: int, total: int, now_per_s: float, mean_per_s: float) -> st
     Examples
     --------
     >>> pace_text(250, 1000, 50.0, 62.5)
-    '250 of 1000 steps, now 50/s, mean 62.5/s, 15 s left'
+    '250 of 1000 steps, now 50/s, mean 62.5/s, 15.00 s left'
     """
     parts = [f"{steps} of {total} steps" if total else f"{steps} steps"]
     if now_per_s:
@@ -391,31 +391,8 @@ def pace_text(steps: int, total: int, now_per_s: float, mean_per_s: float) -> st
     if mean_per_s:
         parts.append(f"mean {mean_per_s:.3g}/s")
     if now_per_s and steps < total:
-        parts.append(f"{format_duration((total - steps) / now_per_s)} left")
+        parts.append(f"{format_time((total - steps) / now_per_s)} left")
     return ", ".join(parts)
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration as text, with three digits or two units.
-
-    Examples
-    --------
-    >>> [format_duration(seconds) for seconds in (25e-6, 0.59456, 3.0, 226.68)]
-    ['25 us', '595 ms', '3 s', '3m 47s']
-    >>> [format_duration(seconds) for seconds in (0, 59.96, 954, 7_530, 180_000)]
-    ['0 s', '1m 0s', '15m 54s', '2h 5m', '2d 2h']
-    """
-    for factor, unit in (1e6, "us"), (1e3, "ms"), (1, "s"):
-        if 0 < (number := float(f"{seconds * factor:.3g}")) < (60 if unit == "s" else 1000):
-            return f"{number:g} {unit}"
-    if not seconds:
-        return "0 s"
-    minutes, remainder_s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    parts = [(days, "d"), (hours, "h"), (minutes, "m"), (remainder_s, "s")]
-    first = next(number for number, (count, _) in enumerate(parts) if count)
-    return " ".join(f"{count}{unit}" for count, unit in parts[first : first + 2])
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

@@ -138,7 +138,7 @@ def _record_work(worker: Any, context: TaskContext, block: GpuMapBlock) -> Itera
 
 
 class GpuMapBlock:
-    """One block, whose function is called on copies of its parts. Implements `GpuMapWork`."""
+    """One block, whose function is called on copies of its parts."""
 
     def __init__(
         self,
@@ -158,7 +158,6 @@ class GpuMapBlock:
         self.copied = GpuTraffic()
 
     def run(self, context: TaskContext) -> Any:
-        """Return the output block, computed in the memory that holds the inputs."""
         if backend_named(self.kind).on_device:
             wait_until_written(self.arrays, any_stream=self.gpu_map.options.any_producer_stream)
         is_empty = not prod(block_shape(self.gpu_map.chunks, self.index))
@@ -285,7 +284,6 @@ class GpuMapBlock:
         return array.copy() if is_other else array
 
     def combine(self, part: Part, combined: Array | None, result: Array) -> Any:
-        """Return the combined result of all parts so far."""
         if combined is None or self.reduce is None:
             return result
         with self._note_part(part):

@@ -19,7 +19,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
 from dask_p2p.graph.arrays import is_expression, plan_redistribution
 from dask_p2p.graph.libraries import is_dask_array
-from dask_p2p.inputs import checked_count
+from dask_p2p.inputs import checked_count, pluralize
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.rechunk import checked_transpose
 from dask_p2p.plans import Plan
@@ -81,8 +81,8 @@ class MemoryEstimate:
 
     def __str__(self) -> str:
         return (
-            f"{self.exchanges} exchange{'s' * (self.exchanges != 1)} between {self.workers} "
-            f"worker{'s' * (self.workers != 1)}: {format_bytes(self.moved_bytes)} move; a worker "
+            f"{pluralize(self.exchanges, 'exchange')} between "
+            f"{pluralize(self.workers, 'worker')}: {format_bytes(self.moved_bytes)} move; a worker "
             f"holds at most {format_bytes(self.total_bytes)} ({format_bytes(self.input_bytes)} "
             f"input blocks, {format_bytes(self.output_bytes)} output blocks, "
             f"{format_bytes(self.staging_bytes)} temporary memory, "

@@ -6,7 +6,10 @@ groups of blocks for large graphs. `halo` has plans of blocks with halos.
 
 from __future__ import annotations
 
-from dask_p2p.plans.base import BlockPlan, Fill, Piece, Plan, block_plans, stage_order
+from typing import TypeAlias
+
+from dask_p2p.plans.base import BlockPlan, Fill, Piece, block_plans, stage_order
+from dask_p2p.plans.fft import ReorderedPlan
 from dask_p2p.plans.grid import GridPlan, group_blocks, redistribution, slab_chunks
 from dask_p2p.plans.halo import plan_halo
 
@@ -16,3 +19,8 @@ __all__ = [
     "plan_halo", "redistribution", "slab_chunks", "stage_order",
 ]
 # fmt: on
+
+#: The assembly of all output blocks from blocks of the input, with the interface of `GridPlan`.
+#: Every task carries it: a small value (hashable, picklable) of integers only. Each task makes the
+#: pieces of its own block only.
+Plan: TypeAlias = GridPlan | ReorderedPlan

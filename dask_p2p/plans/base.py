@@ -17,7 +17,7 @@ of the transpose) needs the third *column* tile of every input block::
 A `Piece` is one such tile: a box of a source block and the box of the output block that it
 fills. Any redistribution of blocks is a set of pieces and a permutation of the axes. A plain
 rechunk has the identity permutation, a halo exchange has boxes that reach over the blocks' edges.
-A new operation needs a new `Plan`; the engine stays the same. `stage_order` defines the order of
+A new operation needs a new plan; the engine stays the same. `stage_order` defines the order of
 reads, and docs/design.md explains it.
 """
 
@@ -29,17 +29,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 from math import prod
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from dask_p2p.geometry import (
-    Box,
-    Chunks,
-    Index,
-    block_bounds,
-    block_indices,
-    round_up,
-    split_evenly,
-)
+from dask_p2p.geometry import Box, Index, block_bounds, block_indices, round_up, split_evenly
 
 _T = TypeVar("_T")
 
@@ -93,35 +85,7 @@ class BlockPlan:
         )
 
 
-class Plan(Protocol):
-    """The assembly of all output blocks from blocks of the input.
-
-    Every task carries the plan: a small value (hashable, picklable) of integers only. Each task
-    makes the pieces of its own block only.
-    """
-
-    @property
-    def chunks(self) -> Chunks:
-        """Chunks of the blocks that are assembled."""
-
-    @property
-    def largest_piece(self) -> int:
-        """Elements of the largest piece of any block, or an upper bound."""
-
-    def sources(self, index: Index) -> tuple[Index, ...]:
-        """Return the input blocks that an output block reads, in the order of its block plan.
-
-        Output blocks with the same sources get equal tuples, so that tasks share derived data.
-        """
-
-    def source_elements(self, index: Index) -> tuple[int, ...]:
-        """Return the number of elements that the output block reads from each source."""
-
-    def block(self, index: Index) -> BlockPlan:
-        """Return the plan of the output block at `index`."""
-
-
-def block_plans(plan: Plan) -> Iterator[tuple[Index, BlockPlan]]:
+def block_plans(plan: Any) -> Iterator[tuple[Index, BlockPlan]]:
     """Return each output block's index and plan."""
     return ((index, plan.block(index)) for index in block_indices(plan.chunks))
 

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import count, pairwise, product
 from math import ceil, prod
 from operator import getitem, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
 from dask_p2p.plans.base import BlockPlan, Fill, Piece
@@ -34,31 +34,9 @@ class AxisSegment(NamedTuple):
     value: Any = None  # value of a filled segment
 
 
-class AxisMapping(Protocol):
-    """The assembly of the output's blocks from the source's along one axis."""
-
-    @property
-    def src_sizes(self) -> tuple[int, ...]:
-        """Sizes of the source's blocks along the axis."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Sizes of the output's blocks along the axis."""
-
-    @property
-    def largest_segment(self) -> int:
-        """Length of the longest segment from one source block."""
-
-    def blocks(self, number: int) -> tuple[int, ...]:
-        """Return the distinct indices of the source blocks that an output block reads."""
-
-    def segments(self, number: int) -> list[AxisSegment]:
-        """Return the segments of an output block, in order."""
-
-
 @dataclass(frozen=True)
 class SplitAxis:
-    """The mapping of an axis that is divided at other bounds.
+    """The mapping of an axis that is divided at other bounds. Others have the same attributes.
 
     >>> SplitAxis((4, 4), (3, 5)).segments(1)
     [AxisSegment(block=0, src=(3, 4), dst=(0, 1), is_halo=False, value=None), \
@@ -78,10 +56,12 @@ AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
 
     @cached_property
     def largest_segment(self) -> int:
+        """Length of the longest segment from one source block."""
         bounds = sorted({*self._src_bounds, *self._bounds})
         return max((b - a for a, b in pairwise(bounds)), default=0)
 
     def blocks(self, number: int) -> tuple[int, ...]:
+        """Return the distinct indices of the source blocks that an output block reads."""
         start, stop = self._bounds[number : number + 2]
         if start == stop:
             return ()
@@ -89,6 +69,7 @@ AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
         return tuple(b for b in range(first, last) if self.src_sizes[b])
 
     def segments(self, number: int) -> list[AxisSegment]:
+        """Return the segments of an output block, in order."""
         start, stop = self._bounds[number : number + 2]
         return segments_of_range(self._src_bounds, start, stop, 0)
 
@@ -129,13 +110,12 @@ class GridPlan:
     """The assembly of one grid's blocks from another's, axis by axis."""
 
     axes: tuple[int, ...]  # output axis i is input axis axes[i]
-    mappings: tuple[AxisMapping, ...]  # by output axis
+    mappings: tuple[Any, ...]  # by output axis: a mapping such as `SplitAxis`
     has_corners: bool = True  # true if a halo's corners (of several axes) are read
     unread: Any = 0  # value of corners that are not read
 
     @cached_property
     def _source_axes(self) -> tuple[int, ...]:
-        """By input axis: the output axis."""
         return tuple(self.axes.index(axis) for axis in range(len(self.axes)))
 
     @cached_property
@@ -144,10 +124,12 @@ class GridPlan:
 
     @cached_property
     def chunks(self) -> Chunks:
+        """Chunks of the blocks that are assembled."""
         return tuple(mapping.sizes for mapping in self.mappings)
 
     @cached_property
     def largest_piece(self) -> int:
+        """Elements of the largest piece of any block, or an upper bound."""
         return prod(mapping.largest_segment for mapping in self.mappings)
 
     @cached_property
@@ -165,6 +147,10 @@ class GridPlan:
         return {}
 
     def sources(self, index: Index) -> tuple[Index, ...]:
+        """Return the input blocks that an output block reads, in the order of its block plan.
+
+        Output blocks with the same sources get equal tuples, so that tasks share derived data.
+        """
         if not self.has_corners:
             return self._read_without_corners(index)[0]
         return self._all_sources(tuple(map(getitem, self._blocks, index)))
@@ -193,6 +179,7 @@ class GridPlan:
         return sources
 
     def source_elements(self, index: Index) -> tuple[int, ...]:
+        """Return the number of elements that an output block reads from each source."""
         if not self.has_corners:
             return self._read_without_corners(index)[1]
         lengths: list[dict[int, int]] = []  # by axis and source block

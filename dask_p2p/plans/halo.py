@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, box_size, whole_box
 from dask_p2p.plans.base import Fill
 from dask_p2p.plans.grid import (
-    AxisMapping,
     AxisSegment,
     GridPlan,
     SplitAxis,
@@ -136,7 +135,7 @@ def plan_halo(
     unread: Any = 0,
 ) -> GridPlan:
     """Return the plan of blocks with halos."""
-    mappings: list[AxisMapping] = []
+    mappings: list[Halo | SplitAxis] = []
     for sizes, (before, after), beyond in zip(chunks, depth, boundary, strict=True):
         block_sizes = tuple(map(int, sizes))
         widths = Halo(block_sizes, before, after, beyond)
@@ -225,14 +224,14 @@ def plan_halo_exchange(
     shares = _HaloBlocks(plan.mappings, halo_widths_of(plan), groups, has_corners)
     at = ranks.indices[rank]
     local, receives, sends = [], dict[int, list[Box]](), dict[int, list[Box]]()
-    for piece in shares.pieces(at):
-        if piece.holder == at:
-            local.append((piece.src, piece.dst))
+    for holder, src, dst in shares.pieces(at):
+        if holder == at:
+            local.append((src, dst))
         else:
-            receives.setdefault(ranks.rank(piece.holder), []).append(piece.dst)
+            receives.setdefault(ranks.rank(holder), []).append(dst)
     for reader, index in enumerate(ranks.indices):
         if reader != rank and shares.may_read(index, at):
-            boxes = [piece.src for piece in shares.pieces(index) if piece.holder == at]
+            boxes = [src for holder, src, _ in shares.pieces(index) if holder == at]
             sends |= {reader: boxes} if boxes else {}
     return RankHalo(
         before=shares.shape(at),
@@ -248,19 +247,16 @@ def plan_halo_exchange(
     )
 
 
-class _HaloPiece(NamedTuple):
-    """A region of one local block that fills a part of a halo, its own or another rank's."""
-
-    holder: Index  # index of the source rank in the grid
-    src: Box
-    dst: Box
+#: A region of one local block that fills a part of a halo, its own or another rank's: the index of
+#: the source rank in the grid, and the boxes of the source and of the target.
+_HaloPiece: TypeAlias = tuple[Index, Box, Box]
 
 
 @dataclass(frozen=True)
 class _HaloBlocks:
     """The local blocks of all ranks with their halos."""
 
-    mappings: tuple[AxisMapping, ...]  # by axis
+    mappings: tuple[Halo | SplitAxis, ...]  # by axis
     widths: tuple[tuple[tuple[int, int], ...], ...]  # halo widths by axis and index along it
     groups: list[list[int]]  # groups of axes, one for each phase of an exchange
     has_corners: bool
@@ -301,7 +297,7 @@ class _HaloBlocks:
                 src[axis] = part.src[0] + first, part.src[1] + first
             else:
                 if box_size(tuple(dst)):
-                    yield _HaloPiece(tuple(holder), tuple(src), tuple(dst))
+                    yield tuple(holder), tuple(src), tuple(dst)
 
     def may_read(self, reader: Index, holder: Index) -> bool:
         """Return true if the reader's halo may have pieces of the holder's local block."""

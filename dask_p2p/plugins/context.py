@@ -21,8 +21,7 @@ from weakref import WeakKeyDictionary
 
 from distributed import Status, Worker
 
-from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named
-from dask_p2p.backends.base import Queue
+from dask_p2p.backends import BACKENDS, Queue, as_array, backend_for, backend_named
 from dask_p2p.backends.device import device_work
 from dask_p2p.config import Options
 from dask_p2p.engine.context import TaskContext
@@ -144,13 +143,8 @@ class DaskWorkerContext(TaskContext):
         warn_client(self._worker, text)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
-        event = {
-            "worker": self.address,
-            "holder": holder,
-            "transport": transport,
-            "reason": obstacle.text,
-            "remedy": obstacle.remedy,
-        }
+        event = {"worker": self.address, "holder": holder, "transport": transport}
+        event |= {"reason": obstacle.text, "remedy": obstacle.remedy}
         self._worker.log_event(FALLBACK_TOPIC, event)
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:

@@ -5,7 +5,7 @@ the regions that the task reads. In a transpose all workers hold about the same 
 bytes, so tasks are spread evenly. A worker that holds more, but not nearly all, gets its share.
 
 An `Overlay` replaces each private method of Dask's scheduler, and forwards all other calls to the
-original method.
+original method. It stays when the plugin is removed, and then forwards all calls.
 `tests/plugins/test_canary.py` detects changes of these methods in new Dask releases.
 """
 
@@ -20,10 +20,6 @@ from weakref import WeakSet
 
 from dask_p2p.engine.task import PLUGIN_NAME, RankTask, ReferenceTask, WaitTask
 
-#: Method of Dask's scheduler that rejects tasks larger than a worker's memory.
-MEMORY_CHECK = "_add_to_processing"
-_PLACE = "decide_worker_non_rootish"
-_ROOTISH = "is_rootish"
 # Workers rank equal if they hold less than the best one by at most this fraction of a task's input.
 # Slabs differ by a row, and a transpose must not send all tasks to the holder of the longest slab.
 _TOLERANCE = 0.1
@@ -33,36 +29,21 @@ _MOST_SOURCES = 4096  # most sources of a ranked task; with more, a task reads f
 
 
 class Overlay:
-    """Replaces one method of Dask's scheduler, until `is_wanted` returns False."""
+    """A function in place of Dask's or of an earlier overlay, while `is_wanted` returns True."""
 
     def __init__(
         self,
-        scheduler: Any,
-        method: str,
-        decide: Callable[..., Any],  # the replacement, called with Dask's method and the arguments
-        is_wanted: Callable[[], bool],  # called each time; if False, the overlay removes itself
+        replaced: Callable[..., Any],
+        decide: Callable[..., Any],  # the replacement, called with Dask's function and arguments
+        is_wanted: Callable[[], bool],
     ) -> None:
-        current = getattr(scheduler, method)
-        # An earlier overlay is no longer wanted, and has not been called since.
-        self.original: Callable[..., Any] = (
-            current.original if isinstance(current, Overlay) else current
-        )
-        self._scheduler, self._method = scheduler, method
+        self._original: Callable[..., Any] = getattr(replaced, "_original", replaced)
         self._decide, self._is_wanted = decide, is_wanted
-        setattr(scheduler, method, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_wanted():
-            return self._decide(self.original, *args, **kwargs)
-        self.remove()
-        return self.original(*args, **kwargs)
-
-    def remove(self) -> None:
-        """Restore the method, unless other code has replaced it since."""
-        if vars(self._scheduler).get(self._method) is self:
-            delattr(self._scheduler, self._method)
-            if getattr(self._scheduler, self._method) != self.original:  # other code's
-                setattr(self._scheduler, self._method, self.original)
+            return self._decide(self._original, *args, **kwargs)
+        return self._original(*args, **kwargs)
 
 
 def overlay_memory_check(
@@ -85,7 +66,7 @@ def overlay_memory_check(
         error = obstacle(ws.address)
         return processing if error is None else _fail(scheduler, ts, ws, error, stimulus_id)
 
-    Overlay(scheduler, MEMORY_CHECK, decide, is_wanted)
+    scheduler._add_to_processing = Overlay(scheduler._add_to_processing, decide, is_wanted)
 
 
 def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
@@ -136,8 +117,10 @@ def overlay_placement(scheduler: Any, is_wanted: Callable[[], bool]) -> None:
             else:
                 scheduler.worker_objective = before
 
-    Overlay(scheduler, _ROOTISH, is_rootish, is_wanted)
-    Overlay(scheduler, _PLACE, place, is_wanted)
+    scheduler.is_rootish = Overlay(scheduler.is_rootish, is_rootish, is_wanted)
+    scheduler.decide_worker_non_rootish = Overlay(
+        scheduler.decide_worker_non_rootish, place, is_wanted
+    )
 
 
 def count_held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter[Any]:
@@ -162,14 +145,8 @@ def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) 
     """Set a task that was just placed to "erred", as Dask's own check does."""
     from distributed.protocol.pickle import dumps
 
-    return scheduler._transition(
-        ts.key,
-        "erred",
-        exception=dumps(error),
-        cause=ts.key,
-        stimulus_id=stimulus_id,
-        worker=ws.address,
-    )
+    details = {"exception": dumps(error), "cause": ts.key, "worker": ws.address}
+    return scheduler._transition(ts.key, "erred", stimulus_id=stimulus_id, **details)
 
 
 # Placement of a gang's ranks: spread over all workers, and within the workers' resources.

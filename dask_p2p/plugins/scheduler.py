@@ -253,13 +253,9 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def ready(self) -> list[str]:
         """Return the workers that have the plugin; none after this plugin was removed."""
-        if not self._is_registered():
-            return []
-        return [
-            worker
-            for worker, set_up in self._set_ups.items()
-            if set_up.task.done() and worker not in self._failed
-        ]
+        set_ups = self._set_ups.items() if self._is_registered() else ()
+        workers = [worker for worker, set_up in set_ups if set_up.task.done()]
+        return [worker for worker in workers if worker not in self._failed]
 
     def _count_tasks(self, name: str) -> Tasks:
         group = self.scheduler.task_groups.get(name)
@@ -352,7 +348,6 @@ def _is_near_ours(task: Any) -> bool:
 
 
 def _is_idle(worker: Any) -> bool:
-    """Return whether a worker has no more tasks than threads."""
     return worker is not None and len(worker.processing) <= worker.nthreads
 
 

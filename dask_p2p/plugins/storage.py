@@ -30,7 +30,7 @@ from distributed import Worker
 from distributed.spill import SpillBuffer
 from zict import Buffer, Cache, File, Func
 
-from dask_p2p.backends.base import Queue
+from dask_p2p.backends import Queue
 from dask_p2p.backends.device import private_stream
 from dask_p2p.backends.host_memory import CANNOT_PIN, Pinned, bases, first_touch, warn_once
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
@@ -204,7 +204,6 @@ class OutputMemory(Buffers):
         self._clearing: TimerHandle | None = None
 
     def empty(self, shape: Sequence[int], dtype: DType, queue: Queue) -> Array:
-        """Return an uninitialised array, which the queue's work will fill."""
         size_bytes = prod(shape) * dtype.itemsize
         if queue.kind != self.kind or dtype.hasobject:
             return queue.empty(shape, dtype)

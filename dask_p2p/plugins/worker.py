@@ -143,7 +143,6 @@ class P2PPlugin(WorkerPlugin):  # type: ignore[misc]
         return [transport for transport in transports if isinstance(transport, SameHostTransport)]
 
     def figures(self) -> Values:
-        """Return the worker's counters, and gauges of memory and ranks."""
         transports = self._transports.values()
         packed = {id(transport.packed): transport.packed for transport in transports}
         staging_bytes = {

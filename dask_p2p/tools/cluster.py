@@ -131,22 +131,13 @@ def local_cluster(
         n_workers = checked_count("workers", n_workers=n_workers)
     dask.config.update_defaults(_LOST_WORKER)
     if gpus:
-        return _register_plugins(_gpu_cluster(n_workers, usable, kwargs))
-    from distributed import LocalCluster
+        cluster = _gpu_cluster(n_workers, usable, kwargs)
+    else:
+        from distributed import LocalCluster
 
-    options: dict[str, Any] = {
-        "n_workers": 4 if n_workers is None else n_workers,
-        "threads_per_worker": 1,
-        "processes": True,
-        "protocol": "tcp://",
-        "dashboard_address": ":0",
-    }
-    return _register_plugins(start_cluster(LocalCluster, options, kwargs))
-
-
-def _register_plugins(cluster: LocalCluster) -> LocalCluster:
-    """Register the plugins with a cluster, unless it is asynchronous, and not started yet."""
-    if not cluster.asynchronous:
+        options = {"n_workers": n_workers or 4, "processes": True, "protocol": "tcp://"}
+        cluster = start_cluster(LocalCluster, options, kwargs)
+    if not cluster.asynchronous:  # else it has not started yet
         try:
             register_cluster(cluster)
         except BaseException:
@@ -171,9 +162,7 @@ def _gpu_cluster(n_workers: int | None, usable: list[str], kwargs: dict[str, Any
     options: dict[str, Any] = {
         "CUDA_VISIBLE_DEVICES": usable[:gpu_count],
         "n_workers": gpu_count,
-        "threads_per_worker": 1,
         "protocol": "tcp",
-        "dashboard_address": ":0",
         "pre_import": ",".join(_RANK_MODULES),
     }
     if not kwargs.get("rmm_async") and not kwargs.get("rmm_managed_memory"):
@@ -215,7 +204,7 @@ def start_cluster(
     Raises `InputError` for an unknown keyword, `MissingPackageError` for UCX without its package,
     and `ConfigError` if workers could not import the main program.
     """
-    options = {**defaults, **keywords}
+    options = {"threads_per_worker": 1, "dashboard_address": ":0", **defaults, **keywords}
     classes = _classes(cluster_class, options)
     _check_keywords(classes, {*keywords})
     if str(options.get("protocol", "")).startswith("ucx"):

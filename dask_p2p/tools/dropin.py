@@ -321,16 +321,8 @@ def overlapped(
     All other keywords are for the function, or for `dask.array.map_blocks`. If blocks are smaller
     than their halo, arrays are rechunked as Dask does it.
     """
-    return map_with_halos(
-        func,
-        args,
-        kwargs,
-        depth,
-        boundary,
-        trim=trim,
-        align_arrays=align_arrays,
-        allow_rechunk=bool(allow_rechunk),
-    )
+    options = {"trim": trim, "align_arrays": align_arrays, "allow_rechunk": bool(allow_rechunk)}
+    return map_with_halos(func, args, kwargs, depth, boundary, **options)
 
 
 def _transform_cut_axes(

@@ -114,7 +114,6 @@ class _Line:
         return dict(reply)
 
     def text(self, reply: Mapping[str, Any]) -> str:
-        """Return the line for an answer."""
         finished, total = reply["tasks"]
         if not total:  # of futures without arrays, or whose tasks are forgotten
             total, finished = len(self._futures), sum(future.done() for future in self._futures)

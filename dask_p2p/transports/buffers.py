@@ -387,13 +387,8 @@ def staging_bytes(
     regions from other workers, and of one element, the smallest part.
     """
     sizes = largest_bytes, remote_bytes, item_bytes
-    return sum(
-        max(
-            (used.task_bytes(*sizes) for used in _list_footprints(options, kind, [is_local])),
-            default=0,
-        )
-        for is_local in (True, False)
-    )
+    footprints = (_list_footprints(options, kind, [is_local]) for is_local in (True, False))
+    return sum(max((used.task_bytes(*sizes) for used in some), default=0) for some in footprints)
 
 
 def packed_bytes(options: Options, kind: Kind, readers: int, remote_bytes: int) -> int:

@@ -90,9 +90,6 @@ class CmaTransport(SameHostTransport):
         _check_runs(request, descriptor)
         unread = sum(map(_weight, request.boxes))
 
-        def take_buffer(nbytes: int) -> Any:
-            return self.buffers.take((nbytes,), np.uint8)
-
         def read(box: Box, timeout_s: float | None, into: Array | None) -> Any:
             nonlocal unread
             if number not in reading.ending:
@@ -104,7 +101,7 @@ class CmaTransport(SameHostTransport):
                 if 0 in shape:
                     region: Any = np.empty(shape, request.dtype)
                 else:
-                    region = remote_array.read(into, take_buffer)
+                    region = remote_array.read(into, lambda n: self.buffers.take((n,), np.uint8))
             except (OSError, OverflowError) as exc:
                 reading.confirm()
                 if getattr(exc, "errno", None) == errno.ESRCH:

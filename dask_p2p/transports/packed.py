@@ -243,7 +243,7 @@ class PackedTransport(Transport):
         return block
 
     def _queue_for(self, block: Array) -> Queue:
-        queue = backend_for(block).queue(leave_bandwidth=True)
+        queue: Queue = backend_for(block).queue(leave_bandwidth=True)
         queue.wait_until_written([block], any_stream=self.options.any_producer_stream)
         return queue
 

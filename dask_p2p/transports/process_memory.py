@@ -273,16 +273,13 @@ def readable_pid(proof: bytes) -> int:
 def obstacle(pid: int, address: int, token: bytes) -> Obstacle | None:
     """Return the obstacle to reading the process that has this token, or None."""
     try:
-        is_right = holds(pid, address, token)
+        runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
+        memory = read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8))
     except (OSError, OverflowError) as exc:
         return Obstacle("forbidden", f"its memory may not be read: {exc}", _LET_READ)
-    return None if is_right else Obstacle("other-process", "its memory is another process'")
-
-
-def holds(pid: int, address: int, token: bytes) -> bool:
-    """Return true if a process has this token at an address. Raises the errors of `read`."""
-    runs = runs_of(address, (TOKEN_BYTES,), (1,), 1)
-    return read(pid, runs, np.dtype("u1"), np.empty(TOKEN_BYTES, np.uint8)).tobytes() == token
+    if memory.tobytes() == token:
+        return None
+    return Obstacle("other-process", "its memory is another process'")
 
 
 logger = logging.getLogger(__name__)
@@ -298,7 +295,7 @@ def own_name() -> str:
 
 
 class Processes:
-    """Other processes, watched by one thread until they end.
+    """Other processes, each watched by a thread until it ends.
 
     The kernel reports the end of a process after it has closed the process's sockets and freed its
     GPU memory, except memory that others have mapped.
@@ -306,8 +303,6 @@ class Processes:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._poll: select.epoll | None = None  # made for the first process
-        self._names: dict[int, str] = {}  # by file descriptor
         # By name of a watched process: functions, and true if a function comes last.
         self._calls: dict[str, dict[OnEnd, bool]] = {}
         self._ended = set[str]()  # names; few processes of a host end
@@ -315,7 +310,7 @@ class Processes:
     def watch(self, name: str, pid: int, on_end: OnEnd | None = None, last: bool = False) -> None:
         """Watch a process, if the kernel allows it, and call a function once after its end.
 
-        Another thread calls the functions of one process, one after another. A function that waits
+        That thread calls the functions of the process, one after another. A function that waits
         for the GPU comes `last`, in a thread of its own, because the GPU may wait until another
         function has returned.
         """
@@ -325,7 +320,7 @@ class Processes:
             if on_end is not None and name in self._calls:
                 self._calls[name][on_end] = last
             elif on_end is not None and name in self._ended:
-                _call(name, [on_end])
+                _start_thread(_call, on_end, name)
 
     def forget(self, name: str, on_end: OnEnd) -> None:
         with self._lock:
@@ -343,42 +338,33 @@ class Processes:
         except OSError as exc:  # an old container forbids the call
             logger.debug("process %s cannot be watched: %s", name, exc)
             return
-        if self._poll is None:
-            self._poll = select.epoll()
-            thread = threading.Thread(target=self._run, name="dask-p2p-processes", daemon=True)
-            thread.start()
-        self._names[number], self._calls[name] = name, {}
-        self._poll.register(number, select.EPOLLIN)
+        self._calls[name] = {}
+        _start_thread(self._wait, name, number)
 
-    def _run(self) -> None:
-        assert self._poll is not None
-        while True:
-            for number, _ in self._poll.poll():
-                self._end(number)
-
-    def _end(self, number: int) -> None:
+    def _wait(self, name: str, number: int) -> None:
+        watch = select.poll()
+        watch.register(number, select.POLLIN)
+        watch.poll()
+        os.close(number)
         with self._lock:
-            name = self._names.pop(number)
             self._ended.add(name)
             calls = self._calls.pop(name)
-            os.close(number)  # also ends the watch
-        first, last = (
-            [on_end for on_end in calls if calls[on_end] == is_last] for is_last in (0, 1)
-        )
-        _call(name, first, last)
+        for on_end in sorted(calls, key=calls.__getitem__):
+            if calls[on_end]:
+                _start_thread(_call, on_end, name)
+            else:
+                _call(on_end, name)
 
 
-def _call(name: str, first: Sequence[OnEnd], last: Sequence[OnEnd] = ()) -> None:
-    def call() -> None:
-        for on_end in first:
-            try:
-                on_end(name)
-            except Exception:
-                logger.exception("the end of process %s could not be handled", name)
-        for on_end in last:
-            _call(name, [on_end])
+def _start_thread(function: Callable[..., None], *args: Any) -> None:
+    threading.Thread(target=function, args=args, name="dask-p2p-process", daemon=True).start()
 
-    threading.Thread(target=call, name="dask-p2p-process-ended", daemon=True).start()
+
+def _call(on_end: OnEnd, name: str) -> None:
+    try:
+        on_end(name)
+    except Exception:
+        logger.exception("the end of process %s could not be handled", name)
 
 
 #: All other processes whose memory this one may map.

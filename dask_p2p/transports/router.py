@@ -135,12 +135,8 @@ class Router:
             self.failures[route.holder, name] = obstacle
             # Log text, not the error: a log may keep it, and an error keeps its frames alive.
             logger.warning(
-                "%s reads from %s by another transport than %s, which failed: %s. %s.",
-                self._address,
-                route.holder,
-                name,
-                message.rstrip("."),
-                obstacle.remedy,
+                f"{self._address} reads from {route.holder} by another transport than {name}, "
+                f"which failed: {message.rstrip('.')}. {obstacle.remedy}."
             )
             if self._on_fallback is not None:
                 self._on_fallback(route.holder, name, obstacle)

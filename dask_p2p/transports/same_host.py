@@ -209,12 +209,8 @@ class SameHostTransport(Transport):
         return block
 
     def _describe_block(self, block: Array) -> bytes:
-        return Descriptor(
-            shape=tuple(block.shape),
-            strides=tuple(block.strides),
-            dtype=dtype_text(block.dtype),
-            address=self.address_of(block),
-        ).text()
+        layout = tuple(block.shape), tuple(block.strides), dtype_text(block.dtype)
+        return Descriptor(*layout, self.address_of(block)).text()
 
     def _expire_later(self) -> None:
         if self.expiring is None and not self.is_closed:

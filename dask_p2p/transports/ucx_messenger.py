@@ -105,7 +105,10 @@ class Messenger:
             self._wrap = Array
             # The default features include one-sided memory, streams and active messages.
             features = (Feature.TAG, Feature.WAKEUP)
-            context = self._lib.UCXContext(_options(), feature_flags=features)
+            # UCX's own default blocks the thread that drives all messages while TCP connects: for
+            # minutes if a host is unreachable.
+            options = {} if "UCX_TCP_CONN_NB" in os.environ else {"TCP_CONN_NB": "y"}
+            context = self._lib.UCXContext(options, feature_flags=features)
             self._worker = self._lib.UCXWorker(context)
             self.address: bytes = self._worker.address.tobytes()
         except Exception as exc:
@@ -283,15 +286,6 @@ class Messenger:
             self._messages.popleft()
         self._messages.append(message)
         return message
-
-
-def _options() -> dict[str, str]:
-    """Return options for a UCX context.
-
-    UCX's own default blocks the thread that drives all messages while TCP connects: for minutes if
-    a host is unreachable.
-    """
-    return {} if "UCX_TCP_CONN_NB" in os.environ else {"TCP_CONN_NB": "y"}
 
 
 @contextmanager

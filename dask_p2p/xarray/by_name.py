@@ -96,20 +96,14 @@ def iterate_by_name(
     first = levels[0]
     dims, arrays = first.dims, _align_levels(levels)
     read = [_constant(owner, constant, first, arrays[0]) for constant in _as_list(constants)]
-    depths = depth if isinstance(depth, list) else [depth]
-    widths: Any = [_by_axis(dims, "depth", level_depth) for level_depth in depths]
-    beyond = _by_axis(dims, "boundary", boundary)
-    with name_axes(dims, *widths, beyond):
-        results: Any = iterate(
-            func,
-            arrays if fields is not None else arrays[0],
-            widths if isinstance(depth, list) else widths[0],
-            steps,
-            boundary=beyond,
-            constants=tuple(read),
-            **kwargs,
-        )
-    results = results if fields is not None else (results,)
+    is_list = isinstance(depth, list)
+    depths = [_by_axis(dims, "depth", of_level) for of_level in (depth if is_list else [depth])]
+    widths: Any = depths if is_list else depths[0]
+    options = {**kwargs, "boundary": _by_axis(dims, "boundary", boundary), "constants": tuple(read)}
+    x: Any = arrays[0] if fields is None else arrays
+    with name_axes(dims, *depths, options["boundary"]):
+        results: Any = iterate(func, x, widths, steps, **options)
+    results = (results,) if fields is None else results
     pairs = zip(levels, results, strict=True)
     after = [_replace_data(level, dims, data) for level, data in pairs]
     if isinstance(owner, xr.Dataset):

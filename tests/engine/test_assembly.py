@@ -347,7 +347,7 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
 def test_local_blocks_of_two_libraries(peers, monkeypatch):
     monkeypatch.setattr(type(CUPY), "check", lambda self, block: None)
     task_assembly = assembly(peers, ("b", "b", "a"))
-    task_assembly.local.blocks[1] = task_assembly.local.blocks[1].copy().view(DeviceArray)
+    task_assembly.local[1] = task_assembly.local[1].copy().view(DeviceArray)
     with pytest.raises(BlockMismatchError, match=r"block .* of numpy and block .* of cupy"):
         task_assembly.run()
 

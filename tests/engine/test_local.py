@@ -131,9 +131,9 @@ def test_a_spilled_block_is_of_the_kind_that_it_had():
     store = Store(blocks=BLOCKS, spilled=KEYS)
     store.kind = "cupy"
     task_assembly = assembly(store)
-    assert task_assembly._kind(task_assembly.local.in_memory()) == "cupy"
+    assert task_assembly._kind(task_assembly.in_memory()) == "cupy"
     store.kind = None
-    assert task_assembly._kind(task_assembly.local.in_memory()) == "numpy", "as declared"
+    assert task_assembly._kind(task_assembly.in_memory()) == "numpy", "as declared"
 
 
 class DeviceQueue(HostQueue):
@@ -160,17 +160,17 @@ def test_blocks_on_a_gpu_stay_until_its_kernels_are_done(monkeypatch):
     monkeypatch.setattr(type(CUPY), "check", lambda self, block: None)
     on_gpu = {key: BLOCKS[key].copy().view(DeviceArray) for key in KEYS[:2]}
     store = Store(blocks={**BLOCKS, **on_gpu}, spilled=KEYS[2:])
-    local = assembly(store, staging_limit_bytes=8 * 24).local
-    assert local.needed_bytes(local.in_memory(), "cupy") == 2 * 216 + 3 * 24
+    task_assembly = assembly(store, staging_limit_bytes=8 * 24)
+    assert task_assembly.local_bytes(task_assembly.in_memory(), "cupy") == 2 * 216 + 3 * 24
     queue, out = DeviceQueue(), np.zeros((3, 9))
-    local.hold(queue)
-    local.put_into(out, queue)
+    task_assembly.hold(queue)
+    task_assembly.put_local_into(out, queue)
     store.blocks.clear()
     on_gpu.clear()
     assert len(queue.waited) == 2
     queue.waited.clear()
     assert all(reference() is not None for _, reference, _ in queue.queued)
-    local.release()
+    task_assembly.being_read = {}
     assert all(reference() is None for _, reference, _ in queue.queued)
     assert queue.uploaded == [24, 24, 24]
     np.testing.assert_array_equal(out[:, 6:], X.T[3:6, 6:])

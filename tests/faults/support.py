@@ -15,7 +15,8 @@ import numpy as np
 from distributed import Client, Future, LocalCluster, Status
 
 import dask_p2p
-from dask_p2p.engine.assembly import Assembly, HeldBlocks
+from dask_p2p.engine.assembly import Assembly
+from dask_p2p.engine.remote import RemoteSources
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.registration import workers_of
@@ -271,7 +272,7 @@ def set_trap(moment, number, act, argument=None, *, dask_worker):
         "sending": (UcxSendBuffer, "start"),
         "started": (DaskWorkerContext, "publish"),
         "placed": (Assembly, "_place_first"),
-        "complete": (HeldBlocks, "release"),
+        "complete": (RemoteSources, "close"),
     }[moment]
     function = getattr(owner, name)
 

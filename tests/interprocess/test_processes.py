@@ -40,7 +40,7 @@ def test_the_end_of_a_process_is_found_once(sleeper):
 
 def test_none_of_the_last_waits_for_another(sleeper):
     processes, go_on, calls = Processes(), threading.Event(), Calls()
-    processes.watch("sleeper", sleeper.pid, lambda name: go_on.wait(BOUND_S), last=True)
+    processes.watch("sleeper", sleeper.pid, lambda name: go_on.wait(2 * BOUND_S), last=True)
     processes.watch("sleeper", sleeper.pid, calls, last=True)
     sleeper.kill()
     wait_until(lambda: calls.names, BOUND_S)

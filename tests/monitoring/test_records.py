@@ -173,7 +173,7 @@ def test_ranks_are_as_far_as_the_last_and_as_busy_as_the_busiest():
     run = Run((rank_record(0, step=6), rank_record(1, step=4, waited_s=0.5)))
     assert run.operation == "p2p-iterate"
     row = cells(run)
-    assert (row["steps"], row["waited"]) == ("4 of 10, mean 4/s", "50%, 125 ms per step")
+    assert (row["steps"], row["waited"]) == ("4 of 10, mean 4/s", "50%, 125.00 ms per step")
     assert (run.steps, run.steps_per_s, run.waited_share) == (4, 4.0, 0.5)
 
 

@@ -16,7 +16,6 @@ import dask_p2p
 from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.placement import (
-    MEMORY_CHECK,
     Overlay,
     count_held_elements,
     overlay_memory_check,
@@ -40,32 +39,22 @@ class Scheduler:
         return "Dask's"
 
 
-def test_an_overlay_goes_when_it_is_not_wanted():
+def test_an_overlay_forwards_calls_when_it_is_not_wanted():
     is_wanted = [True]
     scheduler = Scheduler()
-    Overlay(scheduler, "other", lambda original: f"not {original()}", lambda: is_wanted[0])
-    assert scheduler.other() == "not Dask's"
-    # A second one takes the first one's place, and what it leaves behind is as it was.
-    Overlay(scheduler, "other", lambda original: f"never {original()}", lambda: is_wanted[0])
-    assert scheduler.other() == "never Dask's"
-    is_wanted.clear()
-    is_wanted.append(False)
-    assert scheduler.other() == "Dask's"
-    assert "other" not in vars(scheduler)
-
-
-def test_an_overlay_leaves_alone_who_came_after_it():
-    scheduler = Scheduler()
-    overlay = Overlay(scheduler, "other", lambda original: "ours", lambda: False)
-    scheduler.other = foreign_method = lambda: f"{overlay()}, and theirs"
-    assert scheduler.other() == "Dask's, and theirs"
-    assert vars(scheduler)["other"] is foreign_method
+    other = Overlay(scheduler.other, lambda original: f"not {original()}", lambda: is_wanted[0])
+    assert other() == "not Dask's"
+    # A second one takes the first one's place.
+    other = Overlay(other, lambda original: f"never {original()}", lambda: is_wanted[0])
+    assert other() == "never Dask's"
+    is_wanted[0] = False
+    assert other() == "Dask's"
 
 
 def test_other_tasks_are_checked_by_dask():
     scheduler, worker = Scheduler(), SimpleNamespace(address="a", memory_limit=7)
     overlay_memory_check(scheduler, lambda: True, lambda address: None)
-    check = getattr(scheduler, MEMORY_CHECK)
+    check = scheduler._add_to_processing
     (task,) = dask_p2p.transpose(da.ones((2, 2))).dask.layers.popitem()[1].values()
     for spec, limit in ((None, 7), (task, 0)):
         ts = SimpleNamespace(run_spec=spec)

@@ -109,15 +109,8 @@ def plan_launches(
     """
     # The plan depends on the addresses only modulo 16 bytes.
     dst_base, src_base = dst - dst % VECTOR_BYTES, src - src % VECTOR_BYTES
-    launches = _plan_kernels(
-        dst - dst_base,
-        src - src_base,
-        tuple(shape),
-        itemsize,
-        tuple(dst_strides),
-        tuple(src_strides),
-        max_grid,
-    )
+    layout = tuple(shape), itemsize, tuple(dst_strides), tuple(src_strides)
+    launches = _plan_kernels(dst - dst_base, src - src_base, *layout, max_grid)
     return [
         launch._replace(src=launch.src + src_base, dst=launch.dst + dst_base) for launch in launches
     ]
@@ -363,7 +356,6 @@ def _is_dense(inner: Sequence[CopyAxis], word: int) -> bool:
 
 
 def _tile_plane(geometry: Geometry) -> Tiling:
-    """Choose the two axes of a tile."""
     i, *outer_axes = reversed(geometry.axes)
     # Where the source repeats items (stride 0), it has no direction.
     moving = [axis for axis in (i, *outer_axes) if axis.src_stride_bytes] or [i]

@@ -116,46 +116,37 @@ def owners_of(
         return dict.fromkeys((*tasks.inputs, *tasks.nodes), 0)
     by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
     elements = source_elements or SourceElements()
+
+    def choose_owners(inputs: Mapping[Key, int]) -> dict[Key, int]:
+        owners, shares = dict(inputs), _Shares(tasks.nodes, size)
+        for key, node in tasks.nodes.items():
+            at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
+            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+            for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
+                if read_key in owners:
+                    at[owners[read_key]] += count
+            if key in pinned:
+                owners[key] = pinned[key]
+            elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
+                owners[key] = shares.chosen(key, node, at, by_position[key])
+        if size <= _FEW_RANKS:
+            _move_to_readers(tasks, owners, sizes_bytes, pinned)
+        return owners
+
     # Blocks that are neighbours stay together, wherever the inputs lie.
     inputs = {key: by_position[key] for key in tasks.inputs}
-    choice_arguments = tasks, size, sizes_bytes, pinned, elements, by_position
-    owners = _with_tasks(*choice_arguments, inputs)
+    owners = choose_owners(inputs)
     free = {key: rank for key, rank in inputs.items() if key not in pinned}
     located = located_owners(locations, free, size)
     owners |= located
     is_moved = any(inputs[key] != rank for key, rank in located.items())
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
-        following = _with_tasks(*choice_arguments, inputs | located)
+        following = choose_owners(inputs | located)
         moved_bytes, most_bytes = _work_of(tasks, owners, sizes_bytes, elements)
         other_moved_bytes, other_most_bytes = _work_of(tasks, following, sizes_bytes, elements)
         is_even = other_most_bytes <= _EVEN * most_bytes
         if is_even and other_moved_bytes < _CLEARLY * moved_bytes:
             return following
-    return owners
-
-
-def _with_tasks(
-    tasks: FusedTasks,
-    size: int,
-    sizes_bytes: Mapping[Key, int],
-    pinned: Mapping[Key, int],
-    elements: SourceElements,
-    by_position: Mapping[Key, int],
-    inputs: Mapping[Key, int],
-) -> dict[Key, int]:
-    owners, shares = dict(inputs), _Shares(tasks.nodes, size)
-    for key, node in tasks.nodes.items():
-        at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
-        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
-        for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
-            if read_key in owners:
-                at[owners[read_key]] += count
-        if key in pinned:
-            owners[key] = pinned[key]
-        elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
-            owners[key] = shares.chosen(key, node, at, by_position[key])
-    if size <= _FEW_RANKS:
-        _move_to_readers(tasks, owners, sizes_bytes, pinned)
     return owners
 
 

@@ -160,7 +160,6 @@ class ClientStreams:
                 raise self._error
 
     def close(self) -> None:
-        """End the gang now, if it runs."""
         with self._changed:
             self.is_over, self._inputs = True, ()
         if self._future is not None:

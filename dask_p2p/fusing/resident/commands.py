@@ -313,10 +313,12 @@ class CommandQueue:
             self._changed.notify()
 
     def close(self) -> None:
-        """End the wait of the rank's thread, after the commands that are here."""
+        """End the stream, and the wait of the rank's thread after the commands that are here."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        if self._stream is not None:
+            self._stream.close()
 
 
 class CommandQueues:
@@ -325,7 +327,6 @@ class CommandQueues:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._queues: dict[str, CommandQueue] = {}  # by token
-        self._streams: dict[str, CommandStream] = {}
         worker.handlers[COMMANDS] = self.receive
 
     def close(self) -> None:
@@ -347,12 +348,10 @@ class CommandQueues:
             self._worker.loop.add_callback(self._end, queue.token)
 
     async def receive(self, comm: Any, token: str) -> Status:
-        """Receive the commands of one rank until the stream ends."""
         queue, stream = self._queues.get(token), CommandStream(comm)
         if queue is None or not queue.begin(stream):
             stream.close()
             return Status.dont_reply
-        self._streams[token] = stream
         try:
             stream.send("ok")
             while True:
@@ -365,5 +364,3 @@ class CommandQueues:
     def _end(self, token: str) -> None:
         if queue := self._queues.pop(token, None):
             queue.close()
-        if stream := self._streams.pop(token, None):
-            stream.close()

@@ -141,22 +141,17 @@ class ResidentRunner(Runner):
         return FailedValue.from_exception(exc, self._rank)
 
 
+@dataclass
 class ResidentRank:
     """Does the commands of the client, one after the other."""
 
-    def __init__(
-        self,
-        ctx: ProgramContext,
-        worker: Worker,
-        queue: CommandQueue,
-        table: HandleTable,
-        calls: ReplayedCalls,
-    ) -> None:
-        self._ctx, self._worker, self._queue = ctx, worker, queue
-        self._table, self._calls = table, calls
+    _ctx: ProgramContext
+    _worker: Worker
+    _queue: CommandQueue
+    _table: HandleTable
+    _calls: ReplayedCalls
 
     def serve(self) -> None:
-        """Do commands until the last one."""
         while True:
             number, kind, *arguments = self._queue.get()
             if kind == CALL:

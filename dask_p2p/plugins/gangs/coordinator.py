@@ -228,18 +228,16 @@ class Coordinator:
         missing = [rank for rank in range(state.size) if rank not in present_ranks]
         gangs: list[str] = []
         if not missing:
-            running = [
-                name
-                for name, running_gang in self._gangs.items()
-                if running_gang.phase == "running"
-            ]
-            before = running + self._queue[: self._queue.index(gang)]
+            before = [*self._running(), *self._queue[: self._queue.index(gang)]]
             gangs = [name for name in before if self._gangs[name].workers & state.workers]
         return Wait(state.size, state.attempt, missing, gangs)
 
     def forget(self, gang: str) -> None:
         self._gangs.pop(gang, None)
         self._settle(gang)
+
+    def _running(self) -> list[str]:
+        return [name for name, gang in self._gangs.items() if gang.phase == "running"]
 
     def _rank(self, gang: str, rank: int, token: str) -> _JoinedRank | None:
         state = self._gangs.get(gang)
@@ -266,12 +264,9 @@ class Coordinator:
             self._queue.append(changed)
         elif not is_whole and changed in self._queue:
             self._queue.remove(changed)
-        running = [
-            running_gang.workers
-            for running_gang in self._gangs.values()
-            if running_gang.phase == "running"
-        ]
-        reserved_workers = set[str]().union(*running)
+        reserved_workers = set[str]().union(
+            *(self._gangs[name].workers for name in self._running())
+        )
         for name in tuple(self._queue):
             waiting = self._gangs[name]
             if not waiting.workers & reserved_workers:

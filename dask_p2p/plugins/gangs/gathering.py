@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dask_p2p.errors import SectionError
+from dask_p2p.inputs import pluralize
 from dask_p2p.plugins.dask_internals import warn_client
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Wait
 from dask_p2p.plugins.placement import (
@@ -273,14 +274,12 @@ def _describe_lack(
     name = min(fits, key=lambda name: fits[name])
     have = sum(ws.resources.get(name, 0) for ws in among)
     may = f" that may run them ({restrictions})" if restrictions else ""
-    enough = (
-        f"enough for {_pluralize(rank_limit, 'rank')}" if rank_limit else "too few for any rank"
-    )
+    enough = f"enough for {pluralize(rank_limit, 'rank')}" if rank_limit else "too few for any rank"
     fewer = f"Give ranks={rank_limit}, or start" if rank_limit else "Start"
     return (
         f"{gang}, which run at the same time. {len(tasks)} of them need "
-        f"{_pluralize(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
-        f"{_pluralize(have, 'unit')} in all, {enough}. "
+        f"{pluralize(needs[name], 'unit')} of resource {name!r} each, and the workers{may} have "
+        f"{pluralize(have, 'unit')} in all, {enough}. "
         f"{fewer} workers with more units of {name!r} and wait for them with "
         f"client.wait_for_workers."
     )
@@ -291,7 +290,3 @@ def _restrictions(ts: Any) -> str:
         return ""
     named = sorted(map(str, {*(ts.worker_restrictions or ()), *(ts.host_restrictions or ())}))
     return ", ".join(named[:_MOST_NAMED]) + (", ..." if len(named) > _MOST_NAMED else "")
-
-
-def _pluralize(count: float, name: str) -> str:
-    return f"{count:g} {name}{'s' * (count != 1)}"

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import wraps
 from typing import Any, TypeAlias
 
 import dask.order
@@ -22,7 +21,7 @@ import dask.order
 from dask_p2p.config import options
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator, Order
 from dask_p2p.plugins.gangs.gathering import Gathering
-from dask_p2p.plugins.placement import has_room, resource_needs
+from dask_p2p.plugins.placement import Overlay, has_room, resource_needs
 from dask_p2p.transports.rpc import Background, rpc_handler
 from dask_p2p.types import Key
 
@@ -55,7 +54,7 @@ class Gangs:
         self._options = options()
         self._has_had_gangs = False
         self._begin()
-        self._overlay_target()
+        target = scheduler.handlers["adaptive_target"]
         self._changed = asyncio.Event()
         self._keepers: defaultdict[str, set[str]] = defaultdict(set)  # workers with states, by gang
         self._background = Background()
@@ -69,6 +68,7 @@ class Gangs:
             ORDER: self.order,
             SAVES: self.saves,
             GIVE_BACK: self.give_back,
+            "adaptive_target": Overlay(target, self._record_target, is_on),
         }
 
     def _begin(self) -> None:
@@ -81,18 +81,9 @@ class Gangs:
         """Watch the gangs among tasks from their arrival: a rank may never join."""
         self._has_had_gangs = self._gathering.add(keys) or self._has_had_gangs
 
-    def _overlay_target(self) -> None:
-        handler = self._scheduler.handlers.get("adaptive_target")
-        original = getattr(handler, "__wrapped__", handler)  # wrapped by a plugin since removed
-        if original is None:
-            return
-
-        @wraps(original)
-        def adaptive_target(*args: Any, **kwargs: Any) -> Any:
-            self._gathering.record_target()
-            return original(*args, **kwargs)
-
-        self._scheduler.handlers["adaptive_target"] = adaptive_target
+    def _record_target(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._gathering.record_target()
+        return original(*args, **kwargs)
 
     def close(self) -> None:
         self._gathering.close()
@@ -125,7 +116,6 @@ class Gangs:
         saved: Iterable[tuple[int, Sequence[int]]],
         is_resident: bool = False,
     ) -> dict[str, Any]:
-        """Add a waiting rank to its gang; reply with its next order."""
         self._check_is_on()
         # A task that was cancelled in the meantime would make a gang that never ends.
         task = self._scheduler.tasks.get((gang, rank))

@@ -29,7 +29,7 @@ def queues_on(dask_worker):
     """Return the number of ranks of resident gangs on a worker."""
     plugin = dask_worker.plugins.get(PLUGIN_NAME)
     part = plugin and plugin._parts.get(CommandQueues)
-    return len(part._queues) + len(part._streams) if part else 0
+    return len(part._queues) if part else 0
 
 
 def no_rank_is_left(client):

@@ -32,7 +32,7 @@ def test_speeds_are_those_between_two_pictures():
     ]
     assert charts[0].columns == {"seconds": [2.0], "rate": [5.0], "step": [10]}
     assert charts[1].columns == {"seconds": [2.0, 3.0], "rate": [5.0, 30.0], "step": [10, 40]}
-    assert charts[1].title == "p2p-iterate: 40 of 100 steps, now 13.3/s, mean 13.3/s, 4.5 s left"
+    assert charts[1].title == "p2p-iterate: 40 of 100 steps, now 13.3/s, mean 13.3/s, 4.50 s left"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_waits_of_ranks():
         "rank": ["0, 0", "1, 0"],
         "worker": ["h:1", "h:2"],
         "share": [0.5, 0.25],
-        "text": ["50%, 100 ms per step", "25%, 50 ms per step"],
+        "text": ["50%, 100.00 ms per step", "25%, 50.00 ms per step"],
         "step": [10, 10],
     }
 
