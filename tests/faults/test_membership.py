@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 
 import numpy as np
@@ -67,16 +65,6 @@ def test_a_worker_is_paused_in_the_middle(client, gate, who):
     check(client, dask_p2p.transpose(x, chunks=(6, -1)))
 
 
-def test_a_worker_is_replaced(client, gate):
-    _, y = started(client, gate, 0)
-    before = addresses(client)
-    (pid,) = client.run(os.getpid, workers=[before[1]]).values()
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: set(addresses(client)) - set(before), BOUND_S)  # by its nanny
-    gate.open()
-    check(client, y)
-
-
 def test_scaled_down_and_up(client, gate):
     x, y = started(client, gate, 0)
     client.cluster.scale(5)
@@ -90,29 +78,6 @@ def test_scaled_down_and_up(client, gate):
     check(client, z)
     client.cluster.scale(4)
     check(client, dask_p2p.transpose(x, chunks=(4, -1)))
-
-
-def slowly(block):
-    threading.Event().wait(0.1)
-    return block
-
-
-@pytest.mark.slow
-def test_adaptive_scaling(client):
-    """From four workers down to one that has it all, and up again when there is work to do."""
-    y = client.persist(dask_p2p.transpose(source(SHAPE, (6, 48))))
-    wait(y)
-    adaptive = client.cluster.adapt(
-        minimum=1, maximum=4, interval="100 ms", wait_count=1, target_duration="50 ms"
-    )
-    wait_until(lambda: len(client.cluster.workers) == len(addresses(client)) == 1, BOUND_S)
-    check(client, y)
-    z = y.T.rechunk((3, 48), method="tasks").map_blocks(slowly, dtype=float)
-    z = client.persist(dask_p2p.transpose(z, chunks=(3, -1)))
-    wait_until(lambda: len(addresses(client)) > 1, BOUND_S)
-    check(client, z)
-    adaptive.stop()
-    wait_until(lambda: not adaptive._adapting, BOUND_S)  # or it retires workers of the next test
 
 
 def test_a_reader_is_retired_in_the_middle_of_its_task(client, gate):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import dask
 import numpy as np
 import pytest
@@ -109,18 +107,6 @@ def spilled(tmp_path):
     events.close()
 
 
-def test_a_block_is_read_while_dask_brings_it_back(spilled):
-    host, buffer = spilled
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(200):
-            if "x" in buffer.memory:
-                buffer.evict()
-            reading = [threads.submit(host.block, "x") for _ in range(2)]
-            brought_back = buffer["x"]
-            for block in (brought_back, *(read.result(BOUND_S) for read in reading)):
-                assert block.tobytes() == expected(SHAPE).tobytes()
-
-
 def test_a_block_that_has_to_be_read_is_not_read_for_each_region(spilled, monkeypatch):
     """A block that Dask has compressed."""
     host, buffer = spilled
@@ -153,18 +139,6 @@ def test_a_block_that_comes_back_just_when_it_is_looked_for(spilled, monkeypatch
     monkeypatch.setattr(spilling, "open", moved, raising=False)
     assert host.block("x").tobytes() == expected(SHAPE).tobytes()
     assert list(buffer.memory) == ["x"]
-
-
-def test_of_blocks_on_disk_only_the_last_are_kept(spilled):
-    host, buffer = spilled
-    for key in range(5):
-        buffer[key] = expected((10, 10)) + key
-        while buffer.memory:
-            buffer.evict()
-    for key in range(5):
-        np.testing.assert_array_equal(host.block(key), expected((10, 10)) + key)
-        assert usage_of_worker(host)["from disk"] <= 2
-    assert len(buffer.disk) == 6
 
 
 @pytest.mark.slow

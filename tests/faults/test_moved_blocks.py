@@ -16,7 +16,6 @@ from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
-    cluster_of,
     expected,
     one_block_each,
     set_trap,
@@ -25,7 +24,7 @@ from tests.faults.support import (
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
-# It would drop replicas that a test has just made. One test starts it.
+# It would drop replicas that a test has just made.
 NO_MANAGER = {"distributed.scheduler.active-memory-manager.start": False}
 CLUSTER = {"n_workers": 4, "options": NO_MANAGER}
 
@@ -116,43 +115,6 @@ def test_a_block_that_its_holder_drops(client, gate, replicated):
         assert second_holder in read_from(client, reader)
     if replicated == "before":
         assert holder not in read_from(client, reader)
-
-
-def test_rebalance(gate):
-    rebalancing = "distributed.worker.memory.rebalance"
-    eager = {
-        f"{rebalancing}.measure": "managed",
-        f"{rebalancing}.sender-min": 0.0,
-        f"{rebalancing}.sender-recipient-gap": 0.0,
-    }
-    with cluster_of(4, eager) as client:
-        crowded, reader, *_ = addresses(client)
-        x = client.persist(source(SHAPE, (4, 48)), workers=[crowded])
-        wait(x)
-        assert set(client.who_has(x).values()) == {(crowded,)}
-        y = start(client, gate, x, reader)
-        client.rebalance(futures_of(x))
-        moved_to = {who for whos in client.who_has(x).values() for who in whos} - {crowded}
-        assert moved_to, "nothing was moved"
-        finish(client, gate, y)
-        assert moved_to & {reader, *read_from(client, reader)}
-
-
-def test_the_active_memory_manager_drops_replicas(client, gate):
-    reader = addresses(client)[0]
-    x = slabs(client)
-    client.replicate(futures_of(x), n=3, workers=addresses(client)[1:])
-    assert all(len(holders(client, x, i)) >= 3 for i in range(3))
-    y = start(client, gate, x, reader)
-    client.amm.start()
-    client.amm.run_once()
-
-    def reduced():
-        return all(len(holders(client, x, i)) == 1 for i in range(3))
-
-    wait_until(reduced, BOUND_S)
-    client.amm.stop()
-    finish(client, gate, y)
 
 
 def test_a_holder_that_is_retired(client, gate):

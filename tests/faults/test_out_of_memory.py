@@ -198,11 +198,3 @@ def test_leased_bytes_are_among_a_workers_metrics(shared):
     wait_until(lambda: shown() == [8000, 0])
     shared.run(end, workers=[first])
     wait_until(lambda: shown() == [0, 0])
-
-
-def test_the_metric_goes_with_the_plugin():
-    with cluster_of(1) as client:
-        named = "dask-p2p-leased-bytes"
-        assert all(client.run(lambda dask_worker: named in dask_worker.metrics).values())
-        client.unregister_worker_plugin(PLUGIN_NAME)
-        assert not any(client.run(lambda dask_worker: named in dask_worker.metrics).values())

@@ -219,19 +219,6 @@ async def test_the_ranks_of_a_gang_are_spread():
             assert Counter(y[:, 0]) == {0: 4, 1: 4, 2: 4}
 
 
-async def test_ranks_go_where_their_blocks_are():
-    async with in_process(3, threads_per_worker=2) as (cluster, client):
-        await dask_p2p.register(client)
-        for shift, order in enumerate(([2, 0, 1], [0, 2, 1], [1, 2, 0])):
-            holders = [cluster.workers[number].address for number in order]
-            with dask.annotate(workers=lambda key, holders=holders: holders[key[1]]):
-                x = da.full((3, 2), shift, chunks=(1, 2))
-            x = client.persist(x, optimize_graph=False)
-            await wait(x)
-            y = await client.compute(dask_p2p.spmd(place, x, ranks=3))
-            assert y[:, 0].tolist() == order
-
-
 async def test_blocks_of_ranks_are_handed_out_where_they_are():
     """However small they are, and nothing is sent for it, though all wait for one another."""
 

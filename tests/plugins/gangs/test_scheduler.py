@@ -192,3 +192,9 @@ async def test_a_gang_is_forgotten_with_its_last_task():
         gangs.transition(("x", rank), "released", "forgotten")
         del scheduler.tasks["x", rank]
     assert coordinator_of(gangs).size("x") is None
+
+
+async def test_an_adaptive_cluster_is_told_its_target():
+    scheduler, gangs = started()
+    assert scheduler.handlers["adaptive_target"](target_duration="1 s") == 3
+    assert gangs._gathering._asked_s > 0

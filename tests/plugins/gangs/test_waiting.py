@@ -1,15 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
 from types import SimpleNamespace
 
 import pytest
 
-from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.gangs.coordinator import COMMIT, Coordinator
 from dask_p2p.plugins.gangs.gathering import Gathering
 from tests.clock import run_clocked
+from tests.sections.schedulers import Scheduler
 
 AFTER_S = 1.0
 
@@ -32,17 +31,10 @@ def task(state, on=None, needs=(), resources=None):
     )
 
 
-class Scheduler:
-    """The tasks of a gang, and the warnings that clients got."""
-
-    def __init__(self, tasks):
-        self.tasks = {("x", rank): rank_task for rank, rank_task in enumerate(tasks)}
-        self.warnings = []
-
-    def log_event(self, topic, event):
-        assert topic == "warn"
-        assert pickle.loads(event["category"]) is P2PWarning
-        self.warnings.append(pickle.loads(event["message"]))
+def scheduler_of(*tasks):
+    scheduler = Scheduler()
+    scheduler.tasks = {("x", rank): rank_task for rank, rank_task in enumerate(tasks)}
+    return scheduler
 
 
 def warnings_of(scheduler, act, after_s=AFTER_S):
@@ -81,8 +73,8 @@ def test_a_gang_of_the_same_name_has_not_waited_as_long():
             coordinator.forget("x")
             gathering.forget(("x", COMMIT))
 
-    tasks = [task("processing"), task("processing", worker())]
-    assert not warnings_of(Scheduler(tasks), wait, 10 * AFTER_S)
+    scheduler = scheduler_of(task("processing"), task("processing", worker()))
+    assert not warnings_of(scheduler, wait, 10 * AFTER_S)
 
 
 @pytest.mark.parametrize(
@@ -104,18 +96,18 @@ def test_a_warning_names_the_missing_ranks_and_their_workers(own_log, missing, w
         "dask_p2p: x has waited for 1 s: of its 2 ranks, these are missing: rank 1, whose task is "
         f"{why}."
     )
-    assert warnings_of_first(Scheduler([task("processing"), missing])) == [text]
+    assert warnings_of_first(scheduler_of(task("processing"), missing)) == [text]
     assert own_log.messages == [text]
 
 
 def test_the_wait_for_inputs_is_only_logged(own_log):
-    tasks = [task("processing"), task("waiting", needs=["b", "a"])]
-    assert warnings_of_first(Scheduler(tasks)) == []
+    missing = task("waiting", needs=["b", "a"])
+    assert warnings_of_first(scheduler_of(task("processing"), missing)) == []
     assert own_log.messages[0].endswith("task is waiting for 2 tasks, such as a.")
 
 
 def test_the_first_ones_are_named():
-    (text,) = warnings_of_first(Scheduler([task("processing"), *[task("queued")] * 6]))
+    (text,) = warnings_of_first(scheduler_of(task("processing"), *[task("queued")] * 6))
     assert "rank 4" in text
     assert "rank 5" not in text
     assert text.endswith("; and 2 more.")
@@ -123,7 +115,7 @@ def test_the_first_ones_are_named():
 
 def test_the_warning_is_repeated_until_the_gang_begins(monkeypatch):
     monkeypatch.setattr("dask_p2p.plugins.gangs.gathering.REMINDER_S", AFTER_S)
-    scheduler = Scheduler([task("processing"), task("queued")])
+    scheduler = scheduler_of(task("processing"), task("queued"))
 
     async def wait_and_begin(coordinator, _):
         coordinator.join("x", 2, 0, "t0", "a")
@@ -138,7 +130,7 @@ def test_the_warning_is_repeated_until_the_gang_begins(monkeypatch):
 
 
 def test_a_gang_that_runs_in_time_causes_no_warning():
-    scheduler = Scheduler([task("processing"), task("queued")])
+    scheduler = scheduler_of(task("processing"), task("queued"))
 
     async def run_and_wait_again(coordinator, _):
         coordinator.join("x", 2, 0, "t0", "a")
