@@ -143,32 +143,9 @@ class Counter:
         return block * self.count
 
 
-def with_noise(block, rng):
-    return block + rng.normal(size=block.shape)
-
-
-def in_buffer(block, buffer):
-    buffer[...] = block * 2
-    return buffer
-
-
-def seen_by_closure(x):
-    calls = []
-    return dask_p2p.map_overlap(lambda block: block + (calls.append(1), len(calls))[1], x, depth=1)
-
-
-STATES = (
-    lambda x: x.map_blocks(with_noise, rng=np.random.default_rng(0), dtype=float),
-    lambda x: x.map_blocks(in_buffer, np.empty((6, 48)), dtype=float),
-    lambda x: x.map_blocks(Counter(), dtype=float),
-    seen_by_closure,
-)
-
-
-@pytest.mark.parametrize("program", STATES)
-def test_functions_that_keep_a_state(client, program, gangs):
+def test_functions_that_keep_a_state(client, gangs):
     """Each task of Dask has a copy of its own."""
-    y = dask_p2p.transpose(program(array()))
+    y = dask_p2p.transpose(array().map_blocks(Counter(), dtype=float))
     expected = y.compute()
     with dask.config.set({"p2p.fuse": "on"}):
         assert same_bits(y.compute(), expected)
@@ -286,26 +263,24 @@ def test_asynchronous_clients(client):
         asyncio.run(computed("on"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("imports", ["import dask_p2p, dask.array", "import dask.array, dask_p2p"])
-def test_the_option_counts_in_any_order_of_imports(imports):
-    check = (
-        "from dask_p2p.fusing.option import Optimization\n"
-        "assert isinstance(vars(dask.array.Array)['__dask_optimize__'], Optimization)\n"
-        "import sys; assert 'distributed' not in sys.modules\n"
-    )
-    output_of("-c", f"{imports}\n{check}")
+OF_ARRAYS = """
+from dask_p2p.fusing.option import Optimization
+assert isinstance(vars(dask.array.Array)["__dask_optimize__"], Optimization)
+import sys; assert "distributed" not in sys.modules
+"""
+OF_EXPRESSIONS = "assert hasattr(distributed.Client._graph_to_futures, '__wrapped__')"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "imports",
+    ("imports", "check", "planning"),
     [
-        "import dask_p2p, dask.array, distributed",
-        "import dask.array, distributed, dask_p2p",
-        "import distributed, dask_p2p, dask.array",
+        ("dask_p2p, dask.array", OF_ARRAYS, "False"),
+        ("dask.array, dask_p2p", OF_ARRAYS, "False"),
+        ("dask_p2p, dask.array, distributed", OF_EXPRESSIONS, "True"),
+        ("dask.array, distributed, dask_p2p", OF_EXPRESSIONS, "True"),
+        ("distributed, dask_p2p, dask.array", OF_EXPRESSIONS, "True"),
     ],
 )
-def test_the_option_of_expressions_counts_in_any_order_of_imports(imports):
-    check = "assert hasattr(distributed.Client._graph_to_futures, '__wrapped__')\n"
-    output_of("-c", f"{imports}\n{check}", DASK_ARRAY__QUERY_PLANNING="True")
+def test_the_option_counts_in_any_order_of_imports(imports, check, planning):
+    output_of("-c", f"import {imports}\n{check}", DASK_ARRAY__QUERY_PLANNING=planning)
