@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 from glob import glob
 
 import numpy as np
 import pytest
-from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError
@@ -19,8 +17,10 @@ from tests.faults.support import (
     cluster_of,
     count_resources,
     expected,
+    kill,
     one_block_each,
     set_trap,
+    slabs,
     source,
 )
 from tests.support import restart
@@ -65,8 +65,7 @@ def directories(client):
 
 
 def test_after_cancelling(client, gate):
-    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
-    wait(x)
+    x = slabs(client, SHAPE)
     in_the_middle(client, gate)
     y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     assert all_hold_something(client, gate)
@@ -80,8 +79,7 @@ def test_after_cancelling(client, gate):
 
 
 def test_after_a_restart(client, gate):
-    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
-    wait(x)
+    x = slabs(client, SHAPE)
     before, folders = set(client.run(os.getpid).values()), directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     in_the_middle(client, gate)
@@ -114,14 +112,10 @@ def test_after_a_workers_end(client):
     folders = directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     killed, closed, _ = addresses(client)
-    (pid,) = client.run(os.getpid, workers=[killed]).values()
-    (folder_of_closed,) = client.run(
-        lambda dask_worker: dask_worker.local_directory, workers=[closed]
-    ).values()
+    (folder_of_closed,) = client.run(folder, workers=[closed]).values()
     client.retire_workers([closed])
     wait_until(lambda: not os.path.exists(folder_of_closed), BOUND_S)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: killed not in addresses(client), BOUND_S)
+    kill(client, killed)
     works(client)
     assert_nothing_is_held(client)
 

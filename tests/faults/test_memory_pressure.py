@@ -19,10 +19,12 @@ from tests.faults.support import (
     addresses,
     assert_nothing_is_held,
     attempts,
+    check_transposed,
     cluster_of,
     expected,
     one_block_each,
     set_trap,
+    slabs,
     source,
 )
 from tests.plugins.test_context import DeafWorker
@@ -48,16 +50,10 @@ def evict_all(dask_worker):
         dask_worker.data.evict()
 
 
-def check(client, y):
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-    assert_nothing_is_held(client)
-
-
 @pytest.mark.parametrize("transport", ["comm", "cma"])
 @pytest.mark.parametrize("when", ["before the first pull", "in the middle"])
 def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
-    x = one_block_each(client, source(SHAPE, (128, 384)), addresses(client))
-    wait(x)
+    x = slabs(client, SHAPE)
     moment = ("started", 1) if when == "before the first pull" else ("placed", 3)
     client.run(set_trap, *moment, "wait", gate.path)
     with dask.config.set({"p2p.transports.order": [transport]}):
@@ -66,7 +62,7 @@ def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
     client.run(evict_all)
     assert on_disk(client) >= 3, "the blocks of x"
     gate.open()
-    check(client, y)
+    check_transposed(client, y, SHAPE)
 
 
 @pytest.mark.parametrize("transport", ["comm", "cma"])
@@ -82,8 +78,8 @@ def test_less_memory_than_the_blocks_take(transport):
         y = client.persist(dask_p2p.transpose(x, chunks=(32, -1)))
         wait(y)
         assert on_disk(client) >= 10
-        check(client, y)
-        check(client, dask_p2p.transpose(x, chunks=(24, -1)))
+        check_transposed(client, y, SHAPE)
+        check_transposed(client, dask_p2p.transpose(x, chunks=(24, -1)), SHAPE)
         np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
 
 

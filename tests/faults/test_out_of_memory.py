@@ -7,7 +7,6 @@ import warnings
 import dask
 import numpy as np
 import pytest
-from distributed import wait
 
 import dask_p2p
 from dask_p2p.backends.numpy import NUMPY
@@ -20,11 +19,11 @@ from tests.faults.support import (
     addresses,
     assert_nothing_is_held,
     attempts,
+    check_transposed,
     cluster_of,
     expected,
     forget,
-    one_block_each,
-    source,
+    slabs,
 )
 from tests.transports.loopback import wait_until
 
@@ -80,16 +79,12 @@ def lent_bytes(dask_worker):
 
 
 def check(client, x):
-    result = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(result, expected(SHAPE).T)
-    assert_nothing_is_held(client)
+    check_transposed(client, dask_p2p.transpose(x), SHAPE)
 
 
 @pytest.fixture
 def x(shared):
-    x = one_block_each(shared, source(SHAPE, (192, 384)), addresses(shared))
-    wait(x)
-    return x
+    return slabs(shared, SHAPE)
 
 
 @pytest.mark.slow
@@ -165,7 +160,7 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
     ):
         warnings.simplefilter("default")
         reader, holder = addresses(client)
-        x = one_block_each(client, source(SHAPE, (192, 384)), [reader, holder])
+        x = slabs(client, SHAPE)
         check(client, x)
         client.run(forget_buffers)
         client.run(run_out, "buffer", 2, workers=[holder])
