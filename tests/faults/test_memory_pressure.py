@@ -10,15 +10,12 @@ from distributed.spill import SpillBuffer
 
 import dask_p2p
 from dask_p2p.config import options
-from dask_p2p.errors import MemoryLimitError
 from dask_p2p.plugins import context
 from dask_p2p.plugins import storage as spilling
 from dask_p2p.plugins.context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    assert_nothing_is_held,
-    attempts,
     check_transposed,
     cluster_of,
     expected,
@@ -135,28 +132,3 @@ def test_a_block_that_comes_back_just_when_it_is_looked_for(spilled, monkeypatch
     monkeypatch.setattr(spilling, "open", moved, raising=False)
     assert host.block("x").tobytes() == expected(SHAPE).tobytes()
     assert list(buffer.memory) == ["x"]
-
-
-@pytest.mark.slow
-def test_what_can_never_fit_is_refused_at_once():
-    """Dask would let the worker try, again and again, until the operating system ends it."""
-    shape = (7200, 7200)  # 395 MiB, and half as much on its way, also where all inputs are on disk
-    # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
-    # every now and then, spills later than the nanny ends a worker.
-    with cluster_of(2, memory_limit="560 MiB") as client:
-        x = one_block_each(client, source(shape, (450, 7200)), [*addresses(client)] * 8)
-        wait(x)
-        y = dask_p2p.transpose(x, chunks=shape)
-        with pytest.raises(
-            MemoryLimitError, match=r"fits into the 560\.00 MiB .*missing"
-        ) as caught:
-            client.compute(y).result(timeout=BOUND_S)
-        assert caught.value.needed_bytes > y.nbytes
-        assert all(failed == {} for failed in client.run(attempts).values())
-        assert_nothing_is_held(client)
-        # Inputs and outputs together are more than the limit, but they can go to disk.
-        rows = dask_p2p.transpose(x, chunks=(450, 7200)).sum(axis=1)
-        expected_rows = 7200.0 * np.arange(7200) + 7200.0 * 7199 * 7200 / 2
-        np.testing.assert_array_equal(
-            client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
-        )

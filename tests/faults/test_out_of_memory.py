@@ -57,22 +57,6 @@ def restore_allocation(allocation, dask_worker):
     setattr(owner, name, dask_worker.allocate)
 
 
-def refused_replies(dask_worker):
-    """Make answers to this worker fail for lack of memory."""
-    host = dask_worker.plugins[PLUGIN_NAME].context
-    dask_worker.call = host.call
-
-    async def call(address, op, **kwargs):
-        await dask_worker.call(address, op, **kwargs)
-        raise MemoryError("no room for an answer")
-
-    host.call = call
-
-
-def take_replies(dask_worker):
-    dask_worker.plugins[PLUGIN_NAME].context.call = dask_worker.call
-
-
 def lent_bytes(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     return ucx.packed.reserved_bytes
@@ -120,18 +104,6 @@ def forget_buffers(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     for pool in ucx.buffers.values():
         pool.clear()
-
-
-def test_a_reader_has_no_room_for_an_answer(shared, x):
-    reader, _ = addresses(shared)
-    shared.run(refused_replies, workers=[reader])
-    future = shared.compute(dask_p2p.transpose(x)[:192], workers=[reader])
-    with pytest.raises(MemoryLimitError, match=f"{reader}.*no room for an answer"):
-        future.result(timeout=BOUND_S)
-    shared.run(take_replies, workers=[reader])
-    forget(shared, future)
-    assert_nothing_is_held(shared)
-    check(shared, x)
 
 
 def test_a_holder_that_packs_runs_out(shared, x):

@@ -65,6 +65,12 @@ async def test_calls_to_a_worker_that_has_left_are_refused():
     context.close()
 
 
+async def test_the_limit_of_a_worker_is_that_of_its_tasks():
+    worker = DeafWorker()
+    worker.memory_manager = SimpleNamespace(memory_limit=100)
+    assert DaskWorkerContext(worker, options()).memory_below(101, "numpy") == 100
+
+
 async def test_what_blocks_does_not_block_the_event_loop():
     context = DaskWorkerContext(DeafWorker(), options())
     event = threading.Event()
