@@ -286,16 +286,6 @@ def test_a_failure_ends_the_attempt_for_all():
         assert coordinator.order("x", rank, f"x{rank}") == Order("stopped", 1, error=b"error")
 
 
-def test_a_lost_output_brings_all_again():
-    coordinator = Coordinator(MOST)
-    joined(coordinator, "x", "a", "b", "c")
-    for rank in range(3):
-        coordinator.leave("x", rank, f"x{rank}")
-    assert coordinator.is_committed("x")
-    assert coordinator.join("x", 3, 1, "again", "b") == [0, 2]
-    assert not coordinator.is_committed("x")
-
-
 def test_attempts_are_bounded():
     coordinator = Coordinator(2)
     for attempt in range(2):
@@ -314,16 +304,6 @@ def test_a_rank_that_comes_again_ends_the_attempt():
     coordinator.join("x", 2, 0, "again", "c")
     assert states(coordinator, "x") == ["stopped", "stopped"]
     assert coordinator.order("x", 0, "again").state == "waiting"
-
-
-def test_a_gang_that_loses_a_waiting_rank_is_not_whole():
-    coordinator = Coordinator(MOST)
-    joined(coordinator, "first", "a")
-    joined(coordinator, "x", "a", "b")
-    coordinator.drop("x", 0, "cancelled")
-    assert states(coordinator, "x") == ["stopped", "waiting"]
-    coordinator.leave("first", 0, "first0")
-    assert states(coordinator, "x") == ["stopped", "waiting"]
 
 
 def resumed(coordinator, states, attempt):
