@@ -25,7 +25,6 @@ from tests.fusing.programs import (
     stencils,
 )
 from tests.fusing.support import smooth
-from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, mostly_slow, output_of
 
 CLUSTER = {"n_workers": 2}
@@ -37,7 +36,6 @@ def test_values_are_those_without_the_option(client, program, mode, gangs):
     check_values(client, program, mode)
     if mode == "on" or program in (stencils, rechunks, rechunks_of_dask, solver):
         assert len(gangs) == 2
-    nothing_is_left(client)
 
 
 def test_off_is_the_default(client, gangs):
@@ -72,17 +70,6 @@ def test_a_section_runs_before_the_gang(client, gangs):
     with dask.config.set({"p2p.fuse": "auto"}):
         assert same_bits(program(x).compute(timeout=BOUND_S), expected)
     assert len(gangs) == 1
-
-
-def test_a_shuffle_of_dask_before_a_section(client):
-    def program(x):
-        y = dask_p2p.spmd(lambda ctx, a: a * 2, x.rechunk((24, 48), method="p2p"))
-        return stencils(y)
-
-    expected = program(array()).compute()
-    for mode in ("auto", "on"):
-        with dask.config.set({"p2p.fuse": mode}):
-            assert same_bits(program(array()).compute(), expected)
 
 
 @pytest.mark.parametrize("mode", mostly_slow(["auto", "on"], ["on"]))

@@ -24,8 +24,6 @@ from dask_p2p.plugins.placement import (
 from dask_p2p.plugins.registration import workers_of
 from tests.support import in_process, indexed, result_of
 
-MEBIBYTE = 2**20
-
 
 class Scheduler:
     """What an overlay needs of Dask's."""
@@ -75,26 +73,19 @@ def test_other_tasks_are_checked_by_dask():
     assert check(ts, worker, stimulus_id="") == 7
 
 
-def _transposed(client, shape, n_blocks, limit_bytes):
-    """Transpose an array that is larger than each worker's memory; check every element."""
-    x = client.persist(indexed_array(shape, ((shape[0] // n_blocks,) * n_blocks, shape[1:]), "f8"))
-    wait(x)
-    assert x.nbytes > limit_bytes
-    assert dask_p2p.estimate(x).total_bytes < limit_bytes
-    y = client.persist(dask_p2p.transpose(x))
-    wait(y)
-    del x
-    assert (
-        result_of(client, client.compute(count_wrong(y, shape, (1, 0), "numpy", np.dtype("f8"))))
-        == 0
-    )
-
-
 @pytest.mark.slow
 def test_an_array_larger_than_one_workers_memory():
-    limit_bytes = 440 * MEBIBYTE  # a worker that makes one block has 360 MiB
+    limit_bytes = 440 * 2**20  # a worker that makes one block has 360 MiB
+    shape = (7800, 7400)
     with dask_p2p.local_cluster(6, memory_limit=limit_bytes) as cluster, Client(cluster) as client:
-        _transposed(client, (7800, 7400), 6, limit_bytes)
+        x = client.persist(indexed_array(shape, (1300, 7400), "f8"))
+        wait(x)
+        assert x.nbytes > limit_bytes > dask_p2p.estimate(x).total_bytes
+        y = client.persist(dask_p2p.transpose(x))
+        wait(y)
+        del x
+        wrong_count = count_wrong(y, shape, (1, 0), "numpy", np.dtype("f8"))
+        assert result_of(client, client.compute(wrong_count)) == 0
 
 
 # --- placement ---
