@@ -159,13 +159,10 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
         ("wss://here", None, True),
     ],
 )
-def test_where_nothing_may_leave_unencrypted(address, required, expected):
-    async def main():
-        worker = DeafWorker()
-        worker.address, worker.security.require_encryption = address, required
-        return DaskWorkerContext(worker, options()).encrypted_only
-
-    assert asyncio.run(main()) is expected
+async def test_where_nothing_may_leave_unencrypted(address, required, expected):
+    worker = DeafWorker()
+    worker.address, worker.security.require_encryption = address, required
+    assert DaskWorkerContext(worker, options()).encrypted_only is expected
 
 
 class ForgottenMeanwhile(dict):
@@ -177,19 +174,16 @@ class ForgottenMeanwhile(dict):
         return iterator
 
 
-def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
+async def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
     def not_in_memory(data, key):
         raise KeyError(key)
 
-    async def main():
-        context = DaskWorkerContext(DeafWorker(), options())
-        context.from_disk = ForgottenMeanwhile()
-        assert [context.block(key) for key in "abcd"] == [*"abcd"]
-        assert len(context.from_disk) <= 2
-
     monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
     monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)
-    asyncio.run(main())
+    context = DaskWorkerContext(DeafWorker(), options())
+    context.from_disk = ForgottenMeanwhile()
+    assert [context.block(key) for key in "abcd"] == [*"abcd"]
+    assert len(context.from_disk) <= 2
 
 
 PROGRAM = """
