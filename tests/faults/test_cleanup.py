@@ -1,4 +1,4 @@
-"""Nothing stays behind: after cancelling, a restart, an error, a worker's end."""
+"""Nothing stays behind: after cancelling, a restart, a worker's end."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 from glob import glob
 
 import numpy as np
-import pytest
 
 import dask_p2p
-from dask_p2p.errors import BlockMismatchError
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -92,19 +90,6 @@ def test_after_a_restart(client, gate):
     assert_nothing_is_held(client)
     works(client)
     del y
-
-
-def test_after_an_error(client):
-    def shrink_some(block, block_id):
-        return block[:-1] if block_id == (1, 0) else block
-
-    x = source(SHAPE, (16, 48)).map_blocks(shrink_some, dtype=float, meta=np.ones((0, 0)))
-    x = client.persist(x)
-    with pytest.raises(BlockMismatchError):
-        client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    del x
-    assert_nothing_is_held(client)
-    works(client)
 
 
 def test_after_a_workers_end(client):
