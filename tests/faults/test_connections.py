@@ -15,14 +15,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import TransferError
 from tests.faults import faulty
-from tests.faults.support import (
-    BOUND_S,
-    addresses,
-    assert_nothing_is_held,
-    expected,
-    forget,
-    slabs,
-)
+from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, expected, forget, slabs
 
 SHAPE = (48, 60)
 CLUSTER = {"n_workers": 3}

@@ -68,10 +68,7 @@ def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
 
 def test_comm_over_ucx():
     shape = (3000, 2000)
-    with (
-        gpu_client(protocol="ucx") as client,
-        dask.config.set({"p2p.transports.order": ["comm"]}),
-    ):
+    with gpu_client(protocol="ucx") as client, dask.config.set({"p2p.transports.order": ["comm"]}):
         a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
         check_transpose(client, a, "comm")
 

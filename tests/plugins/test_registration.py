@@ -45,10 +45,7 @@ X = indexed(SHAPE)
 @pytest.fixture(scope="module")
 def own_cluster():
     with LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        env={"PYTHONPATH": import_path()},
+        n_workers=2, threads_per_worker=1, dashboard_address=":0", env={"PYTHONPATH": import_path()}
     ) as cluster:
         yield cluster
 

@@ -20,14 +20,7 @@ from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
 from tests.plugins.memory_probe import peak, reset_peak
-from tests.support import (
-    indexed,
-    output_of,
-    own_client,
-    persisted,
-    spread,
-    used,
-)
+from tests.support import indexed, output_of, own_client, persisted, spread, used
 
 
 def records(client):
