@@ -40,15 +40,6 @@ class DeafWorker:
         return SimpleNamespace(op=op)
 
 
-def deaf_context(data=()):
-    async def make():
-        worker = DeafWorker()
-        worker.data.update(data)
-        return DaskWorkerContext(worker, options())
-
-    return asyncio.run(make())
-
-
 async def test_calls_to_a_worker_that_has_left_are_refused():
     worker = DeafWorker()
     context = DaskWorkerContext(worker, options())
@@ -92,7 +83,7 @@ async def test_what_blocks_does_not_block_the_event_loop():
         ("numpy", ["comm"], ["comm"]),
     ],
 )
-def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, order, expected):
+async def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, order, expected):
     """One setting turns it off: nothing is published by itself, nothing is mapped."""
     published = []
     transports = {
@@ -105,7 +96,9 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
         for name in transport_classes()
     }
     data = {("x", 0): np.ones(3), ("x", 1): np.ones(2), ("y", 0): np.ones(3), ("x", 2): "odd"}
-    context = deaf_context(data)
+    worker = DeafWorker()
+    worker.data.update(data)
+    context = DaskWorkerContext(worker, options())
     context.router.transports = transports
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
@@ -130,9 +123,9 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
     assert [way.transport.name for way in ways] == expected
 
 
-def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
+async def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     monkeypatch.setattr("dask_p2p.engine.context.MOST_TASKS", 3)
-    context = deaf_context()
+    context = DaskWorkerContext(DeafWorker(), options())
     for key in range(10):
         assert context.count_attempt(key, "why") == (1, "attempt 1: why")
     assert list(context.failed) == [7, 8, 9]
