@@ -12,7 +12,6 @@ import dask_p2p
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
-from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports import buffers
 from tests.faults.support import (
     BOUND_S,
@@ -143,25 +142,3 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
         wait_until(lambda: set(client.run(lent_bytes).values()) == {0})
         client.run(restore_allocation, "buffer", workers=[holder])
     assert len(texts()) == 1
-
-
-def test_leased_bytes_are_among_a_workers_metrics(shared):
-    def lease(dask_worker):
-        directory = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
-        directory.publish("block", lambda: np.zeros(1000), lambda block: b"{}")
-
-    def end(dask_worker):
-        dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory.withdraw(
-            "block"
-        )
-
-    def shown():
-        info = workers_of(shared)
-        return [info[address]["metrics"].get("dask-p2p-leased-bytes") for address in sorted(info)]
-
-    first, _ = addresses(shared)
-    wait_until(lambda: shown() == [0, 0])
-    shared.run(lease, workers=[first])
-    wait_until(lambda: shown() == [8000, 0])
-    shared.run(end, workers=[first])
-    wait_until(lambda: shown() == [0, 0])

@@ -98,8 +98,11 @@ async def test_a_block_that_dask_spills_is_free_at_once():
         reference = weakref.ref(worker.data[key])
         context.publish({key: worker.data[key]}, "numpy", options())
         assert key in directory.published
+        metric = worker.metrics["dask-p2p-leased-bytes"]
+        assert metric(worker) == 4 * 4 * 8
         worker.data.evict()
         assert key not in directory.published
+        assert metric(worker) == 0
         assert reference() is None
         await worker.plugin_remove(name=PLUGIN_NAME)
         assert worker.data.fast_to_slow_callbacks == []
