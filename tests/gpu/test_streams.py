@@ -434,13 +434,11 @@ def test_two_gpus_of_one_process(scheduler):
     x = x.map_blocks(on_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     if scheduler == "one process":
         with own_client(processes=False, threads_per_worker=2) as client:
-            x = persisted(client, x)
-            y = dask_p2p.transpose(x).compute()
-            np.testing.assert_array_equal(y.get(), VALUES.T)
+            y = dask_p2p.transpose(persisted(client, x)).compute().get()
     else:
         (x,) = dask.persist(x, scheduler=scheduler)
-        y = dask_p2p.transpose(x).compute(scheduler=scheduler)
-        np.testing.assert_array_equal(y.get(), VALUES.T)
+        y = dask_p2p.transpose(x).compute(scheduler=scheduler).get()
+    np.testing.assert_array_equal(y, VALUES.T)
 
 
 @pytest.mark.usefixtures("two_gpus")
