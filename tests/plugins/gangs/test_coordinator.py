@@ -286,6 +286,16 @@ def test_a_failure_ends_the_attempt_for_all():
         assert coordinator.order("x", rank, f"x{rank}") == Order("stopped", 1, error=b"error")
 
 
+def test_a_lost_output_brings_all_again():
+    coordinator = Coordinator(MOST)
+    joined(coordinator, "x", "a", "b", "c")
+    for rank in range(3):
+        coordinator.leave("x", rank, f"x{rank}")
+    assert coordinator.is_committed("x")
+    assert coordinator.join("x", 3, 1, "again", "b") == [0, 2]
+    assert not coordinator.is_committed("x")
+
+
 def test_attempts_are_bounded():
     coordinator = Coordinator(2)
     for attempt in range(2):
