@@ -67,7 +67,7 @@ class FaultyCalls:
 
     def __init__(self, call, faults, deadline_s):
         self.call, self.faults, self.deadline_s = call, faults, deadline_s
-        self._held = None  # event of the answer that waits for another one to overtake it
+        self._overtaken = None  # event of the answer that waits for another one to overtake it
 
     async def __call__(self, address, op, **kwargs):
         fault = self.faults.next(ANSWERS) if op in OPS else None
@@ -96,16 +96,16 @@ class FaultyCalls:
 
     async def _reorder(self):
         """Hold an answer until the next one that gets here has been given out."""
-        if self._held is not None:
-            waiting_answer, self._held = self._held, None
+        if self._overtaken is not None:
+            waiting_answer, self._overtaken = self._overtaken, None
             asyncio.get_running_loop().call_later(DELAY_S / 10, waiting_answer.set)
             return
-        self._held = waiting_answer = asyncio.Event()
+        self._overtaken = waiting_answer = asyncio.Event()
         try:
             await asyncio.wait_for(waiting_answer.wait(), _PARTNER_S)
         except TimeoutError:
-            if self._held is waiting_answer:
-                self._held = None
+            if self._overtaken is waiting_answer:
+                self._overtaken = None
 
 
 class FaultySends:

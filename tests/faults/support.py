@@ -12,7 +12,7 @@ from glob import glob
 import dask
 import dask.array as da
 import numpy as np
-from distributed import Client, Future, LocalCluster, Status
+from distributed import Client, Future, LocalCluster, Status, wait
 
 import dask_p2p
 from dask_p2p.engine.assembly import Assembly
@@ -154,6 +154,33 @@ def one_block_each(client, x, workers):
         for i, worker in enumerate(workers)
     ]
     return client.persist(da.concatenate(rows))
+
+
+def slabs(client, shape, workers=None):
+    """`source` in memory, in a slab of rows on each of these workers; by default on all."""
+    workers = workers or addresses(client)
+    x = one_block_each(client, source(shape, (shape[0] // len(workers), shape[1])), workers)
+    wait(x)
+    return x
+
+
+def check_transposed(client, y, shape):
+    """Check the transpose of `source`, and that nothing is held after it."""
+    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(shape).T)
+    assert_nothing_is_held(client)
+
+
+def pid_of(client, worker):
+    return client.run(os.getpid, workers=[worker])[worker]
+
+
+def wait_until_gone(client, worker):
+    wait_until(lambda: worker not in addresses(client), BOUND_S)
+
+
+def kill(client, worker):
+    os.kill(pid_of(client, worker), signal.SIGKILL)
+    wait_until_gone(client, worker)
 
 
 def count_resources(client):

@@ -6,7 +6,6 @@ import re
 
 import numpy as np
 import pytest
-from distributed import wait
 from distributed.comm import CommClosedError
 
 import dask_p2p
@@ -17,8 +16,7 @@ from tests.faults.support import (
     assert_nothing_is_held,
     expected,
     forget,
-    one_block_each,
-    source,
+    slabs,
     wait_until_forgotten,
 )
 
@@ -89,8 +87,7 @@ def failure(client, y, reader):
 )
 def test_a_peer_that_always(client, how, cause):
     reader, holder = addresses(client)
-    x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
-    wait(x)
+    x = slabs(client, SHAPE)
     client.run(fail, how, workers=[holder])
     y = dask_p2p.transpose(x)[:16]  # these rows need one block of each
     text = failure(client, y, reader)
@@ -107,8 +104,7 @@ def test_a_peer_that_always(client, how, cause):
 
 def test_wanted_again_it_gets_as_many_attempts_again(client):
     reader, holder = addresses(client)
-    x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
-    wait(x)
+    x = slabs(client, SHAPE)
     client.run(fail, "refuses", workers=[holder])
     for times in (1, 2, 3):
         failure(client, dask_p2p.transpose(x)[:16], reader)
@@ -117,8 +113,7 @@ def test_wanted_again_it_gets_as_many_attempts_again(client):
 
 def test_a_block_that_was_missing_once_is_asked_for_again(client):
     reader, holder = addresses(client)
-    x = one_block_each(client, source(SHAPE, (16, 32)), [reader, holder])
-    wait(x)
+    x = slabs(client, SHAPE)
     client.run(fail, "lacks the block once", workers=[holder])
     y = client.compute(dask_p2p.transpose(x)[:16], workers=[reader])
     np.testing.assert_array_equal(y.result(timeout=BOUND_S), expected(SHAPE).T[:16])

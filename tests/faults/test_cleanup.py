@@ -1,17 +1,13 @@
-"""Nothing stays behind: after cancelling, a restart, an error, a worker's end."""
+"""Nothing stays behind: after cancelling, a restart, a worker's end."""
 
 from __future__ import annotations
 
 import os
-import signal
 from glob import glob
 
 import numpy as np
-import pytest
-from distributed import wait
 
 import dask_p2p
-from dask_p2p.errors import BlockMismatchError
 from tests.faults.support import (
     BOUND_S,
     addresses,
@@ -19,8 +15,10 @@ from tests.faults.support import (
     cluster_of,
     count_resources,
     expected,
+    kill,
     one_block_each,
     set_trap,
+    slabs,
     source,
 )
 from tests.support import restart
@@ -65,8 +63,7 @@ def directories(client):
 
 
 def test_after_cancelling(client, gate):
-    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
-    wait(x)
+    x = slabs(client, SHAPE)
     in_the_middle(client, gate)
     y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     assert all_hold_something(client, gate)
@@ -80,8 +77,7 @@ def test_after_cancelling(client, gate):
 
 
 def test_after_a_restart(client, gate):
-    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client))
-    wait(x)
+    x = slabs(client, SHAPE)
     before, folders = set(client.run(os.getpid).values()), directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     in_the_middle(client, gate)
@@ -96,32 +92,15 @@ def test_after_a_restart(client, gate):
     del y
 
 
-def test_after_an_error(client):
-    def shrink_some(block, block_id):
-        return block[:-1] if block_id == (1, 0) else block
-
-    x = source(SHAPE, (16, 48)).map_blocks(shrink_some, dtype=float, meta=np.ones((0, 0)))
-    x = client.persist(x)
-    with pytest.raises(BlockMismatchError):
-        client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    del x
-    assert_nothing_is_held(client)
-    works(client)
-
-
 def test_after_a_workers_end(client):
     works(client)
     folders = directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
     killed, closed, _ = addresses(client)
-    (pid,) = client.run(os.getpid, workers=[killed]).values()
-    (folder_of_closed,) = client.run(
-        lambda dask_worker: dask_worker.local_directory, workers=[closed]
-    ).values()
+    (folder_of_closed,) = client.run(folder, workers=[closed]).values()
     client.retire_workers([closed])
     wait_until(lambda: not os.path.exists(folder_of_closed), BOUND_S)
-    os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: killed not in addresses(client), BOUND_S)
+    kill(client, killed)
     works(client)
     assert_nothing_is_held(client)
 

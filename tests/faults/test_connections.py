@@ -11,20 +11,11 @@ import time
 import dask
 import numpy as np
 import pytest
-from distributed import wait
 
 import dask_p2p
 from dask_p2p.errors import TransferError
 from tests.faults import faulty
-from tests.faults.support import (
-    BOUND_S,
-    addresses,
-    assert_nothing_is_held,
-    expected,
-    forget,
-    one_block_each,
-    source,
-)
+from tests.faults.support import BOUND_S, addresses, assert_nothing_is_held, expected, forget, slabs
 
 SHAPE = (48, 60)
 CLUSTER = {"n_workers": 3}
@@ -51,15 +42,13 @@ def transport(request):
 
 @pytest.fixture
 def x(shared):
-    x = one_block_each(shared, source(SHAPE, (16, 60)), addresses(shared))
-    wait(x)
-    return x
+    return slabs(shared, SHAPE)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def connected(shared):
     """Run once without deadlines: the first run takes long, above all for ucx's context."""
-    x = one_block_each(shared, source(SHAPE, (16, 60)), addresses(shared))
+    x = slabs(shared, SHAPE)
     for transport in ("comm", "ucx"):
         with dask.config.set({"p2p.transports.order": [transport]}):
             dask_p2p.transpose(x).compute()
@@ -112,7 +101,7 @@ def test_one_fault_in_answers(shared, x, fault, position):
     check_one_fault(shared, x, fault, position, {})
 
 
-@pytest.mark.parametrize("fault", ["drop", "lose", "hang", "delay", "duplicate", "reorder"])
+@pytest.mark.parametrize("fault", faulty.ANSWERS)
 def test_one_fault_in_the_answers_of_ucx(shared, x, fault):
     check_one_fault(shared, x, fault, 1, BY_UCX)
 

@@ -17,10 +17,12 @@ from dask_p2p.errors import TransferError
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    assert_nothing_is_held,
+    check_transposed,
     expected,
     one_block_each,
+    pid_of,
     set_trap,
+    slabs,
     source,
 )
 from tests.faults.test_moved_blocks import read_from, replicate
@@ -65,13 +67,12 @@ def check(client, x, chunks=None, shape=SHAPE):
     """All workers can go on."""
     with dask.config.set(PATIENT):
         y = dask_p2p.transpose(x, chunks=chunks)
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(shape).T)
-    assert_nothing_is_held(client)
+    check_transposed(client, y, shape)
 
 
 @contextmanager
 def halted(client, worker):
-    (pid,) = client.run(os.getpid, workers=[worker]).values()
+    pid = pid_of(client, worker)
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -152,9 +153,8 @@ def test_the_time_does_not_grow_with_the_blocks_of_a_halted_holder(client):
 @pytest.mark.slow
 def test_a_holder_that_is_halted_in_the_middle(client):
     reader, holder, *_ = addresses(client)
-    x = one_block_each(client, source(LARGE, (512, 2048)), addresses(client))
-    wait(x)
-    (pid,) = client.run(os.getpid, workers=[holder]).values()
+    x = slabs(client, LARGE)
+    pid = pid_of(client, holder)
     client.run(set_trap, "placed", 2, "halt", pid, workers=[reader])
     try:
         start_s = time.monotonic()

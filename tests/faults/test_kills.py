@@ -8,9 +8,6 @@ its block.
 
 from __future__ import annotations
 
-import os
-import signal
-
 import dask
 import numpy as np
 import pytest
@@ -21,17 +18,18 @@ from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
+    check_transposed,
     expected,
-    one_block_each,
+    kill,
+    pid_of,
     set_trap,
+    slabs,
     source,
+    wait_until_gone,
 )
-from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
-PARTS = {
-    "p2p.transports.part-bytes": 16 * 16 * 8 // 4,
-}
+PARTS = {"p2p.transports.part-bytes": 16 * 16 * 8 // 4}
 CLUSTER = {"n_workers": 4, "options": PARTS}
 
 HOLDER = {
@@ -73,15 +71,14 @@ CASES = [
 def transposed_while(client, act):
     """Transpose on three of four workers, with `act` of x and these workers before it."""
     workers = addresses(client)[:3]
-    x = one_block_each(client, source(SHAPE, (16, 48)), workers)
-    wait(x)
+    x = slabs(client, SHAPE, workers)
     y = dask_p2p.transpose(x)
     victim = act(workers)
     y = client.persist(y, workers=workers, allow_other_workers=True)
     np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-    wait_until(lambda: victim not in addresses(client), BOUND_S)
+    wait_until_gone(client, victim)
     # Also if it was in memory when it was lost.
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
+    check_transposed(client, y, SHAPE)
     np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
     assert_nothing_is_held(client)
 
@@ -100,7 +97,7 @@ def test_a_holder_or_a_reader(client, transport, moment, number, how):
 def test_a_bystander(client, number):
     def act(workers):
         (bystander,) = set(addresses(client)) - set(workers)
-        (pid,) = client.run(os.getpid, workers=[bystander]).values()
+        pid = pid_of(client, bystander)
         client.run(set_trap, "asked", number, "kill", pid, workers=[workers[1]])
         return bystander
 
@@ -117,13 +114,11 @@ def test_after_the_result_is_done(client, how, transport):
         lost = {key: who[0] for key, who in client.who_has(y).items()}
         victim = next(iter(lost.values()))
         if how == "kill":
-            (pid,) = client.run(os.getpid, workers=[victim]).values()
-            os.kill(pid, signal.SIGKILL)
+            kill(client, victim)
         else:
             client.retire_workers([victim])
-        wait_until(lambda: victim not in addresses(client), BOUND_S)
-        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-        assert_nothing_is_held(client)
+            wait_until_gone(client, victim)
+        check_transposed(client, y, SHAPE)
 
 
 @pytest.mark.parametrize("when", ["a group is assembled", "blocks are handed out"])
@@ -141,8 +136,6 @@ def test_a_worker_that_makes_groups_of_blocks(client, when):
         else:
             y = client.persist(y)
             wait(y)
-            (pid,) = client.run(os.getpid, workers=[victim]).values()
-            os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: victim not in addresses(client), BOUND_S)
-        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-        assert_nothing_is_held(client)
+            kill(client, victim)
+        wait_until_gone(client, victim)
+        check_transposed(client, y, SHAPE)

@@ -10,7 +10,7 @@ from distributed import get_worker
 
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import DeviceLostError
-from tests.faults.support import BOUND_S, addresses, cluster_of
+from tests.faults.support import BOUND_S, addresses, cluster_of, pid_of
 from tests.transports.loopback import wait_until
 
 
@@ -38,10 +38,6 @@ def outlast_device(path):
 def note_and_return(path):
     with open(path, "x"):
         return os.getpid()
-
-
-def pid_of(client, worker):
-    return client.run(os.getpid, workers=[worker])[worker]
 
 
 def test_the_task_that_broke_it_reports_it():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import dask
 import numpy as np
 import pytest
@@ -12,19 +10,18 @@ from distributed.spill import SpillBuffer
 
 import dask_p2p
 from dask_p2p.config import options
-from dask_p2p.errors import MemoryLimitError
 from dask_p2p.plugins import context
 from dask_p2p.plugins import storage as spilling
 from dask_p2p.plugins.context import DaskWorkerContext
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    assert_nothing_is_held,
-    attempts,
+    check_transposed,
     cluster_of,
     expected,
     one_block_each,
     set_trap,
+    slabs,
     source,
 )
 from tests.plugins.test_context import DeafWorker
@@ -50,16 +47,10 @@ def evict_all(dask_worker):
         dask_worker.data.evict()
 
 
-def check(client, y):
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-    assert_nothing_is_held(client)
-
-
 @pytest.mark.parametrize("transport", ["comm", "cma"])
 @pytest.mark.parametrize("when", ["before the first pull", "in the middle"])
 def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
-    x = one_block_each(client, source(SHAPE, (128, 384)), addresses(client))
-    wait(x)
+    x = slabs(client, SHAPE)
     moment = ("started", 1) if when == "before the first pull" else ("placed", 3)
     client.run(set_trap, *moment, "wait", gate.path)
     with dask.config.set({"p2p.transports.order": [transport]}):
@@ -68,7 +59,7 @@ def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
     client.run(evict_all)
     assert on_disk(client) >= 3, "the blocks of x"
     gate.open()
-    check(client, y)
+    check_transposed(client, y, SHAPE)
 
 
 @pytest.mark.parametrize("transport", ["comm", "cma"])
@@ -84,8 +75,8 @@ def test_less_memory_than_the_blocks_take(transport):
         y = client.persist(dask_p2p.transpose(x, chunks=(32, -1)))
         wait(y)
         assert on_disk(client) >= 10
-        check(client, y)
-        check(client, dask_p2p.transpose(x, chunks=(24, -1)))
+        check_transposed(client, y, SHAPE)
+        check_transposed(client, dask_p2p.transpose(x, chunks=(24, -1)), SHAPE)
         np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
 
 
@@ -107,18 +98,6 @@ def spilled(tmp_path):
     yield host, buffer
     host.close()
     events.close()
-
-
-def test_a_block_is_read_while_dask_brings_it_back(spilled):
-    host, buffer = spilled
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(200):
-            if "x" in buffer.memory:
-                buffer.evict()
-            reading = [threads.submit(host.block, "x") for _ in range(2)]
-            brought_back = buffer["x"]
-            for block in (brought_back, *(read.result(BOUND_S) for read in reading)):
-                assert block.tobytes() == expected(SHAPE).tobytes()
 
 
 def test_a_block_that_has_to_be_read_is_not_read_for_each_region(spilled, monkeypatch):
@@ -153,40 +132,3 @@ def test_a_block_that_comes_back_just_when_it_is_looked_for(spilled, monkeypatch
     monkeypatch.setattr(spilling, "open", moved, raising=False)
     assert host.block("x").tobytes() == expected(SHAPE).tobytes()
     assert list(buffer.memory) == ["x"]
-
-
-def test_of_blocks_on_disk_only_the_last_are_kept(spilled):
-    host, buffer = spilled
-    for key in range(5):
-        buffer[key] = expected((10, 10)) + key
-        while buffer.memory:
-            buffer.evict()
-    for key in range(5):
-        np.testing.assert_array_equal(host.block(key), expected((10, 10)) + key)
-        assert usage_of_worker(host)["from disk"] <= 2
-    assert len(buffer.disk) == 6
-
-
-@pytest.mark.slow
-def test_what_can_never_fit_is_refused_at_once():
-    """Dask would let the worker try, again and again, until the operating system ends it."""
-    shape = (7200, 7200)  # 395 MiB, and half as much on its way, also where all inputs are on disk
-    # A worker alone takes 120 MiB. Of a much smaller limit that is so much that Dask, which looks
-    # every now and then, spills later than the nanny ends a worker.
-    with cluster_of(2, memory_limit="560 MiB") as client:
-        x = one_block_each(client, source(shape, (450, 7200)), [*addresses(client)] * 8)
-        wait(x)
-        y = dask_p2p.transpose(x, chunks=shape)
-        with pytest.raises(
-            MemoryLimitError, match=r"fits into the 560\.00 MiB .*missing"
-        ) as caught:
-            client.compute(y).result(timeout=BOUND_S)
-        assert caught.value.needed_bytes > y.nbytes
-        assert all(failed == {} for failed in client.run(attempts).values())
-        assert_nothing_is_held(client)
-        # Inputs and outputs together are more than the limit, but they can go to disk.
-        rows = dask_p2p.transpose(x, chunks=(450, 7200)).sum(axis=1)
-        expected_rows = 7200.0 * np.arange(7200) + 7200.0 * 7199 * 7200 / 2
-        np.testing.assert_array_equal(
-            client.compute(rows).result(timeout=3 * BOUND_S), expected_rows
-        )

@@ -6,7 +6,6 @@ goes on.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from distributed import futures_of, wait
 
@@ -15,26 +14,17 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from tests.faults.support import (
     BOUND_S,
     addresses,
-    assert_nothing_is_held,
-    cluster_of,
-    expected,
+    check_transposed,
     one_block_each,
     set_trap,
-    source,
+    slabs,
 )
 from tests.transports.loopback import wait_until
 
 SHAPE = (48, 48)
-# It would drop replicas that a test has just made. One test starts it.
+# It would drop replicas that a test has just made.
 NO_MANAGER = {"distributed.scheduler.active-memory-manager.start": False}
 CLUSTER = {"n_workers": 4, "options": NO_MANAGER}
-
-
-def slabs(client):
-    """One block on each of the first three workers."""
-    x = one_block_each(client, source(SHAPE, (16, 48)), addresses(client)[:3])
-    wait(x)
-    return x
 
 
 def holders(client, x, row):
@@ -84,14 +74,13 @@ def start(client, gate, x, reader):
 
 def finish(client, gate, y):
     gate.open()
-    np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-    assert_nothing_is_held(client)
+    check_transposed(client, y, SHAPE)
 
 
 def test_a_block_of_the_readers_own_that_moved(client, gate):
     """It is a reference as well: the task is sent again, with the block's new holder."""
     reader, *_, second_holder = addresses(client)
-    x = slabs(client)
+    x = slabs(client, SHAPE, addresses(client)[:3])
     rows = start(client, gate, x, reader)
     replicate(client, x, 0, [reader, second_holder])
     drop(client, reader, x, 0)
@@ -103,7 +92,7 @@ def test_a_block_of_the_readers_own_that_moved(client, gate):
 def test_a_block_that_its_holder_drops(client, gate, replicated):
     """It has another holder then, or Dask computes it again."""
     reader, holder, _, second_holder = addresses(client)
-    x = slabs(client)
+    x = slabs(client, SHAPE, addresses(client)[:3])
     assert holders(client, x, 1) == {holder}
     if replicated == "before":
         replicate(client, x, 1, [holder, second_holder])
@@ -118,46 +107,9 @@ def test_a_block_that_its_holder_drops(client, gate, replicated):
         assert holder not in read_from(client, reader)
 
 
-def test_rebalance(gate):
-    rebalancing = "distributed.worker.memory.rebalance"
-    eager = {
-        f"{rebalancing}.measure": "managed",
-        f"{rebalancing}.sender-min": 0.0,
-        f"{rebalancing}.sender-recipient-gap": 0.0,
-    }
-    with cluster_of(4, eager) as client:
-        crowded, reader, *_ = addresses(client)
-        x = client.persist(source(SHAPE, (4, 48)), workers=[crowded])
-        wait(x)
-        assert set(client.who_has(x).values()) == {(crowded,)}
-        y = start(client, gate, x, reader)
-        client.rebalance(futures_of(x))
-        moved_to = {who for whos in client.who_has(x).values() for who in whos} - {crowded}
-        assert moved_to, "nothing was moved"
-        finish(client, gate, y)
-        assert moved_to & {reader, *read_from(client, reader)}
-
-
-def test_the_active_memory_manager_drops_replicas(client, gate):
-    reader = addresses(client)[0]
-    x = slabs(client)
-    client.replicate(futures_of(x), n=3, workers=addresses(client)[1:])
-    assert all(len(holders(client, x, i)) >= 3 for i in range(3))
-    y = start(client, gate, x, reader)
-    client.amm.start()
-    client.amm.run_once()
-
-    def reduced():
-        return all(len(holders(client, x, i)) == 1 for i in range(3))
-
-    wait_until(reduced, BOUND_S)
-    client.amm.stop()
-    finish(client, gate, y)
-
-
 def test_a_holder_that_is_retired(client, gate):
     reader, holder, *_ = addresses(client)
-    x = slabs(client)
+    x = slabs(client, SHAPE, addresses(client)[:3])
     y = start(client, gate, x, reader)
     client.retire_workers([holder])
     assert holder not in addresses(client)

@@ -7,24 +7,22 @@ import warnings
 import dask
 import numpy as np
 import pytest
-from distributed import wait
 
 import dask_p2p
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import MemoryLimitError, P2PWarning, TransferError
-from dask_p2p.plugins.registration import workers_of
 from dask_p2p.transports import buffers
 from tests.faults.support import (
     BOUND_S,
     addresses,
     assert_nothing_is_held,
     attempts,
+    check_transposed,
     cluster_of,
     expected,
     forget,
-    one_block_each,
-    source,
+    slabs,
 )
 from tests.transports.loopback import wait_until
 
@@ -58,38 +56,18 @@ def restore_allocation(allocation, dask_worker):
     setattr(owner, name, dask_worker.allocate)
 
 
-def refused_replies(dask_worker):
-    """Make answers to this worker fail for lack of memory."""
-    host = dask_worker.plugins[PLUGIN_NAME].context
-    dask_worker.call = host.call
-
-    async def call(address, op, **kwargs):
-        await dask_worker.call(address, op, **kwargs)
-        raise MemoryError("no room for an answer")
-
-    host.call = call
-
-
-def take_replies(dask_worker):
-    dask_worker.plugins[PLUGIN_NAME].context.call = dask_worker.call
-
-
 def lent_bytes(dask_worker):
     ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
     return ucx.packed.reserved_bytes
 
 
 def check(client, x):
-    result = client.compute(dask_p2p.transpose(x)).result(timeout=BOUND_S)
-    np.testing.assert_array_equal(result, expected(SHAPE).T)
-    assert_nothing_is_held(client)
+    check_transposed(client, dask_p2p.transpose(x), SHAPE)
 
 
 @pytest.fixture
 def x(shared):
-    x = one_block_each(shared, source(SHAPE, (192, 384)), addresses(shared))
-    wait(x)
-    return x
+    return slabs(shared, SHAPE)
 
 
 @pytest.mark.slow
@@ -127,18 +105,6 @@ def forget_buffers(dask_worker):
         pool.clear()
 
 
-def test_a_reader_has_no_room_for_an_answer(shared, x):
-    reader, _ = addresses(shared)
-    shared.run(refused_replies, workers=[reader])
-    future = shared.compute(dask_p2p.transpose(x)[:192], workers=[reader])
-    with pytest.raises(MemoryLimitError, match=f"{reader}.*no room for an answer"):
-        future.result(timeout=BOUND_S)
-    shared.run(take_replies, workers=[reader])
-    forget(shared, future)
-    assert_nothing_is_held(shared)
-    check(shared, x)
-
-
 def test_a_holder_that_packs_runs_out(shared, x):
     """After as many attempts as there may be the error names it, and why."""
     reader, holder = addresses(shared)
@@ -165,7 +131,7 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
     ):
         warnings.simplefilter("default")
         reader, holder = addresses(client)
-        x = one_block_each(client, source(SHAPE, (192, 384)), [reader, holder])
+        x = slabs(client, SHAPE)
         check(client, x)
         client.run(forget_buffers)
         client.run(run_out, "buffer", 2, workers=[holder])
@@ -176,33 +142,3 @@ def test_a_holder_that_runs_out_for_one_transport_is_read_by_another():
         wait_until(lambda: set(client.run(lent_bytes).values()) == {0})
         client.run(restore_allocation, "buffer", workers=[holder])
     assert len(texts()) == 1
-
-
-def test_leased_bytes_are_among_a_workers_metrics(shared):
-    def lease(dask_worker):
-        directory = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory
-        directory.publish("block", lambda: np.zeros(1000), lambda block: b"{}")
-
-    def end(dask_worker):
-        dask_worker.plugins[PLUGIN_NAME].context.router.transports["ipc"].directory.withdraw(
-            "block"
-        )
-
-    def shown():
-        info = workers_of(shared)
-        return [info[address]["metrics"].get("dask-p2p-leased-bytes") for address in sorted(info)]
-
-    first, _ = addresses(shared)
-    wait_until(lambda: shown() == [0, 0])
-    shared.run(lease, workers=[first])
-    wait_until(lambda: shown() == [8000, 0])
-    shared.run(end, workers=[first])
-    wait_until(lambda: shown() == [0, 0])
-
-
-def test_the_metric_goes_with_the_plugin():
-    with cluster_of(1) as client:
-        named = "dask-p2p-leased-bytes"
-        assert all(client.run(lambda dask_worker: named in dask_worker.metrics).values())
-        client.unregister_worker_plugin(PLUGIN_NAME)
-        assert not any(client.run(lambda dask_worker: named in dask_worker.metrics).values())

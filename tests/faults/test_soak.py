@@ -10,17 +10,10 @@ import psutil
 import pytest
 
 import dask_p2p
-from tests.faults.support import (
-    BOUND_S,
-    assert_nothing_is_held,
-    expected,
-    source,
-)
+from tests.faults.support import BOUND_S, assert_nothing_is_held, expected, source
 
 SHAPE = (256, 256)  # 512 kiB
-PARTS = {
-    "p2p.transports.part-bytes": "8 kiB",
-}
+PARTS = {"p2p.transports.part-bytes": "8 kiB"}
 CLUSTER = {"n_workers": 2, "options": PARTS}
 WARM_UP = 45  # until pools, caches and Dask's own logs of bounded length have grown
 MIB = 2**20

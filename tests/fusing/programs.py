@@ -10,6 +10,7 @@ from distributed import wait
 
 import dask_p2p
 from tests.fusing.support import generated, integers, smooth
+from tests.sections.support import nothing_is_left
 
 
 def array(n=48, rows=6):
@@ -93,6 +94,18 @@ def same_bits(computed, expected):
     )
 
 
+def check_compiled(client, program):
+    """Compare the values of a compiled program with those of its function."""
+    compiled = dask_p2p.compile(program, array())
+    for x in (array() * 2, client.persist(array() - 1)):
+        computed, expected = compiled(x), program(x)
+        assert type(computed) is type(expected)
+        assert (computed.chunks, computed.dtype) == (expected.chunks, expected.dtype)
+        assert same_bits(computed.compute(), expected.compute())
+    del x, computed, expected
+    nothing_is_left(client)
+
+
 def check_values(client, program, mode):
     """Compare the values of a program with those without the option."""
     x = array()
@@ -104,3 +117,5 @@ def check_values(client, program, mode):
         wait(on_workers)
     assert same_bits(computed, expected)
     assert same_bits(on_workers.compute(), expected)
+    del inputs, on_workers
+    nothing_is_left(client)

@@ -9,9 +9,8 @@ import pytest
 
 import dask_p2p
 from dask_p2p.errors import InputError, P2PWarning, UnsupportedArrayError
-from tests.fusing.programs import PROGRAMS, array, same_bits
+from tests.fusing.programs import PROGRAMS, array, check_compiled, same_bits
 from tests.fusing.support import generated, integers, smoothed
-from tests.sections.support import nothing_is_left
 from tests.support import mostly_slow
 
 CLUSTER = {"n_workers": 2}
@@ -24,14 +23,7 @@ def step(u):
 
 @pytest.mark.parametrize("program", mostly_slow(PROGRAMS, PROGRAMS[:2]))
 def test_values_are_those_of_the_function(client, program):
-    compiled = dask_p2p.compile(program, array())
-    for x in (array() * 2, client.persist(array() - 1)):
-        computed = compiled(x)
-        expected = program(x)
-        assert (computed.chunks, computed.dtype) == (expected.chunks, expected.dtype)
-        assert same_bits(computed.compute(), expected.compute())
-    del x, computed, expected
-    nothing_is_left(client)
+    check_compiled(client, program)
 
 
 def test_a_function_is_called_once(client):

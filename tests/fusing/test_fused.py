@@ -58,22 +58,8 @@ def test_other_arrays_of_the_same_inputs(client):
         np.testing.assert_array_equal(da.concatenate(arrays).compute(), np.concatenate(expected))
 
 
-def test_an_exception_arrives_as_itself(client):
-    class OwnError(Exception):
-        pass
-
-    def failing(block, block_id=None):
-        if block_id == (3, 0):
-            raise OwnError("no such value")
-        return block
-
-    _, x = array()
-    y = dask_p2p.fused(x.map_blocks(failing, dtype=float, name="failing-blocks").sum())
-    with pytest.raises(OwnError, match="no such value") as caught:
-        y.compute()
-    assert "In task ('failing-blocks', 3, 0) of a fused graph." in caught.value.__notes__
-    del y, caught
-    nothing_is_left(client)
+class OwnError(Exception):
+    pass
 
 
 class LockedError(Exception):
@@ -82,18 +68,29 @@ class LockedError(Exception):
         self.lock = threading.Lock()
 
 
-@pytest.mark.parametrize("kind", [LockedError, StopIteration, SystemExit])
-def test_an_exception_that_becomes_another_one_keeps_its_notes(client, kind):
+@pytest.mark.parametrize(
+    ("raised", "error", "words"),
+    [
+        (OwnError("no such value"), OwnError, "no such value"),
+        (LockedError, SectionError, "raised LockedError"),
+        (StopIteration, SectionError, "raised StopIteration"),
+        (SystemExit, SectionError, "raised SystemExit"),
+    ],
+    ids=repr,
+)
+def test_an_exception_arrives_as_itself_if_it_can_and_keeps_its_notes(client, raised, error, words):
     def failing(block, block_id=None):
         if block_id == (3, 0):
-            raise kind
+            raise raised
         return block
 
     _, x = array()
     y = dask_p2p.fused(x.map_blocks(failing, dtype=float, name="failing-blocks").sum())
-    with pytest.raises(SectionError, match=f"raised {kind.__name__}") as caught:
+    with pytest.raises(error, match=words) as caught:
         y.compute()
     assert "In task ('failing-blocks', 3, 0) of a fused graph." in caught.value.__notes__
+    del y, caught
+    nothing_is_left(client)
 
 
 def test_a_value_that_cannot_be_sent_is_named(client):

@@ -9,12 +9,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.suitability import (
-    Cluster,
-    check_count,
-    check_suitable,
-    ranks_for,
-)
+from dask_p2p.fusing.suitability import Cluster, check_count, check_suitable, ranks_for
 from tests.fusing.support import read_arrays, smoothed, tasks_and_sizes
 from tests.support import tune
 

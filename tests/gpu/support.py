@@ -40,6 +40,12 @@ def on_host(y):
     return y.map_blocks(lambda block: block.get(), meta=np.empty((0,) * y.ndim)).compute()
 
 
+def assert_right(client, y, shape):
+    """Check each element of the transpose of an `indexed_array` of CuPy blocks."""
+    wrong_count = client.compute(count_wrong(y, shape, (1, 0), kind="cupy"))
+    assert int(wrong_count.result(timeout=BOUND_S)) == 0
+
+
 def check_transpose(client, x, transport=None):
     """Transpose an `indexed_array` of CuPy blocks; check each element, and the transport."""
     y = persisted(client, dask_p2p.transpose(x))

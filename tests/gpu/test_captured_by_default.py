@@ -8,7 +8,9 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Record, iterate
+from dask_p2p import Record, iterate, tuning
+from dask_p2p.sections.gpu.device import Gpu
+from dask_p2p.sections.iterate.capture import Captured
 from tests.gpu.support import has_one_gpu_each, on_gpu, on_host
 from tests.gpu.test_sections import UNEVEN, X, check, heat, heat_of, way
 from tests.sections.iterate.test_iterate import reference
@@ -22,28 +24,24 @@ WANTED = reference(heat, [X], 1, STEPS, "periodic")[0]
 replays, forks, replaced = [], [], []  # on a worker
 
 
+def note_replays():
+    if not hasattr(Captured, "original"):
+        Captured.original = Captured.__call__
+        Captured.__call__ = lambda graph: (replays.append(1), graph.original())
+
+
+def take_replays():
+    replay_count = len(replays)
+    replays.clear()
+    return replay_count
+
+
 @pytest.fixture
 def count_of_replays(client):
     """Return the number of replays on all workers since the last call."""
-
-    def note():
-        from dask_p2p.sections.iterate.capture import Captured
-        from tests.gpu import test_captured_by_default as this_module
-
-        if not hasattr(Captured, "original"):
-            Captured.original = Captured.__call__
-            Captured.__call__ = lambda graph: (this_module.replays.append(1), graph.original())
-
-    def count():
-        from tests.gpu import test_captured_by_default as this_module
-
-        replay_count = len(this_module.replays)
-        this_module.replays.clear()
-        return replay_count
-
-    client.run(note)
-    client.run(count)
-    return lambda: sum(client.run(count).values())
+    client.run(note_replays)
+    client.run(take_replays)
+    return lambda: sum(client.run(take_replays).values())
 
 
 @pytest.mark.parametrize("function", [heat, heat_of])
@@ -57,36 +55,28 @@ def test_plain_steps(client, way, count_of_replays, function, ranks):
     )
 
 
+def note_forks():
+    replaced[:] = tuning.current, Gpu.on_side_stream
+    original = Gpu.on_side_stream
+    tuning.current = replace(tuning.current, graph_overlap_bytes=1)
+    Gpu.on_side_stream = lambda gpu: (forks.append(1), original(gpu))[1]
+
+
+def count_forks():
+    return len(forks)
+
+
+def restore_forks():
+    tuning.current, Gpu.on_side_stream = replaced
+    forks.clear()
+
+
 @pytest.fixture
 def count_of_forks(client):
     """Overlap captured steps of any size; return the number of forks on all workers."""
-
-    def note():
-        from dask_p2p import tuning
-        from dask_p2p.sections.gpu.device import Gpu
-        from tests.gpu import test_captured_by_default as this_module
-
-        this_module.replaced[:] = tuning.current, Gpu.on_side_stream
-        forks = Gpu.on_side_stream
-        tuning.current = replace(tuning.current, graph_overlap_bytes=1)
-        Gpu.on_side_stream = lambda gpu: (this_module.forks.append(1), forks(gpu))[1]
-
-    def count():
-        from tests.gpu import test_captured_by_default as this_module
-
-        return len(this_module.forks)
-
-    def restore():
-        from dask_p2p import tuning
-        from dask_p2p.sections.gpu.device import Gpu
-        from tests.gpu import test_captured_by_default as this_module
-
-        tuning.current, Gpu.on_side_stream = this_module.replaced
-        this_module.forks.clear()
-
-    client.run(note)
-    yield lambda: sum(client.run(count).values())
-    client.run(restore)
+    client.run(note_forks)
+    yield lambda: sum(client.run(count_forks).values())
+    client.run(restore_forks)
 
 
 @pytest.mark.parametrize("function", [heat, heat_of])

@@ -97,10 +97,7 @@ def lose_bindings(dask_worker):
 @pytest.mark.parametrize("trouble", [refuse_handles, lose_bindings])
 def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
     x = np.arange(400 * 300.0).reshape(400, 300)
-    with (
-        gpu_client() as client,
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with gpu_client() as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         client.run(trouble)
         a = persisted(client, on_gpu(x, (100, 300)))

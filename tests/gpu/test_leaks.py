@@ -15,8 +15,8 @@ import dask_p2p
 from dask_p2p import iterate, spmd
 from dask_p2p.cli.cluster import indexed_array
 from tests.faults.test_soak import measure
-from tests.gpu.support import gpu_client, on_gpu
-from tests.gpu.test_faults import PARTS, SHAPE, assert_flat, assert_right
+from tests.gpu.support import assert_right, gpu_client, on_gpu
+from tests.gpu.test_faults import PARTS, SHAPE, assert_flat
 from tests.gpu.test_sections import heat, way
 from tests.sections.support import nothing_is_left
 from tests.support import persisted
@@ -42,7 +42,7 @@ def test_nothing_grows(order):
     def run(x, number):
         for i in range(number):
             y = client.persist(dask_p2p.transpose(x, chunks=(1000 + i % 50, -1)))
-            assert_right(client, y)
+            assert_right(client, y, SHAPE)
 
     with (
         dask.config.set(PARTS | {"p2p.transports.order": order}),

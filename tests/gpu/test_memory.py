@@ -11,11 +11,11 @@ import pytest
 from distributed import Client, wait
 
 import dask_p2p
-from dask_p2p.cli.cluster import count_wrong, indexed_array
+from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
 from tests.faults.support import addresses, forget, one_block_each, set_trap
-from tests.gpu.support import check_transpose, free_all_blocks, gpu_client, ipc_counts
+from tests.gpu.support import assert_right, check_transpose, free_all_blocks, gpu_client, ipc_counts
 from tests.simulation.streams import drop_queue_slots
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -66,7 +66,7 @@ def test_spilled_blocks_are_read_out_of_host_memory(transport):
         assert client.run(on_host, workers=[holder])[holder] == before
         transports = used(client, y)  # by ipc what is on the GPU yet
         assert transports <= {"ipc", "comm"} if transport == "ipc" else transports == {transport}
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert_right(client, y, shape)
 
 
 # One that could grow would take the whole GPU, and leave nothing for CUDA itself.
@@ -100,7 +100,7 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
         assert client.run(on_host, workers=[holder])[holder] > 0
         gate.open()
         y = da.concatenate([y, dask_p2p.transpose(x).blocks[1]])
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert_right(client, y, shape)
         del x, y, spilling
 
 
@@ -133,7 +133,7 @@ def test_parts_are_read_in_place_where_there_is_no_memory_to_copy_them_into():
         y = persisted(client, dask_p2p.transpose(a))
         assert used(client, y) == {"ipc"}
         client.run(empty_pool, workers=[reader])
-        assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+        assert_right(client, y, shape)
 
 
 def count_blocks(dask_worker):
@@ -193,7 +193,7 @@ def test_the_limit_of_device_memory_is_kept(transport):
         a = persisted(client, indexed_array(shape, chunks, "f4", kind="cupy"))
         for _ in range(3):
             y = persisted(client, dask_p2p.transpose(a, chunks=(2000, -1)))
-            assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+            assert_right(client, y, shape)
             del y
             wait_until(lambda: max(client.run(device_bytes).values()) <= 40e6 + 2 * 16e6)
 

@@ -12,9 +12,9 @@ import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.cli.cluster import count_wrong, indexed_array
+from dask_p2p.cli.cluster import indexed_array
 from tests.faults.support import BOUND_S, addresses
-from tests.gpu.support import check_transpose, gpu_client
+from tests.gpu.support import assert_right, check_transpose, gpu_client
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
 from tests.transports.packed.test_pinned_cluster import mapped_segments, own_segments
@@ -28,11 +28,6 @@ SHAPE = (3000, 2000)
 def _by_pinned():
     with dask.config.set({"p2p.transports.order": ["pinned"]}):
         yield
-
-
-def assert_right(client, y):
-    wrong_count = client.compute(count_wrong(y, SHAPE, (1, 0), kind="cupy"))
-    assert int(wrong_count.result(timeout=BOUND_S)) == 0
 
 
 def test_on_and_on_in_small_parts(client):
@@ -69,7 +64,7 @@ def test_a_killed_worker_leaves_nothing():
         (pid,) = client.run(os.getpid, workers=workers[1:]).values()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: workers[1] not in addresses(client), BOUND_S)
-        assert_right(client, y)  # what was lost is made again
+        assert_right(client, y, SHAPE)  # what was lost is made again
         wait_until(
             lambda: not of_victim & client.run(mapped_segments, workers=workers[:1])[workers[0]]
         )

@@ -15,6 +15,7 @@ from distributed import Client, get_worker, wait
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
 from dask_p2p.errors import InputError, SectionError
+from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
@@ -294,13 +295,15 @@ def there_and_back(ctx, x, real, piece_bytes, axes, is_reversed):
     return x, np.array([*map(float, errors), float(abs(x - original).max())])
 
 
-def by_transforms(char, axes, is_reversed, piece_bytes):
-    """Return the results of `there_and_back` on two ranks, the larger of both."""
+def check_transforms(char, axes, is_reversed, piece_bytes):
+    """Check the results of `there_and_back` on two ranks, the larger of both."""
     x = on_gpu(CUBE.astype(char), (CUBE_CHUNKS[0], -1, -1))
     options = {"real": char in "fd", "piece_bytes": piece_bytes, "axes": axes}
     options |= {"is_reversed": is_reversed, "ranks": 2}
     _, errors = spmd(there_and_back, x, per_rank=[np.zeros(3)], **options)
-    return errors.compute().max(axis=0)
+    forward_error, inverse_error, changed = errors.compute().max(axis=0)
+    assert changed == 0
+    assert max(forward_error, inverse_error) < (1e-6 if char in "fF" else 1e-14)
 
 
 @pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
@@ -309,9 +312,7 @@ def by_transforms(char, axes, is_reversed, piece_bytes):
 @pytest.mark.parametrize("is_reversed", [False, True])
 def test_transforms(client, way, is_reversed, char, axes, piece_bytes):
     """Other ranks read the first piece of a local block while the next one is transformed."""
-    forward_error, inverse_error, changed = by_transforms(char, axes, is_reversed, piece_bytes)
-    assert changed == 0
-    assert max(forward_error, inverse_error) < (1e-6 if char in "fF" else 1e-14)
+    check_transforms(char, axes, is_reversed, piece_bytes)
 
 
 @pytest.mark.parametrize("staging", ["0 B", "384 KiB", "384 MiB"])
@@ -361,9 +362,7 @@ def test_redistribute_by_ucx(client, far, char, axes, to):
 @pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
 @pytest.mark.parametrize("char", "fFdD")
 def test_transforms_by_ucx(client, far, char, piece_bytes):
-    forward_error, inverse_error, changed = by_transforms(char, (0, 1, 2), False, piece_bytes)
-    assert changed == 0
-    assert max(forward_error, inverse_error) < (1e-6 if char in "fF" else 1e-14)
+    check_transforms(char, (0, 1, 2), False, piece_bytes)
 
 
 @pytest.mark.parametrize(
@@ -507,29 +506,36 @@ def test_a_killed_rank(tmp_path, way, steps):
         nothing_is_left(client)
 
 
+def end_attempt_once(ctx, step, path):
+    if step == 12 and ctx.rank and not os.path.exists(path):
+        open(path, "w").close()
+        raise AttemptEndedError("for a test")
+
+
+def values_of_tries(client, function, path):
+    """Return the values of each rank of a function that tries twice; check its array."""
+    y, values = spmd(function, on_gpu(X, (48, 70)), per_rank=[0], path=str(path))
+    y, values = client.persist([y, values])
+    wait([y, values])
+    check(y, X + 20)
+    return values.compute().tolist()
+
+
 def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
     """Another rank ends an attempt. The next one continues from the last checkpoint."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.wire.connection import AttemptEndedError
-
         p, steps = ctx.with_halo(x), f"{path}-{ctx.rank}"
         for step in ctx.steps(20, ctx.state(p=p), every=5):
             with open(steps, "a") as file:
                 file.write(f"{step}\n")
             p.inner[...] += 1
-            if step == 12 and ctx.rank and not os.path.exists(path):
-                open(path, "w").close()
-                raise AttemptEndedError("for a test")
+            end_attempt_once(ctx, step, path)
         with open(steps) as file:
             tries_so_far = [*map(int, file)]
         return p.inner, [after for before, after in pairwise(tries_so_far) if after <= before][-1]
 
-    y, again = spmd(tries, on_gpu(X, (48, 70)), per_rank=[0], path=str(tmp_path / "tried"))
-    y, again = client.persist([y, again])
-    wait([y, again])
-    assert again.compute().tolist() == [10, 10]
-    check(y, X + 20)
+    assert values_of_tries(client, tries, tmp_path / "tried") == [10, 10]
 
 
 def spills(ctx, x):
@@ -591,19 +597,11 @@ def test_a_state_that_does_not_change_begins_at_the_start(client, tmp_path):
     """The array on the GPU is compared with its copy on the host."""
 
     def tries(ctx, x, path):
-        from dask_p2p.sections.wire.connection import AttemptEndedError
-
         y, first = x.copy(), None
         for step in ctx.steps(20, ctx.state(x=x), every=5):
             first = step if first is None else first
             y += 1
-            if step == 12 and ctx.rank and not os.path.exists(path):
-                open(path, "w").close()
-                raise AttemptEndedError("for a test")
+            end_attempt_once(ctx, step, path)
         return y, first
 
-    y, firsts = spmd(tries, on_gpu(X, (48, 70)), per_rank=[0], path=str(tmp_path / "tried"))
-    y, firsts = client.persist([y, firsts])
-    wait([y, firsts])
-    assert firsts.compute().tolist() == [0, 0]
-    check(y, X + 20)
+    assert values_of_tries(client, tries, tmp_path / "tried") == [0, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from importlib.util import find_spec
 
 import dask
 import dask.array as da
@@ -32,6 +33,7 @@ extern "C" __global__ void spin(long long ns) {
     do asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); while (now - start < ns);
 }
 """
+TORCH = pytest.param("torch", marks=pytest.mark.skipif(not find_spec("torch"), reason="needs it"))
 KEPT = []  # arrays of a worker that kernels still use when their task has returned
 
 
@@ -128,12 +130,8 @@ VALUES = np.arange(SHAPE[0] * SHAPE[1], dtype="f4").reshape(SHAPE)
 
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
-@pytest.mark.parametrize(
-    "how", ["null", "blocking", "per-thread", "non-blocking", "graph", "torch"]
-)
+@pytest.mark.parametrize("how", ["null", "blocking", "per-thread", "non-blocking", "graph", TORCH])
 def test_blocks_are_read_when_they_are_written(client, order, how):
-    if how == "torch":
-        pytest.importorskip("torch")
     with dask.config.set({"p2p.transports.order": order}):
         warm(client)
         x = persisted(client, late_array(how))
@@ -171,12 +169,10 @@ def test_a_function_that_overwrites_its_block_late(client, order, how, depth):
     np.testing.assert_array_equal(again.compute().get(), VALUES.T)
 
 
-@pytest.mark.parametrize("how", ["non-blocking", "graph", "torch"])
+@pytest.mark.parametrize("how", ["non-blocking", "graph", TORCH])
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous"])
 @pytest.mark.gpu(1)
 def test_blocks_of_one_process(how, scheduler):
-    if how == "torch":
-        pytest.importorskip("torch")
     # One after another: of two tasks, one could invalidate the graph that the other captures.
     (x,) = dask.persist(late_array(how), scheduler="synchronous")
     with dask.config.set(scheduler=scheduler):
@@ -273,15 +269,13 @@ def settle(client, x):
     client.run(finish)
 
 
-LIBRARIES = ["cupy, non-blocking", "cupy, blocking", "torch"]
+LIBRARIES = ["cupy, non-blocking", "cupy, blocking", TORCH]
 
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("how", ["null", "non-blocking"])
 def test_a_graph_is_captured_while_blocks_are_served(client, gate, order, library, how):
-    if library == "torch":
-        pytest.importorskip("torch")
     with dask.config.set({"p2p.transports.order": order}):
         warm(client)
         wait(on_each(client, capture, library))
@@ -309,8 +303,6 @@ def two_threads():
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_graph_is_captured_while_blocks_are_assembled(two_threads, gate, order, library):
-    if library == "torch":
-        pytest.importorskip("torch")
     with Client(two_threads) as client, dask.config.set({"p2p.transports.order": order}):
         warm(client)
         wait(on_each(client, capture, library))
@@ -442,13 +434,11 @@ def test_two_gpus_of_one_process(scheduler):
     x = x.map_blocks(on_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     if scheduler == "one process":
         with own_client(processes=False, threads_per_worker=2) as client:
-            x = persisted(client, x)
-            y = dask_p2p.transpose(x).compute()
-            np.testing.assert_array_equal(y.get(), VALUES.T)
+            y = dask_p2p.transpose(persisted(client, x)).compute().get()
     else:
         (x,) = dask.persist(x, scheduler=scheduler)
-        y = dask_p2p.transpose(x).compute(scheduler=scheduler)
-        np.testing.assert_array_equal(y.get(), VALUES.T)
+        y = dask_p2p.transpose(x).compute(scheduler=scheduler).get()
+    np.testing.assert_array_equal(y, VALUES.T)
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import dask_p2p
-from dask_p2p.cli.cluster import count_wrong, indexed_array
+from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.errors import BlockMismatchError
-from tests.gpu.support import check_transpose, gpu_client, on_gpu, on_host
+from tests.gpu.support import assert_right, check_transpose, gpu_client, on_gpu, on_host
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)
@@ -50,7 +50,7 @@ def test_every_item_size(client, dtype, transport):
     with dask.config.set({"p2p.transports.order": [transport]}):
         y = persisted(client, dask_p2p.transpose(a))
     assert y.dtype == dtype
-    assert int(count_wrong(y, shape, (1, 0), kind="cupy").compute()) == 0
+    assert_right(client, y, shape)
     assert used(client, y) == {transport}
 
 
@@ -68,10 +68,7 @@ def test_ucx_in_small_messages_whatever_dasks_protocol(protocol):
 
 def test_comm_over_ucx():
     shape = (3000, 2000)
-    with (
-        gpu_client(protocol="ucx") as client,
-        dask.config.set({"p2p.transports.order": ["comm"]}),
-    ):
+    with gpu_client(protocol="ucx") as client, dask.config.set({"p2p.transports.order": ["comm"]}):
         a = persisted(client, indexed_array(shape, (700, 2000), "f4", kind="cupy"))
         check_transpose(client, a, "comm")
 

@@ -13,6 +13,7 @@ from distributed import Client, wait
 
 import dask_p2p
 from dask_p2p.cli.cluster import indexed_array
+from tests.support import spread
 
 MIB = 2**20
 
@@ -34,6 +35,10 @@ def status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def block_bytes(dask_worker) -> int:
+    return sum(block.nbytes for block in dask_worker.data.values())
+
+
 def main(size: int, workers: int) -> None:
     with (
         dask.config.set({"p2p.transports.part-bytes": "4 MiB"}),
@@ -47,25 +52,13 @@ def main(size: int, workers: int) -> None:
         del small
         before = client.run(reset_peak)
         chunks = (size // workers, size)
-        addresses = sorted(before)
-        with dask.annotate(workers=lambda key: addresses[key[1]]):  # a slab each
-            x = indexed_array((size, size), chunks, "f8")
-        x = client.persist(x, optimize_graph=False)
-        wait(x)
+        x = spread(client, indexed_array((size, size), chunks, "f8"))  # a slab each
         estimated = dask_p2p.estimate(x).total_bytes
         client.run(reset_peak)  # making the values needs more than keeping them
         y = client.persist(dask_p2p.transpose(x))
         wait(y)
         peaks = client.run(peak)
-        sizes = {
-            address: sum(
-                slab * size * 8
-                for array, slab in ((x, size // workers), (y, size // workers))
-                for who in client.who_has(array).values()
-                if address in who
-            )
-            for address in before
-        }
+        sizes = client.run(block_bytes)
     worst = max(before, key=lambda address: peaks[address] - before[address] - sizes[address])
     numbers = sizes[worst], peaks[worst] - before[worst], estimated
     print(*(f"{nbytes / MIB:.1f}" for nbytes in numbers))

@@ -40,15 +40,6 @@ class DeafWorker:
         return SimpleNamespace(op=op)
 
 
-def deaf_context(data=()):
-    async def make():
-        worker = DeafWorker()
-        worker.data.update(data)
-        return DaskWorkerContext(worker, options())
-
-    return asyncio.run(make())
-
-
 async def test_calls_to_a_worker_that_has_left_are_refused():
     worker = DeafWorker()
     context = DaskWorkerContext(worker, options())
@@ -63,6 +54,12 @@ async def test_calls_to_a_worker_that_has_left_are_refused():
     with pytest.raises(asyncio.CancelledError):
         await call
     context.close()
+
+
+async def test_the_limit_of_a_worker_is_that_of_its_tasks():
+    worker = DeafWorker()
+    worker.memory_manager = SimpleNamespace(memory_limit=100)
+    assert DaskWorkerContext(worker, options()).memory_below(101, "numpy") == 100
 
 
 async def test_what_blocks_does_not_block_the_event_loop():
@@ -86,7 +83,7 @@ async def test_what_blocks_does_not_block_the_event_loop():
         ("numpy", ["comm"], ["comm"]),
     ],
 )
-def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, order, expected):
+async def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, order, expected):
     """One setting turns it off: nothing is published by itself, nothing is mapped."""
     published = []
     transports = {
@@ -99,7 +96,9 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
         for name in transport_classes()
     }
     data = {("x", 0): np.ones(3), ("x", 1): np.ones(2), ("y", 0): np.ones(3), ("x", 2): "odd"}
-    context = deaf_context(data)
+    worker = DeafWorker()
+    worker.data.update(data)
+    context = DaskWorkerContext(worker, options())
     context.router.transports = transports
     with dask.config.set({"p2p.transports.order": order}):
         chosen = options()
@@ -124,9 +123,9 @@ def test_what_others_are_about_to_read_is_published_unless_that_is_off(kind, ord
     assert [way.transport.name for way in ways] == expected
 
 
-def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
+async def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
     monkeypatch.setattr("dask_p2p.engine.context.MOST_TASKS", 3)
-    context = deaf_context()
+    context = DaskWorkerContext(DeafWorker(), options())
     for key in range(10):
         assert context.count_attempt(key, "why") == (1, "attempt 1: why")
     assert list(context.failed) == [7, 8, 9]
@@ -153,13 +152,10 @@ def test_what_is_remembered_of_tasks_is_bounded(monkeypatch):
         ("wss://here", None, True),
     ],
 )
-def test_where_nothing_may_leave_unencrypted(address, required, expected):
-    async def main():
-        worker = DeafWorker()
-        worker.address, worker.security.require_encryption = address, required
-        return DaskWorkerContext(worker, options()).encrypted_only
-
-    assert asyncio.run(main()) is expected
+async def test_where_nothing_may_leave_unencrypted(address, required, expected):
+    worker = DeafWorker()
+    worker.address, worker.security.require_encryption = address, required
+    assert DaskWorkerContext(worker, options()).encrypted_only is expected
 
 
 class ForgottenMeanwhile(dict):
@@ -171,19 +167,16 @@ class ForgottenMeanwhile(dict):
         return iterator
 
 
-def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
+async def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
     def not_in_memory(data, key):
         raise KeyError(key)
 
-    async def main():
-        context = DaskWorkerContext(DeafWorker(), options())
-        context.from_disk = ForgottenMeanwhile()
-        assert [context.block(key) for key in "abcd"] == [*"abcd"]
-        assert len(context.from_disk) <= 2
-
     monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
     monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)
-    asyncio.run(main())
+    context = DaskWorkerContext(DeafWorker(), options())
+    context.from_disk = ForgottenMeanwhile()
+    assert [context.block(key) for key in "abcd"] == [*"abcd"]
+    assert len(context.from_disk) <= 2
 
 
 PROGRAM = """

@@ -18,13 +18,13 @@ class Comm:
     """The other end of a stream: what came there."""
 
     def __init__(self):
-        self.got = []
+        self.received = []
 
     def closed(self):
         return False
 
     async def write(self, messages, **kwargs):
-        self.got += messages
+        self.received += messages
         return 1
 
 
@@ -39,7 +39,7 @@ def test_flush_sends_batched_messages():
 
         async def flushed():
             await asyncio.sleep(1)
-            return [end.got for end in ends]
+            return [end.received for end in ends]
 
         assert await flushed() == [["begins"], ["begins"]]
         first.send("waits")

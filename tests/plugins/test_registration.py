@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import Mock
 
 import dask
@@ -46,10 +45,7 @@ X = indexed(SHAPE)
 @pytest.fixture(scope="module")
 def own_cluster():
     with LocalCluster(
-        n_workers=2,
-        threads_per_worker=1,
-        dashboard_address=":0",
-        env={"PYTHONPATH": import_path()},
+        n_workers=2, threads_per_worker=1, dashboard_address=":0", env={"PYTHONPATH": import_path()}
     ) as cluster:
         yield cluster
 
@@ -164,7 +160,7 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
     wait_until(lambda: have_plugin(bare))
 
 
-def test_a_warning_of_many_workers_names_some():
+async def test_a_warning_of_many_workers_names_some():
     class Mute:
         """A scheduler of many workers that do not answer."""
 
@@ -179,11 +175,7 @@ def test_a_warning_of_many_workers_names_some():
     client.scheduler_comm = None
     named = r"^9 of 12 workers .* \(tcp://w0, .*tcp://w3, \.\.\.\)"
     with pytest.warns(P2PWarning, match=named):
-        asyncio.run(_awaiting(client))
-
-
-async def _awaiting(client):
-    await dask_p2p.register(client)
+        await dask_p2p.register(client)
 
 
 def test_a_graph_that_is_older_than_the_client(own_cluster):
@@ -219,21 +211,18 @@ def test_within_a_task(bare, how):
     assert have_plugin(bare)
 
 
-def test_an_asynchronous_client_registers_meanwhile(bare):
-    async def main():
-        async with Client(bare.cluster.scheduler_address, asynchronous=True) as client:
-            y = lazy()
+async def test_an_asynchronous_client_registers_meanwhile(bare):
+    async with Client(bare.cluster.scheduler_address, asynchronous=True) as client:
+        y = lazy()
 
-            async def all_have_it():
-                return all((await client.run(_has_plugin)).values())
+        async def all_have_it():
+            return all((await client.run(_has_plugin)).values())
 
-            await true_later(all_have_it)
-            np.testing.assert_array_equal(await client.compute(y), X.T)
-
-    asyncio.run(main())
+        await true_later(all_have_it)
+        np.testing.assert_array_equal(await client.compute(y), X.T)
 
 
-def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypatch):
+async def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypatch):
     class Gone:
         status = "running"
         scheduler = None
@@ -243,12 +232,12 @@ def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypa
 
     monkeypatch.setattr(module, "ask", fail)
     with pytest.warns(P2PWarning, match="Stream is closed"):
-        asyncio.run(module.register_later(Gone()))
+        await module.register_later(Gone())
     closed = Gone()
     closed.status = "closing"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        asyncio.run(module.register_later(closed))
+        await module.register_later(closed)
 
 
 def _lack_package(dask_worker):
@@ -359,7 +348,7 @@ def test_workers_keep_their_own_options():
                 assert switch_s == 0.005
 
 
-def test_a_scheduler_that_refuses_is_an_error():
+async def test_a_scheduler_that_refuses_is_an_error():
     class Scheduler:
         async def register_scheduler_plugin(self, **request):
             pass
@@ -368,32 +357,25 @@ def test_a_scheduler_that_refuses_is_an_error():
             return {"status": "error", "message": "OSError: too many open files"}
 
     with pytest.raises(RegistrationError, match="too many open files"):
-        asyncio.run(module.ask(Scheduler()))
+        await module.ask(Scheduler())
 
 
 @contextmanager
 def hand_made_cluster(port, workers, limit):
-    """A scheduler at this port and its workers, as their commands start them; all are killed."""
-    command = [sys.executable, "-m", "dask"]
-    address = f"tcp://127.0.0.1:{port}"
-    popen_options = {
-        "env": {**os.environ, "PYTHONPATH": import_path()},
-        "stderr": subprocess.DEVNULL,
-    }
-    scheduler = ["scheduler", "--host", "127.0.0.1", "--port", str(port), "--no-dashboard"]
-    worker = ["worker", address, "--nthreads", "1", "--no-nanny", "--no-dashboard"]
-    worker += ["--memory-limit", limit]
-    processes = [
-        subprocess.Popen([*command, *arguments], **popen_options)
-        for arguments in [scheduler, *[worker] * workers]
-    ]
-    try:
+    """A scheduler at this port and its workers, as their commands start them."""
+    command = [sys.executable, "-m", "dask", "scheduler", "--host", "127.0.0.1", "--no-dashboard"]
+    env = {**os.environ, "PYTHONPATH": import_path()}
+    with (
+        subprocess.Popen(
+            [*command, "--port", str(port)], env=env, stderr=subprocess.DEVNULL
+        ) as scheduler,
+        ExitStack() as stack,
+    ):
+        address = f"tcp://127.0.0.1:{port}"
+        for _ in range(workers):
+            stack.enter_context(worker_process(address, "--memory-limit", limit))
+        stack.callback(scheduler.kill)
         yield address
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait(BOUND_S)
 
 
 @pytest.mark.slow

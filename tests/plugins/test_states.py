@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import warnings
+from contextlib import asynccontextmanager
 
 import dask
 import dask.array as da
@@ -14,32 +14,24 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import BOUND_S, in_process, indexed
+from tests.support import in_process, indexed
 from tests.transports.loopback import true_later
 
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
 
-def on_cluster(test):
-    """Run a coroutine function on a client, a scheduler and four workers of this process."""
-
-    @functools.wraps(test)
-    def run():
-        async def main():
-            async with in_process(4, protocol="tcp://") as (cluster, client):
-                workers = list(cluster.workers.values())
-                assert cluster.scheduler.validate
-                assert all(worker.state.validate for worker in workers)
-                await asyncio.wait_for(test(client, cluster.scheduler, *workers), BOUND_S)
-                cluster.scheduler.validate_state()
-                for worker in cluster.workers.values():
-                    worker.state.validate_state()
-
-        with dask.config.set(VALIDATE):
-            asyncio.run(main())
-
-    del run.__wrapped__  # pytest would take its parameters for fixtures
-    return run
+@asynccontextmanager
+async def four_workers():
+    """A client and workers of this process, all of whose states are checked at the end, too."""
+    with dask.config.set(VALIDATE):
+        async with in_process(4, protocol="tcp://") as (cluster, client):
+            workers = [*cluster.workers.values()]
+            assert cluster.scheduler.validate
+            assert all(worker.state.validate for worker in workers)
+            yield client, workers
+            cluster.scheduler.validate_state()
+            for worker in cluster.workers.values():
+                worker.state.validate_state()
 
 
 def source(shape, chunks):
@@ -58,31 +50,30 @@ async def check_transposed(c, y, shape):
     np.testing.assert_array_equal(await c.compute(y), indexed(shape, float).T)
 
 
-@on_cluster
-async def test_cancelled_and_wanted_again(c, s, *workers):
-    x = await make_blocks(c, (400, 300), (50, 300))
-    for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
-        y = c.persist(dask_p2p.transpose(x))
-        await asyncio.sleep(pause_s)
-        await c.cancel(y)
-        y = c.persist(dask_p2p.transpose(x))
-        await check_transposed(c, y, (400, 300))
-        del y
+async def test_cancelled_and_wanted_again():
+    async with four_workers() as (c, _):
+        x = await make_blocks(c, (400, 300), (50, 300))
+        for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
+            y = c.persist(dask_p2p.transpose(x))
+            await asyncio.sleep(pause_s)
+            await c.cancel(y)
+            y = c.persist(dask_p2p.transpose(x))
+            await check_transposed(c, y, (400, 300))
+            del y
 
 
-@on_cluster
-async def test_inputs_released_as_soon_as_the_last_reader_is_done(c, s, *workers):
-    await dask_p2p.register(c)
-    y = c.persist(dask_p2p.transpose(source((40, 30), (10, 30))))
-    await wait(y)
-    await true_later(lambda: all("p2p" in str(key) for w in workers for key in w.data))
-    await check_transposed(c, y, (40, 30))
+async def test_inputs_released_as_soon_as_the_last_reader_is_done():
+    async with four_workers() as (c, workers):
+        await dask_p2p.register(c)
+        y = c.persist(dask_p2p.transpose(source((40, 30), (10, 30))))
+        await wait(y)
+        await true_later(lambda: all("p2p" in str(key) for w in workers for key in w.data))
+        await check_transposed(c, y, (40, 30))
 
 
 @pytest.mark.parametrize("graceful", [True, False])
-def test_a_worker_leaves_in_the_middle(graceful):
-    @on_cluster
-    async def run(c, s, *workers):
+async def test_a_worker_leaves_in_the_middle(graceful):
+    async with four_workers() as (c, workers):
         x = await make_blocks(c, (800, 600), (50, 600))
         y = c.persist(dask_p2p.transpose(x))
         await asyncio.sleep(0.01)
@@ -92,19 +83,17 @@ def test_a_worker_leaves_in_the_middle(graceful):
             await workers[0].close(nanny=False)
         await check_transposed(c, y, (800, 600))
 
-    run()
 
-
-@on_cluster
-async def test_the_plugin_goes_while_tasks_run(c, s, *workers):
-    x = await make_blocks(c, (400, 300), (25, 300))
-    y = c.persist(dask_p2p.transpose(x))
-    await c.unregister_worker_plugin(PLUGIN_NAME)
-    for worker in workers:
-        assert PLUGIN_NAME not in worker.plugins
-        assert "p2p_comm_read" not in worker.handlers
-    y2 = c.persist(dask_p2p.transpose(x + 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300), float).T + 1)
-    del y
+async def test_the_plugin_goes_while_tasks_run():
+    async with four_workers() as (c, workers):
+        x = await make_blocks(c, (400, 300), (25, 300))
+        y = c.persist(dask_p2p.transpose(x))
+        await c.unregister_worker_plugin(PLUGIN_NAME)
+        for worker in workers:
+            assert PLUGIN_NAME not in worker.plugins
+            assert "p2p_comm_read" not in worker.handlers
+        y2 = c.persist(dask_p2p.transpose(x + 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300), float).T + 1)
+        del y

@@ -61,31 +61,25 @@ def test_what_cannot_be_replaced_is_left_alone(tmp_path):
     assert message == sent
 
 
-def test_holders_that_a_message_names_are_in_the_cluster():
+async def test_holders_that_a_message_names_are_in_the_cluster():
     """Again perhaps: a new worker may have the address of one that left."""
     plan = redistribution(((2, 2), (4,)), (1, 0), ((4,), (4,)))
     output = OutputSpec(("x",), np.dtype("f8"), "numpy", options())
     keys = [("x", 0, 0), ("x", 1, 0)]
     named_holders, sent = [], []
 
-    async def main():
-        async with in_process(1) as (cluster, _):
-            (worker,) = cluster.workers.values()
-            worker.stream_handlers["compute-task"] = lambda **message: sent.append(message)
-            await worker.plugin_add(P2PPlugin(), catch_errors=False)
-            worker.plugins[PLUGIN_NAME].context.on_workers_named = named_holders.extend
-            worker.data[keys[0]] = np.ones((2, 4))
-            own_address = worker.address
-            worker.stream_handlers["compute-task"](
-                run_spec=AssembleTask(
-                    "y", assemble_block, "y", plan, (0, 0), output, Blocks(*keys)
-                ),
-                who_has={keys[0]: [own_address, "b"], keys[1]: ["b", "c"]},
-                nbytes=dict.fromkeys(keys, 64),
-            )
-            return own_address
-
-    own_address = asyncio.run(main())
+    async with in_process(1) as (cluster, _):
+        (worker,) = cluster.workers.values()
+        worker.stream_handlers["compute-task"] = lambda **message: sent.append(message)
+        await worker.plugin_add(P2PPlugin(), catch_errors=False)
+        worker.plugins[PLUGIN_NAME].context.on_workers_named = named_holders.extend
+        worker.data[keys[0]] = np.ones((2, 4))
+        own_address = worker.address
+        worker.stream_handlers["compute-task"](
+            run_spec=AssembleTask("y", assemble_block, "y", plan, (0, 0), output, Blocks(*keys)),
+            who_has={keys[0]: [own_address, "b"], keys[1]: ["b", "c"]},
+            nbytes=dict.fromkeys(keys, 64),
+        )
     assert set(named_holders) == {own_address, "b", "c"}
     assert [message["who_has"] for message in sent] == [{}]
     assert sent[0]["run_spec"].dependencies == set(), "both are given as references"
@@ -104,8 +98,11 @@ async def test_a_block_that_dask_spills_is_free_at_once():
         reference = weakref.ref(worker.data[key])
         context.publish({key: worker.data[key]}, "numpy", options())
         assert key in directory.published
+        metric = worker.metrics["dask-p2p-leased-bytes"]
+        assert metric(worker) == 4 * 4 * 8
         worker.data.evict()
         assert key not in directory.published
+        assert metric(worker) == 0
         assert reference() is None
         await worker.plugin_remove(name=PLUGIN_NAME)
         assert worker.data.fast_to_slow_callbacks == []
@@ -159,37 +156,28 @@ async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
         assert not [op for op in worker.handlers if op.startswith("p2p_")]
 
 
-def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
+async def test_heartbeats_go_on_while_the_plugin_comes_and_goes():
     """On GPU workers some of Dask's own metrics take a while."""
+    changed = asyncio.Event()
 
-    async def main():
-        async with in_process(1) as (cluster, _):
-            (worker,) = cluster.workers.values()
-            changed = asyncio.Event()
+    async def slow(worker):
+        await changed.wait()
+        return 1
 
-            async def slow(worker):
-                await changed.wait()
-                return 1
-
-            worker.metrics = {"slow": slow, "last": lambda worker: 2}
-
-            async def beat():
-                changed.clear()
-                metrics = asyncio.ensure_future(worker.get_metrics())
-                await asyncio.sleep(0)  # now it waits for the slow one
-                return metrics
-
-            metrics = await beat()
-            await worker.plugin_add(P2PPlugin(), catch_errors=False)
+    async with in_process(1) as (cluster, _):
+        (worker,) = cluster.workers.values()
+        worker.metrics = {"slow": slow, "last": lambda worker: 2}
+        for change in (
+            lambda: worker.plugin_add(P2PPlugin(), catch_errors=False),
+            lambda: worker.plugin_remove(name=PLUGIN_NAME),
+        ):
+            changed.clear()
+            metrics = asyncio.ensure_future(worker.get_metrics())
+            await asyncio.sleep(0)  # now it waits for the slow one
+            await change()
             changed.set()
             assert (await metrics)["last"] == 2
-            metrics = await beat()
-            await worker.plugin_remove(name=PLUGIN_NAME)
-            changed.set()
-            assert (await metrics)["last"] == 2
-            assert [*worker.metrics] == ["slow", "last"]
-
-    asyncio.run(main())
+        assert [*worker.metrics] == ["slow", "last"]
 
 
 async def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(monkeypatch):

@@ -14,23 +14,13 @@ from distributed import Client, LocalCluster, wait
 import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import (
-    BlockMismatchError,
-    UnsupportedArrayError,
-)
+from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
 from dask_p2p.graph.arrays import array_of_plan
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
 from tests.plugins.memory_probe import peak, reset_peak
-from tests.support import (
-    indexed,
-    output_of,
-    own_client,
-    persisted,
-    spread,
-    used,
-)
+from tests.support import indexed, output_of, own_client, persisted, spread, used
 
 
 def records(client):
@@ -114,19 +104,14 @@ def test_no_more_is_moved_than_must_be(client):
 
 @pytest.mark.usefixtures("_either_way")
 def test_wrong_blocks_are_named_not_retried(client):
-    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(
-        lambda b: b.astype("f4"), dtype=float, meta=np.ones((0, 0))
-    )
-    with pytest.raises(BlockMismatchError, match="declared as float64"):
-        dask_p2p.transpose(x).compute()
-    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(
-        lambda b: b[:1], dtype=float, meta=np.ones((0, 0))
-    )
-    with pytest.raises(BlockMismatchError, match=r"declared as .*\(2, 8\)"):
-        dask_p2p.transpose(x).compute()
-    x = da.ones((8, 8), chunks=(2, 8)).map_blocks(np.ma.masked_array, meta=np.ones((0, 0)))
-    with pytest.raises((UnsupportedArrayError, BlockMismatchError), match=r"(?i)masked"):
-        dask_p2p.transpose(x).compute()
+    for function, words in (
+        (lambda b: b.astype("f4"), "declared as float64"),
+        (lambda b: b[:1], r"declared as .*\(2, 8\)"),
+        (np.ma.masked_array, "(?i)masked"),
+    ):
+        x = da.ones((8, 8), chunks=(2, 8)).map_blocks(function, dtype=float, meta=np.ones((0, 0)))
+        with pytest.raises((UnsupportedArrayError, BlockMismatchError), match=words):
+            dask_p2p.transpose(x).compute()
 
 
 def test_preload_on_workers_and_on_schedulers():

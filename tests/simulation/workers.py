@@ -234,11 +234,11 @@ class Message:
         self.world, self.sender, self.address = world, sender, address
         self.op, self.kwargs = op, kwargs
         self.target = self.reply = None
-        self.answer = world.loop.create_future()
+        self.response = world.loop.create_future()
 
     @property
     def ready(self):
-        return not self.answer.done() and (self.reply is None or self.reply.done())
+        return not self.response.done() and (self.reply is None or self.reply.done())
 
     def serve(self):
         """Have it answered: once more, if it was before."""
@@ -252,13 +252,13 @@ class Message:
         if self.reply is None:
             self.target = self.world.alive.get(self.address)
             self.reply = self.serve()
-        elif not self.answer.done():
-            self.answer.set_result(loads(dumps(self.reply.result())))
+        elif not self.response.done():
+            self.response.set_result(loads(dumps(self.reply.result())))
         self.world.settle()
 
     def fail(self, error):
-        if not self.answer.done():
-            self.answer.set_exception(error)
+        if not self.response.done():
+            self.response.set_exception(error)
 
 
 class World:
@@ -355,9 +355,9 @@ class World:
             if asking:
                 actor.asking, actor.running = True, False
                 self.loop.stop()
-            return await message.answer
+            return await message.response
         finally:
-            message.answer.cancel()
+            message.response.cancel()
             self.messages.remove(message)
             if asking:
                 actor.asking, actor.running = False, True

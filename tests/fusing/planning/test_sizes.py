@@ -7,11 +7,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import (
-    SourceElements,
-    blocks_of_expression,
-    peak_bytes,
-)
+from dask_p2p.fusing.planning.sizes import SourceElements, blocks_of_expression, peak_bytes
 from tests.fusing.support import tasks_and_sizes
 from tests.support import tune
 

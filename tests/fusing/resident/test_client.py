@@ -150,22 +150,18 @@ def test_other_arguments_than_those_of_compile(client):
         run(x)
     with run, step.resident(x) as second_run:
         u, turned, small = run(x)
-        with pytest.raises(InputError, match="expected 1 arguments, as in compile, got 2"):
-            run(u, u)
-        with pytest.raises(InputError, match="argument 0: expected the chunks of the example"):
-            run(turned)
-        with pytest.raises(InputError, match=r"argument 0: expected the dtype .* float32"):
-            run(small)
-        with pytest.raises(InputError, match="handle of this resident gang"):
-            second_run(u)
-        with pytest.raises(InputError, match="handle of this resident gang"):
-            second_run.fetch(u)
-        with pytest.raises(InputError, match="got another Dask array"):
-            run(x + 1)
-        with pytest.raises(InputError, match="expected a handle, got ndarray"):
-            run(np.ones((48, 48)))
-        with pytest.raises(InputError, match="Call its compute"):
-            run.fetch(x)
+        for call, arguments, words in (
+            (run, (u, u), "expected 1 arguments, as in compile, got 2"),
+            (run, (turned,), "argument 0: expected the chunks of the example"),
+            (run, (small,), r"argument 0: expected the dtype .* float32"),
+            (second_run, (u,), "handle of this resident gang"),
+            (second_run.fetch, (u,), "handle of this resident gang"),
+            (run, (x + 1,), "got another Dask array"),
+            (run, (np.ones((48, 48)),), "expected a handle, got ndarray"),
+            (run.fetch, (x,), "Call its compute"),
+        ):
+            with pytest.raises(InputError, match=words):
+                call(*arguments)
         assert same_bits(run.fetch(run(u)[0]), (x + 1 + 1).compute())
     with pytest.raises(SectionError, match="has ended"):
         run(x)
@@ -173,7 +169,7 @@ def test_other_arguments_than_those_of_compile(client):
         run.fetch(u)
     with pytest.raises(InputError, match="it begins once"), run:
         pass
-    del u, turned, small, second_run
+    del u, turned, small, second_run, call, arguments
     no_rank_is_left(client)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 
 import dask.array as da
 import numpy as np
@@ -14,7 +12,7 @@ from distributed import wait
 import dask_p2p
 from dask_p2p.errors import SectionError
 from tests.fusing.programs import array, same_bits
-from tests.fusing.resident.test_client import no_rank_is_left, queues_on, repeated
+from tests.fusing.resident.test_client import no_rank_is_left, repeated
 from tests.fusing.support import smoothed
 from tests.fusing.test_fused import killed_once
 from tests.support import tune
@@ -131,32 +129,4 @@ def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
         run.fetch(u)
     assert np.isfinite(x.sum().compute())
     del u
-    no_rank_is_left(client)
-
-
-PROGRAM = """
-import sys, time
-import dask.array as da
-import dask_p2p
-from distributed import Client
-
-if __name__ == "__main__":
-    with Client(sys.argv[1]) as client:
-        x = da.ones((16, 16), chunks=(4, 16))
-        with dask_p2p.compile(lambda u: u.T + 1, x).resident(x) as run:
-            print(run.fetch(run(x)).sum(), flush=True)
-            time.sleep(3600)
-"""
-
-
-@pytest.mark.slow
-def test_a_client_is_killed(client, tmp_path):
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    with subprocess.Popen(
-        [sys.executable, path, client.scheduler.address], stdout=subprocess.PIPE, text=True
-    ) as program:
-        assert float(program.stdout.readline()) == 512
-        assert sum(client.run(queues_on).values())
-        program.kill()
     no_rank_is_left(client)

@@ -149,28 +149,22 @@ def stencil_of(values):
     return averaged(np.concatenate([values[-1:], values, values[:1]]))[1:-1]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_calls_are_replayed(gpu, replayed, ranks):
-    check(Calls(gpu, stencil, ranks).run(), stencil_of)
-    assert len(replayed) == ranks * (CALLS - FIRST)  # two of them are verified
-
-
 def with_constants_of(values):
     rim = np.full((1, values.shape[1]), 0.5)
     return halved(averaged(np.concatenate([rim, values, rim]))[1:-1])
 
 
-def exchanged_by_some_of(values):
-    return halved(values)
-
-
 @pytest.mark.parametrize(
-    ("function", "expected"),
-    [(with_constants, with_constants_of), (exchanged_by_some, exchanged_by_some_of)],
+    ("function", "expected", "ranks"),
+    [
+        *((stencil, stencil_of, ranks) for ranks in (1, 2, 4)),
+        (with_constants, with_constants_of, 4),
+        (exchanged_by_some, halved, 4),
+    ],
 )
-def test_several_exchanges(gpu, replayed, function, expected):
-    check(Calls(gpu, function).run(), expected)
-    assert len(replayed) == 4 * (CALLS - FIRST)
+def test_calls_are_replayed(gpu, replayed, function, expected, ranks):
+    check(Calls(gpu, function, ranks).run(), expected)
+    assert len(replayed) == ranks * (CALLS - FIRST)  # two of them are verified
 
 
 @pytest.mark.parametrize("missing", ["of an exchange", "at the end"])

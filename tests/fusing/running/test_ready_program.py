@@ -65,10 +65,7 @@ def program(literal=1, count=1):
 
 def test_a_program_is_kept_between_runs():
     programs, text = KeptPrograms(), dumps(program())
-    with (
-        programs.running(text) as first,
-        programs.running(bytes(text)) as second,
-    ):
+    with programs.running(text) as first, programs.running(bytes(text)) as second:
         assert second is not first, "two runs at the same time"
     with programs.running(bytes(text)) as again:
         assert again in (first, second)

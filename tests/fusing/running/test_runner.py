@@ -15,13 +15,7 @@ from dask_p2p.fusing.running.assembling import Assembling, kept_plans
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, Lending
-from tests.fusing.support import (
-    check_blocks,
-    graphs,
-    integers,
-    run_programs,
-    smooth,
-)
+from tests.fusing.support import check_blocks, graphs, integers, run_programs, smooth
 from tests.support import tune
 
 

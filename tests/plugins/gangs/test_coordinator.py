@@ -316,16 +316,6 @@ def test_a_rank_that_comes_again_ends_the_attempt():
     assert coordinator.order("x", 0, "again").state == "waiting"
 
 
-def test_a_gang_that_loses_a_waiting_rank_is_not_whole():
-    coordinator = Coordinator(MOST)
-    joined(coordinator, "first", "a")
-    joined(coordinator, "x", "a", "b")
-    coordinator.drop("x", 0, "cancelled")
-    assert states(coordinator, "x") == ["stopped", "waiting"]
-    coordinator.leave("first", 0, "first0")
-    assert states(coordinator, "x") == ["stopped", "waiting"]
-
-
 def resumed(coordinator, states, attempt):
     """Return the step at which a gang of three begins, with these states on its workers."""
     for rank, (worker, saved) in enumerate(zip("abc", states, strict=True)):

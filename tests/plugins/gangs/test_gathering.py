@@ -185,29 +185,6 @@ def array(chunks=2):
     return da.ones(12, chunks=chunks, name=f"ones-{uuid4().hex}")
 
 
-def annotated(y):
-    with dask.annotate(resources=GPU):
-        return y.compute()
-
-
-HOW = {
-    "compute": lambda y: y.compute(resources=GPU),
-    "persist": lambda y: y.persist(resources=GPU).compute(),
-    "annotate": annotated,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_ranks_that_lack_units_are_refused_by_name(client, how):
-    y = spmd(summed, array(), ranks=3, of=how)
-    match = r"3 ranks.* need 1 unit of resource 'GPU' each, .* have 2 units.* Give ranks=2"
-    with pytest.raises(SectionError, match=match):
-        HOW[how](y)
-    del y
-    nothing_is_left(client)
-
-
 def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     def size(ctx, x):
         return np.full_like(x, ctx.size)
@@ -223,6 +200,7 @@ def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
 def test_ranks_that_have_no_worker_are_refused_by_name(client):
     nowhere, (gpu, _, free_worker) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
     refused = (
+        ({"resources": {"GPU": 2}}, r"need 2 units of resource 'GPU' each, .* have 2 units"),
         ({"workers": [nowhere]}, "2 of them are restricted .*tcp://127.0.0.1:1"),
         ({"workers": [nowhere], "allow_other_workers": False}, "2 of them are restricted"),
         ({"workers": [free_worker], "resources": GPU}, r"have 0 units in all"),

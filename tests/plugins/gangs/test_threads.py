@@ -47,18 +47,6 @@ def test_a_function_may_wait_for_tasks_though_ranks_have_all_threads(client, mak
     wait_until(lambda: {*client.run(slots).values()} == {(1, 1, 0)})
 
 
-@pytest.mark.slow
-def test_the_pool_is_as_before_after_many_gangs(client):
-    def function(ctx, x, number):
-        time.sleep(2.2 if number == 3 else 0)
-        return x + ctx.allreduce(1.0)
-
-    for number in range(6):
-        y = spmd(function, da.full(4, float(number), chunks=2), number=number)
-        assert np.array_equal(y.compute(), np.full(4, number + 2.0))
-    wait_until(lambda: {*client.run(slots).values()} == {(1, 1, 0)})
-
-
 class Worker:
     """A worker whose event loop runs callbacks at once, and keeps those for later."""
 
