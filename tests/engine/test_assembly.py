@@ -15,10 +15,7 @@ from dask_p2p.backends.host import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.remote import BlockRef
-from dask_p2p.errors import (
-    BlockMismatchError,
-    TransferError,
-)
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.base import Reading, Transport

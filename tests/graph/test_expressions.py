@@ -25,10 +25,7 @@ VALUES = indexed((64, 48)).astype(float)
 @pytest.mark.programs
 @pytest.mark.parametrize(
     ("library", "planning"),
-    [
-        ("dask.array", "True"),
-        pytest.param("dask_array", "False", marks=needs_dask_array),
-    ],
+    [("dask.array", "True"), pytest.param("dask_array", "False", marks=needs_dask_array)],
 )
 def test_results_are_arrays_of_the_library_of_their_inputs(library, planning):
     """Dask decides when `dask.array` is imported; no option changes it later."""

@@ -107,11 +107,7 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
 def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
     halo = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
-    assert split_interior([halo]) == [
-        ((1, 4), (0, 12)),
-        ((0, 1), (0, 12)),
-        ((4, 6), (0, 12)),
-    ]
+    assert split_interior([halo]) == [((1, 4), (0, 12)), ((0, 1), (0, 12)), ((4, 6), (0, 12))]
     ends = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
     assert split_interior([ends]) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # the array ends within the halo

@@ -9,10 +9,7 @@ import pytest
 
 from dask_p2p.backends.kernels.copies import engine_pitch
 from dask_p2p.config import options
-from dask_p2p.errors import (
-    Obstacle,
-    TransferError,
-)
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import box_shape, box_size
 from dask_p2p.transports.base import Reading, Region, Request, Transport
 from dask_p2p.transports.buffers import Footprint

@@ -94,9 +94,7 @@ class TestTwoAxes:
 @pytest.mark.parametrize(
     ("itemsize", "cell", "flush"),
     pairwise(
-        [*WORD_SIZES_BYTES, 3, 6, 12, 24],
-        [(16, 16), (33, 33), (2, 5), (20, 7)],
-        ["start", "end"],
+        [*WORD_SIZES_BYTES, 3, 6, 12, 24], [(16, 16), (33, 33), (2, 5), (20, 7)], ["start", "end"]
     ),
 )
 class TestCells:

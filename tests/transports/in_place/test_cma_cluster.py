@@ -85,10 +85,7 @@ def forbid_reading(dask_worker):
 @pytest.mark.slow
 def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
     x = np.arange(480.0).reshape(40, 12)
-    with (
-        own_client() as client,
-        warnings.catch_warnings(),
-    ):
+    with own_client() as client, warnings.catch_warnings():
         warnings.simplefilter("error")
         client.run(forbid_reading)
         a = spread(client, da.from_array(x, chunks=(10, 12)))

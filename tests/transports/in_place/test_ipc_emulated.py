@@ -151,10 +151,7 @@ class TestIpcEmulated(Conformance):
 
     @pytest.mark.parametrize(
         ("change", "words"),
-        [
-            ({"shape": (10, 6)}, r"it is .*\(10, 6\)"),
-            ({"dtype": "int64 <i8"}, "it is int64"),
-        ],
+        [({"shape": (10, 6)}, r"it is .*\(10, 6\)"), ({"dtype": "int64 <i8"}, "it is int64")],
         ids=str,
     )
     def test_a_descriptor_that_is_not_of_the_block(self, setup, block, monkeypatch, change, words):

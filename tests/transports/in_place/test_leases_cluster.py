@@ -52,10 +52,7 @@ def test_workers_that_cannot_publish_are_read_by_messages():
         every = [str(warning.message) for warning in caught]
         return [text for text in every if "cannot be set up" in text]
 
-    with (
-        own_client() as client,
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with own_client() as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert transposed(client, (40, 12), (10, 12)) == {"cma"}
         assert not warned(client)

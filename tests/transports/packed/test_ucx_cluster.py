@@ -43,10 +43,7 @@ def test_many_parts_on_and_on(client):
 @pytest.mark.parametrize("allowed", [False, True])
 def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
     x = np.arange(480.0).reshape(40, 12)
-    with (
-        dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}),
-        tls_client() as client,
-    ):
+    with dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}), tls_client() as client:
         a = spread(client, da.from_array(x, chunks=(10, 12)))
         y = persisted(client, dask_p2p.transpose(a))
         np.testing.assert_array_equal(y.compute(), x.T)
