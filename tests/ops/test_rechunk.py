@@ -5,12 +5,9 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask.array.utils import assert_eq
-from hypothesis import given
-from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import InputError
-from tests.plans.support import chunks_of
 from tests.support import layers_of
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
@@ -53,24 +50,6 @@ def test_parameters_in_the_order_of_dasks(chunks):
         dask_p2p.rechunk(x, 2, method="MPI")
 
 
-@st.composite
-def cases(draw):
-    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
-    axes = tuple(draw(st.permutations(range(len(shape)))))
-    before = tuple(chunks_of(draw, n) for n in shape)
-    return shape, before, axes, tuple(chunks_of(draw, shape[axis]) for axis in axes)
-
-
-@given(cases())
-def test_any_grid_to_any_grid(case):
-    shape, before, axes, after = case
-    x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    y = dask_p2p.rechunk(da.from_array(x, chunks=before), after, axes=axes)
-    layers_of(y)
-    assert y.chunks == after
-    assert_eq(y, x.transpose(axes), scheduler="sync")
-
-
 def test_nothing_to_do_gives_the_array_itself():
     x = da.ones((4, 4), chunks=(2, 4))
     assert dask_p2p.rechunk(x, (2, 4)) is x
@@ -103,19 +82,12 @@ def test_unknown_sizes_are_fine_along_axes_that_stay():
 
 
 @pytest.mark.parametrize(
-    ("chunks", "axes", "error"),
-    [
-        ((2, 2), None, InputError),
-        ({3: 1}, None, InputError),
-        ("a lot", None, InputError),
-        (-2, None, InputError),
-        ((5, 5, 5), (0, 1), InputError),
-        (2, (0, 0, 1), InputError),
-    ],
+    ("chunks", "axes"),
+    [*((chunks, None) for chunks in ((2, 2), {3: 1}, "a lot", -2)), (5, (0, 1)), (2, (0, 0, 1))],
     ids=str,
 )
-def test_wrong_input(chunks, axes, error):
-    with pytest.raises(error, match=r"(?i)expected .* got "):
+def test_wrong_input(chunks, axes):
+    with pytest.raises(InputError, match=r"(?i)expected .* got "):
         dask_p2p.rechunk(da.from_array(X, chunks=2), chunks, axes=axes)
 
 
