@@ -132,16 +132,9 @@ class Resource:
             self.pool_size = lambda: pool_bytes
 
 
-class CudaMemoryResource(Resource):
-    pass
-
-
-class ManagedMemoryResource(Resource):
-    pass
-
-
-class PoolMemoryResource(Resource):
-    pass
+CudaMemoryResource, ManagedMemoryResource, PoolMemoryResource = (
+    type(f"{kind}MemoryResource", (Resource,), {}) for kind in ("Cuda", "Managed", "Pool")
+)
 
 
 @pytest.mark.parametrize(
