@@ -39,6 +39,7 @@ class FakeTransport(Transport):
     """
 
     in_place = False
+    handlers = close = None
 
     def __init__(self, name, log, part_bytes=None, ahead=1):
         super().__init__(None, options())
@@ -49,9 +50,6 @@ class FakeTransport(Transport):
         self.open_now = []
         self.hosts = {}  # by worker
         self.part_bytes, self.ahead = part_bytes, ahead
-
-    def handlers(self):
-        return {}
 
     def obstacle(self, holder, kind, dtype):
         return "far away" if holder == "far" and self.name == "quick" else None
@@ -68,9 +66,6 @@ class FakeTransport(Transport):
     def read(self, requests, options):
         self.requests = requests
         return FakeReading(self, requests, self.footprint(options, "numpy"), options)
-
-    async def close(self):
-        pass
 
 
 def _result(future, timeout_s, into):
