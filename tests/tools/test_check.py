@@ -264,11 +264,8 @@ def test_a_transport_that_is_quicker_by_far_is_named():
         assert report.problems == []
 
 
-def test_an_asynchronous_client(calm, cluster):
-    async def checked():
-        async with Client(cluster.scheduler_address, asynchronous=True) as client:
-            return await dask_p2p.check(client)
-
-    report = asyncio.run(checked())
+async def test_an_asynchronous_client(calm, cluster):
+    async with Client(cluster.scheduler_address, asynchronous=True) as client:
+        report = await dask_p2p.check(client)
     assert len(report.links) == 12
     assert {link.error for link in report.links} == {None}
