@@ -17,7 +17,7 @@ from distributed import Client
 
 import dask_p2p
 from dask_p2p.cli import p2p
-from dask_p2p.errors import RegistrationError
+from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.versions import own_version
 from tests.support import indexed, own_client, result_of, worker_process
@@ -133,6 +133,20 @@ def test_a_cluster_without_the_package(lacking):
     result = CliRunner().invoke(p2p, ["check", "--scheduler", lacking.scheduler.address])
     assert result.exit_code == 1
     assert result.output.startswith("Error: expected dask_p2p ")
+
+
+def test_installed_for_a_cluster_without_the_package(lacking):
+    """Dask goes on as it did, and tells why once."""
+    x = da.from_array(indexed((40, 12)), chunks=(10, 12))
+    words = "Dask's own function is used: expected dask_p2p"
+    with dask_p2p.install() as used:
+        with pytest.warns(P2PWarning, match=words) as caught:
+            y = x.rechunk((-1, 3), method="p2p")
+        assert len(caught) == 1
+        z = x.map_overlap(np.negative, 1).rechunk((-1, 4), method="p2p")
+        np.testing.assert_array_equal(result_of(lacking, lacking.compute(y)), indexed((40, 12)))
+        np.testing.assert_array_equal(result_of(lacking, lacking.compute(z)), -indexed((40, 12)))
+    assert used.count == 0
 
 
 def names_both(text):

@@ -5,9 +5,12 @@ import dask.array as da
 import numpy as np
 import pytest
 from dask.array.utils import assert_eq
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import InputError
+from tests.plans.support import chunks_of
 from tests.support import layers_of
 
 X = np.arange(4 * 6 * 5).reshape(4, 6, 5)
@@ -48,6 +51,24 @@ def test_parameters_in_the_order_of_dasks(chunks):
     assert dask_p2p.rechunk(short, (2, 4)).chunks == da.rechunk(short, (2, 4)).chunks
     with pytest.raises(InputError, match=r"expected method 'tasks' or 'p2p'.*got 'MPI'.*Leave"):
         dask_p2p.rechunk(x, 2, method="MPI")
+
+
+@st.composite
+def cases(draw):
+    shape = tuple(draw(st.lists(st.integers(0, 6), min_size=1, max_size=3)))
+    axes = tuple(draw(st.permutations(range(len(shape)))))
+    before = tuple(chunks_of(draw, n) for n in shape)
+    return shape, before, axes, tuple(chunks_of(draw, shape[axis]) for axis in axes)
+
+
+@given(cases())
+def test_any_grid_to_any_grid(case):
+    shape, before, axes, after = case
+    x = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    y = dask_p2p.rechunk(da.from_array(x, chunks=before), after, axes=axes)
+    layers_of(y)
+    assert y.chunks == after
+    assert_eq(y, x.transpose(axes), scheduler="sync")
 
 
 def test_nothing_to_do_gives_the_array_itself():

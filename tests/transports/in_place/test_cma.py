@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 from contextlib import closing
@@ -14,17 +16,63 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dask_p2p.config import options
 from dask_p2p.errors import TransferError
 from dask_p2p.transports import process_memory, same_host
 from dask_p2p.transports.base import Request
 from dask_p2p.transports.in_place import CmaTransport
 from dask_p2p.transports.leases import OWNER
+from tests.support import BOUND_S
 from tests.transports.conformance import Conformance
-from tests.transports.loopback import wait_until
+from tests.transports.loopback import EventLoop, LoopbackHost, wait_until
 from tests.usage import usage
 
 TRANSPORT = CmaTransport
 F8 = np.dtype("f8")
+
+
+def hold(folder, array, connection):
+    """Be a holder: a process with a block that it has published."""
+    loop = EventLoop()
+    host = LoopbackHost("holder", loop.loop, {}, folder)
+    transport = CmaTransport(host, replace(options(), retain_blocks_s=60.0))
+    host.blocks["key"] = array
+    transport.publish(host.blocks)
+    connection.send(loop.run(transport.handlers()["p2p_cma_peer"]()))
+    signal.pause()
+
+
+def test_the_holder_of_a_block_is_killed_while_it_is_read(loop, tmp_path):
+    array = np.arange(60.0).reshape(6, 10)
+    context = multiprocessing.get_context("forkserver")
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=hold, args=(str(tmp_path), array, child_end))
+    process.start()
+    try:
+        assert parent_end.poll(BOUND_S)
+        reply = parent_end.recv()
+
+        async def send_reply():
+            return reply
+
+        holder = SimpleNamespace(calls=[], delay_s=0, handlers={"p2p_cma_peer": send_reply})
+        host = LoopbackHost("reader", loop.loop, {"holder": holder}, tmp_path)
+        transport = CmaTransport(host, options())
+        request = Request("key", "holder", (6, 10), F8, "numpy", 3 * [((0, 6), (0, 10))])
+        with closing(transport.read([request], options())) as reading:
+            first, second, _ = reading
+            np.testing.assert_array_equal(first.result(), array)
+            reading.confirm()
+            process.kill()
+            process.join()
+            with pytest.raises(TransferError, match="holder ended while block 'key'"):
+                reading.confirm()
+            with pytest.raises(TransferError, match="holder ended while block 'key'"):
+                second.result()
+        loop.run(transport.close())
+        host.close()
+    finally:
+        process.kill()
 
 
 @pytest.fixture
