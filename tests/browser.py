@@ -61,8 +61,7 @@ def visit(driver, url):
 def wait_for_bokeh(driver):
     """Wait until bokeh has drawn the page that is open."""
     until(
-        driver,
-        "return !!window.Bokeh && Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle",
+        driver, "return !!window.Bokeh && Bokeh.documents.length > 0 && Bokeh.documents[0].is_idle"
     )
 
 

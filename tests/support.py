@@ -92,6 +92,14 @@ def output_of(*arguments, **options):
     return process.stdout
 
 
+def run_command(*command, timeout_s=500, **options):
+    """Return an ended process of any program with its output, whatever its exit status."""
+    words = [str(word) for word in command]
+    return subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=timeout_s, **options
+    )
+
+
 def die_once(path):
     """Kill this process, unless the file shows that another one is killed: one of several."""
     with suppress(FileExistsError):

@@ -170,8 +170,7 @@ def test_a_fused_graph_with_kills(seed):
     values = np.random.default_rng(seed).normal(size=(n, n))
     chunks = tuple(choose.randint(max(1, n // 6), n) for _ in range(2))
     expected = dask.compute(
-        *fused_program(random.Random(seed), da.from_array(values, chunks=chunks)),
-        scheduler="sync",
+        *fused_program(random.Random(seed), da.from_array(values, chunks=chunks)), scheduler="sync"
     )
     n_workers = choose.randint(2, 4)
     with cluster_of(n_workers, threads_per_worker=choose.randint(1, 2)) as client:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 
 import dask_p2p
 from dask_p2p import backends
+from tests.docs.pages import PROJECT, ROOT
 from tests.support import indexed, output_of
 
-ROOT = Path(dask_p2p.__file__).parents[1]
 TEXT = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
 EXAMPLES = dict(re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
 
@@ -71,6 +70,5 @@ def test_the_backend(example, monkeypatch):
 def test_commands_and_paths_are_there():
     for path in re.findall(r"`((?:dask_p2p|tests|deploy|docs|\.ci)/[\w./-]+)`", TEXT):
         assert (ROOT / path).exists(), path
-    text = (ROOT / "pyproject.toml").read_text()
-    for extra in re.findall(r"'\.\[([\w,]+)\]'", TEXT):
-        assert all(re.search(rf"^{name} = \[", text, re.MULTILINE) for name in extra.split(","))
+    for extras in re.findall(r"'\.\[([\w,]+)\]'", TEXT):
+        assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()

@@ -301,11 +301,7 @@ WHOLE = da.ones((8, 8))
     [
         (lambda: fft.fft(np.ones(3)), UnsupportedArrayError, "expected a Dask array"),
         (lambda: fft.fft(X.astype(object)), UnsupportedArrayError, "dtype object"),
-        (
-            lambda: fft.fft(X.astype("M8[s]")),
-            UnsupportedArrayError,
-            "numbers, got dtype datetime64.*astype",
-        ),
+        (lambda: fft.fft(X.astype("M8[s]")), UnsupportedArrayError, "got dtype dateti.*astype"),
         (lambda: fft.fft(da.ma.masked_equal(X, 1)), UnsupportedArrayError, "asked"),
         (lambda: fft.fft(X[X[:, 0] > 0]), InputError, "compute_chunk_sizes"),
         (lambda: fft.fftn(X, axes=(0, -2)), InputError, "each once"),

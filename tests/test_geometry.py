@@ -43,28 +43,26 @@ def test_split_box_covers_it_once_within_the_limit(box, max_elements, axis, leas
     np.testing.assert_array_equal(count, expected)
 
 
+def shapes(box, max_elements, *runs):
+    return {box_shape(part) for part in split_box(box, max_elements, *runs)}
+
+
 def test_split_box_cuts_another_axis_where_runs_would_be_too_short():
     box = ((0, 8), (0, 8), (0, 4))
-    assert {box_shape(part) for part in split_box(box, 64)} == {(2, 8, 4)}
-    assert {box_shape(part) for part in split_box(box, 64, ContiguousRuns(0, 4))} == {(8, 2, 4)}
-    assert {box_shape(part) for part in split_box(box, 128, ContiguousRuns(0, 4))} == {(4, 8, 4)}
+    assert shapes(box, 64) == {(2, 8, 4)}
+    assert shapes(box, 64, ContiguousRuns(0, 4)) == {(8, 2, 4)}
+    assert shapes(box, 128, ContiguousRuns(0, 4)) == {(4, 8, 4)}
     uneven = split_box(((0, 5), (0, 2), (0, 4)), 32, ContiguousRuns(0, 4))
     assert [box_shape(part) for part in uneven] == [(4, 2, 4), (1, 2, 4)]
-    assert {box_shape(part) for part in split_box(box, 64, ContiguousRuns(2, 4))} == {(2, 8, 4)}
+    assert shapes(box, 64, ContiguousRuns(2, 4)) == {(2, 8, 4)}
     # Not one whose rows have gaps: nor the last one, if too little of that would be left.
-    assert {box_shape(part) for part in split_box(box, 64, ContiguousRuns(0, 4, 2))} == {(2, 8, 4)}
+    assert shapes(box, 64, ContiguousRuns(0, 4, 2)) == {(2, 8, 4)}
     long = ((0, 8), (0, 8), (0, 16))
-    assert {box_shape(part) for part in split_box(long, 256, ContiguousRuns(0, 4, 2))} == {
-        (8, 8, 4)
-    }
-    assert {box_shape(part) for part in split_box(long, 256, ContiguousRuns(0, 4, 3))} == {
-        (2, 8, 16)
-    }
+    assert shapes(long, 256, ContiguousRuns(0, 4, 2)) == {(8, 8, 4)}
+    assert shapes(long, 256, ContiguousRuns(0, 4, 3)) == {(2, 8, 16)}
     # Whatever lies in one row of the source stays together.
-    assert {box_shape(part) for part in split_box(((0, 8), (0, 8)), 16, ContiguousRuns(0, 8))} == {
-        (2, 8)
-    }
-    assert {box_shape(part) for part in split_box(box, 16, ContiguousRuns(0, 8))} == {(4, 1, 4)}
+    assert shapes(((0, 8), (0, 8)), 16, ContiguousRuns(0, 8)) == {(2, 8)}
+    assert shapes(box, 16, ContiguousRuns(0, 8)) == {(4, 1, 4)}
 
 
 def test_tapered_parts_keep_runs():

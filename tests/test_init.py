@@ -8,7 +8,6 @@ import re
 import sys
 from importlib.metadata import version
 from importlib.resources import files
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +16,7 @@ from distributed.core import error_message
 import dask_p2p
 from dask_p2p import errors, results
 from dask_p2p.cli import p2p
-from tests.docs.pages import README, blocks_of
+from tests.docs.pages import DOCS, README, blocks_of
 from tests.support import output_of
 
 LOOK = """
@@ -74,7 +73,7 @@ def test_completion_shows_what_is_public():
 
 def test_classes_of_results_can_be_imported():
     """Those of the reference, for annotations of users' functions."""
-    page = Path(__file__).parents[1] / "docs" / "reference" / "api.rst"
+    page = DOCS / "reference" / "api.rst"
     _, _, section = page.read_text("utf-8").partition("Return values and arguments of functions")
     names = re.findall(r"^   [~.\w]*?(\w+)$", section.partition("Errors and warnings")[0], re.M)
     assert "HaloArray" in names

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-import tomllib
 from datetime import date
-from pathlib import Path
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-import dask_p2p
 from dask_p2p.versions import DASK_RELEASES
-from tests.support import output_of
+from tests.deploy.support import BIN, is_valid
+from tests.docs.pages import PROJECT, ROOT
+from tests.support import output_of, run_command
 
 pytestmark = pytest.mark.programs
 
-ROOT = Path(dask_p2p.__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 GITHUB = ROOT / ".github"
 SCHEMAS = {
     ".github/workflows/ci.yml": "github-workflows",
@@ -31,14 +26,6 @@ SCHEMAS = {
     ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
     "CITATION.cff": "citation-file-format",
 }
-
-
-def is_valid(path, schema):
-    command = [Path(sys.executable).parent / "check-jsonschema", "--builtin-schema"]
-    process = subprocess.run(
-        [*command, f"vendor.{schema}", path], capture_output=True, text=True, check=False
-    )
-    return process.returncode == 0
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -73,16 +60,9 @@ def test_the_extras_for_gpus_are_the_same_but_for_cuda():
 @pytest.mark.parametrize("extra", GPU_EXTRAS)
 def test_the_extras_for_gpus_can_be_resolved(extra):
     """Nothing is installed: uv finds releases that go with each other."""
-    uv = Path(sys.executable).parent / "uv"
-    command = [uv, "pip", "compile", "--quiet", "--no-header", "--no-annotate", f"--extra={extra}"]
-    process = subprocess.run(
-        [*command, "--python-version=3.11", "--python-platform=linux", "pyproject.toml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=200,
-    )
+    command = [BIN / "uv", "pip", "compile", "--quiet", "--no-header", "--no-annotate"]
+    command += [f"--extra={extra}", "--python-version=3.11", "--python-platform=linux"]
+    process = run_command(*command, "pyproject.toml", cwd=ROOT)
     if "error sending request" in process.stderr or "dns error" in process.stderr:
         pytest.skip("no package index can be reached")
     assert process.returncode == 0, process.stderr

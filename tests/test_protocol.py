@@ -21,13 +21,7 @@ import pytest
 from distributed import Reschedule
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec

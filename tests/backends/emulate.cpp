@@ -41,7 +41,7 @@ static void __syncthreads();
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __shared__ static
-#include TRANSPOSE_CU
+#include SOURCE
 
 namespace {
 

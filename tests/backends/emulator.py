@@ -24,13 +24,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    target = Path(tempfile.mkdtemp(prefix="dask-p2p-emulate-")) / "emulate.so"
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
-    # Misaligned accesses work on many processors, but on no GPU.
-    command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command += ["-Wno-unknown-pragmas", f'-DTRANSPOSE_CU="{SOURCE}"', str(HARNESS)]
-    subprocess.run([*command, "-o", str(target)], check=True)
-    loaded = ctypes.CDLL(str(target))
+    folder = Path(tempfile.mkdtemp(prefix="dask-p2p-emulate-"))
+    loaded = compiled(folder, SOURCE, HARNESS.read_text())
     loaded.launch.argtypes = [ctypes.c_char_p, *[ctypes.c_uint] * 3, ctypes.c_void_p, ctypes.c_int]
     loaded.work_bytes.restype = ctypes.c_ulonglong
     return loaded
@@ -39,10 +34,16 @@ def library() -> ctypes.CDLL:
 def compiled(folder, source, harness):
     """Compile a harness that includes a CUDA source as ``SOURCE``, for the processor."""
     (folder / "harness.cpp").write_text(harness)
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
     # Misaligned accesses work on many processors, but on no GPU.
     command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command += [f'-DSOURCE="{source}"', str(folder / "harness.cpp"), "-o", str(folder / "so")]
+    command += [
+        "-Wno-unknown-pragmas",
+        f'-DSOURCE="{source}"',
+        str(folder / "harness.cpp"),
+        "-o",
+        str(folder / "so"),
+    ]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(folder / "so"))
 

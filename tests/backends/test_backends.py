@@ -5,14 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.backends import (
-    BACKENDS,
-    as_array,
-    backend_for,
-    backend_named,
-    checksum,
-    device_of,
-)
+from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named, checksum, device_of
 from dask_p2p.backends import cupy as backends_cupy
 from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.transports.base import PROBE_BYTES, Probes, probe_key
@@ -139,16 +132,9 @@ class Resource:
             self.pool_size = lambda: pool_bytes
 
 
-class CudaMemoryResource(Resource):
-    pass
-
-
-class ManagedMemoryResource(Resource):
-    pass
-
-
-class PoolMemoryResource(Resource):
-    pass
+CudaMemoryResource, ManagedMemoryResource, PoolMemoryResource = (
+    type(f"{kind}MemoryResource", (Resource,), {}) for kind in ("Cuda", "Managed", "Pool")
+)
 
 
 @pytest.mark.parametrize(
@@ -156,16 +142,8 @@ class PoolMemoryResource(Resource):
     [
         (CudaMemoryResource(), 1000, ("CudaMemoryResource", None)),
         (ManagedMemoryResource(), None, ("ManagedMemoryResource", None)),
-        (
-            Resource(PoolMemoryResource(CudaMemoryResource(), 7)),
-            1000,
-            ("PoolMemoryResource", 7),
-        ),
-        (
-            Resource(PoolMemoryResource(ManagedMemoryResource(), 7)),
-            None,
-            ("PoolMemoryResource", 7),
-        ),
+        (Resource(PoolMemoryResource(CudaMemoryResource(), 7)), 1000, ("PoolMemoryResource", 7)),
+        (Resource(PoolMemoryResource(ManagedMemoryResource(), 7)), None, ("PoolMemoryResource", 7)),
         (Resource(Resource(CudaMemoryResource())), 1000, ("CudaMemoryResource", None)),
     ],
 )

@@ -142,19 +142,14 @@ def test_the_device_queue(shape, slot_bytes):
     queue = CUPY.queue(leave_bandwidth=True)
     queue.wait_until_written([src], any_stream=True)
     results = []
-    for _ in range(10):  # more than there are slots
-        dst = queue.empty(shape[::-1], "f4")
-        queue.permute_prefetched(dst, queue.prefetch(src, slot_bytes), axes)
-        results.append(dst)
-        dst = queue.empty(shape[::-1], "f4")
-        queue.permute(dst, src, axes, concurrent=True)
-        results.append(dst)
-        dst = queue.empty(shape[::-1], "f4")
-        queue.permute_and_drop(dst, src.get(), axes)
-        results.append(dst)
-        dst = queue.empty(shape[::-1], "f4")
-        queue.permute_and_drop(dst, src.copy(), axes)
-        results.append(dst)
+    for permute in 10 * (  # more than there are slots
+        lambda dst: queue.permute_prefetched(dst, queue.prefetch(src, slot_bytes), axes),
+        lambda dst: queue.permute(dst, src, axes, concurrent=True),
+        lambda dst: queue.permute_and_drop(dst, src.get(), axes),
+        lambda dst: queue.permute_and_drop(dst, src.copy(), axes),
+    ):
+        results.append(queue.empty(shape[::-1], "f4"))
+        permute(results[-1])
     queue.synchronize()
     expected = src.get().transpose(axes)
     for dst in results:

@@ -6,12 +6,12 @@ import os
 import secrets
 import shutil
 import socket
-import subprocess
 from contextlib import contextmanager
 
 import pytest
 
 from tests.deploy.support import environment, free_ports, output_of, running
+from tests.support import run_command
 from tests.transports.loopback import wait_until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -83,10 +83,7 @@ def controller(folder):
 
 def is_up(variables):
     command = ["sinfo", "--noheader", "--format=%t %D"]
-    output = subprocess.run(
-        command, env=environment(**variables), capture_output=True, text=True, check=False
-    )
-    return output.stdout.split() == ["idle", "2"]
+    return run_command(*command, env=environment(**variables)).stdout.split() == ["idle", "2"]
 
 
 def ended(job, variables, timeout_s=200):

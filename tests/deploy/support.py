@@ -17,9 +17,9 @@ from distributed import Client
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import BOUND_S, import_path, indexed
+from tests.docs.pages import ROOT
+from tests.support import BOUND_S, import_path, indexed, run_command
 
-ROOT = Path(dask_p2p.__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
 
@@ -42,16 +42,14 @@ def free_ports(count):
         return [listener.getsockname()[1] for listener in sockets]
 
 
-def output_of(*command, timeout=100, cwd=None, **variables):
-    process = subprocess.run(
-        [str(part) for part in command],
-        env=environment(**variables),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def is_valid(path, schema):
+    """Return whether a file is what one of the schemas demands that check-jsonschema has."""
+    command = [BIN / "check-jsonschema", "--builtin-schema", f"vendor.{schema}", path]
+    return run_command(*command).returncode == 0
+
+
+def output_of(*command, timeout_s=100, cwd=None, **variables):
+    process = run_command(*command, env=environment(**variables), cwd=cwd, timeout_s=timeout_s)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
 

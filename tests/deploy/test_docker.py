@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
-import tomllib
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.deploy.support import BIN, DEPLOY, ROOT, environment, free_ports, running, transpose_on
+from tests.deploy.support import (
+    BIN,
+    DEPLOY,
+    environment,
+    free_ports,
+    is_valid,
+    running,
+    transpose_on,
+)
+from tests.docs.pages import PROJECT, ROOT
+from tests.support import run_command
 
 pytestmark = pytest.mark.programs
 
@@ -25,29 +33,18 @@ def compose(name="compose.yaml"):
     return yaml.safe_load((DOCKER / name).read_text())
 
 
-def ends(*command, **kwargs):
-    return subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, check=False, **kwargs
-    )
-
-
 @pytest.mark.parametrize("old", ["", "USER 1000"])
 def test_hadolint_finds_nothing(old):
     text = DOCKERFILE.replace(old, "USER root") if old else DOCKERFILE
-    process = ends(BIN / "hadolint", "-", input=text)
+    process = run_command(BIN / "hadolint", "-", input=text)
     assert bool(process.stdout) == bool(old), process.stdout + process.stderr
-
-
-def is_valid(path):
-    schema = "vendor.compose-spec"
-    return ends(BIN / "check-jsonschema", "--builtin-schema", schema, path).returncode == 0
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_compose_files_are_valid(name, tmp_path):
-    assert is_valid(DOCKER / name)
+    assert is_valid(DOCKER / name, "compose-spec")
     (tmp_path / name).write_text((DOCKER / name).read_text().replace("replicas", "replicants"))
-    assert not is_valid(tmp_path / name)
+    assert not is_valid(tmp_path / name, "compose-spec")
 
 
 def test_what_compose_names_is_there():
@@ -88,10 +85,9 @@ def test_workers_can_read_each_others_memory():
 def test_locks_have_all_that_is_needed(lock, extras):
     text = (DOCKER / f"{lock}.lock").read_text()
     locked = dict(re.findall(r"^([\w.-]+)==([^\s;]+)", text, flags=re.MULTILINE))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    requirements = [*project["dependencies"]]
+    requirements = [*PROJECT["dependencies"]]
     for extra in extras:
-        requirements += project["optional-dependencies"][extra]
+        requirements += PROJECT["optional-dependencies"][extra]
     for requirement in map(Requirement, requirements):
         version = locked[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), f"{requirement}: {version} is locked"
@@ -112,7 +108,9 @@ def test_the_commands_make_a_healthy_cluster(tmp_path):
         worker = worker.replace(inside, outside)
 
     def health(port):
-        return ends(sys.executable, DOCKER / "health.py", env=environment(HEALTH_PORT=str(port)))
+        return run_command(
+            sys.executable, DOCKER / "health.py", env=environment(HEALTH_PORT=str(port))
+        )
 
     config = str(DEPLOY)  # which the image has in /etc/dask
     commands = [command.split() for command in (scheduler, worker, worker)]

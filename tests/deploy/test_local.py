@@ -5,12 +5,12 @@ from __future__ import annotations
 import configparser
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from tests.deploy.support import BIN, DEPLOY, free_ports, output_of, running, transpose_on
+from tests.support import run_command
 
 pytestmark = pytest.mark.programs
 
@@ -58,13 +58,7 @@ def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tm
 def test_systemd_finds_nothing_wrong(path, tmp_path):
     def verify(text):
         (tmp_path / path.name).write_text(text.replace("/opt/dask-p2p/bin", str(BIN)))
-        process = subprocess.run(
-            ["systemd-analyze", "verify", "--man=no", str(tmp_path / path.name)],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
+        process = run_command("systemd-analyze", "verify", "--man=no", tmp_path / path.name)
         # Units of this machine itself may be wrong too.
         return [line for line in process.stderr.splitlines() if path.name in line]
 

@@ -12,13 +12,7 @@ from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from tests.deploy.support import DEPLOY
 
 WAYS = sorted(path.name for path in DEPLOY.iterdir() if path.is_dir())
-HEADINGS = [
-    "Requirements",
-    "Commands",
-    "Expected output",
-    "Troubleshooting",
-    "Tested setups",
-]
+HEADINGS = ["Requirements", "Commands", "Expected output", "Troubleshooting", "Tested setups"]
 OPTIONS = (Path(__file__).parent / "schemas" / "dask-cuda-worker.txt").read_text().split()
 TEXTS = {
     path: path.read_text()

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 from tests.deploy.controller import controller, ended
 from tests.deploy.support import BIN, DEPLOY, output_of
+from tests.support import run_command
 
 pytestmark = pytest.mark.programs
 
@@ -21,9 +21,7 @@ SCRIPTS = [*sorted(DEPLOY.glob("*/*.sh")), DEPLOY.parent / ".ci" / "package"]
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_shellcheck_finds_nothing(path):
     def check(text):
-        return subprocess.run(
-            [BIN / "shellcheck", "-"], input=text, capture_output=True, text=True, check=False
-        ).stdout
+        return run_command(BIN / "shellcheck", "-", input=text).stdout
 
     text = path.read_text()
     assert check(text) == ""
@@ -85,7 +83,7 @@ def test_a_job_ends_with_its_scheduler(tmp_path, real):
 def test_jobs_of_a_cluster_on_a_real_controller(tmp_path, real):
     flags = ["--nodes", "2", "--workers", "1", "--memory", "1GiB", "--time", "00:05:00"]
     command = (sys.executable, SLURM / "cluster.py", *flags)
-    output = output_of(*command, timeout=200, **real, TMPDIR=str(tmp_path), cwd=tmp_path)
+    output = output_of(*command, timeout_s=200, **real, TMPDIR=str(tmp_path), cwd=tmp_path)
     assert "every element is right: True" in output
     assert "#SBATCH -t 00:05:00" in output
     assert not output_of("squeue", "--noheader", "--states=PENDING,RUNNING", **real).strip()

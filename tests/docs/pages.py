@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import dask_p2p
 
 ROOT = Path(dask_p2p.__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 DOCS = ROOT / "docs"
 REPOSITORY = "https://github.com/dask-p2p/dask-p2p"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -13,7 +12,7 @@ import dask.array as da
 import pytest
 
 import dask_p2p
-from tests.deploy.support import environment, running
+from tests.deploy.support import environment, output_of, running
 from tests.docs.pages import DOCS, blocks_of
 from tests.support import BOUND_S
 
@@ -108,14 +107,5 @@ def test_a_job_of_mpi(tmp_path):
     (tmp_path / "program.py").write_text(program)
     (command, *_) = block("MPI", "sh").splitlines()
     command = command.replace("-n 66", "-n 4").replace("python", sys.executable)
-    process = subprocess.run(
-        shlex.split(command),
-        cwd=tmp_path,
-        env=environment(**OPEN_MPI),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=BOUND_S,
-    )
-    assert process.returncode == 0, process.stderr
-    assert "all right: True\n2 workers\n" in process.stdout
+    output = output_of(*shlex.split(command), cwd=tmp_path, **OPEN_MPI)
+    assert "all right: True\n2 workers\n" in output

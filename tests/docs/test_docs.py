@@ -7,7 +7,6 @@ import doctest
 import pkgutil
 import re
 import runpy
-import tomllib
 from importlib import import_module
 
 import pytest
@@ -15,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 
 import dask_p2p
-from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, README, REPOSITORY, ROOT
+from tests.docs.pages import DOCS, NOTEBOOKS, OTHERS, PAGES, PROJECT, README, REPOSITORY, ROOT
 
 GPU_LIBRARIES = {"cuda", "cupy", "cupy_backends", "dask_cuda", "pynvml", "rmm", "ucxx"}
 
@@ -136,11 +135,10 @@ def numbers(requirement):
 def test_the_tables_of_versions_are_whole():
     """They name each package that a user may have to install, with its range."""
     table_module = runpy.run_path(str(DOCS / "versions_table.py"))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = project["optional-dependencies"]
+    extras = PROJECT["optional-dependencies"]
     assert {*table_module["EXTRAS"], *table_module["OTHERS"]} == set(extras)
     rows = [line.split(" | ") for line in table_module["tables"]().splitlines()]
-    for requirement in map(Requirement, project["dependencies"]):
+    for requirement in map(Requirement, PROJECT["dependencies"]):
         (row,) = [row for row in rows if row[0] == f"| {requirement.name}"]
         assert all(number in row[1] for number in numbers(requirement)), row
     for column, extra in enumerate(table_module["GPUS"], start=2):
@@ -198,10 +196,7 @@ def exists(target, folder):
 
 def test_one_way_to_install():
     """From a checkout in what is read there, from the repository elsewhere: in no package index."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"][
-        "optional-dependencies"
-    ]
-    commands = set()
+    extras, commands = PROJECT["optional-dependencies"], set()
     for path in [README, *OTHERS, *PAGES, *(ROOT / "deploy").rglob("*.yml")]:
         text = path.read_text("utf-8")
         for line in re.findall(r"pip install.*dask.p2p\[.*", text):

@@ -15,10 +15,7 @@ from dask_p2p.backends.host import HostQueue
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import Assembly, OutputSpec
 from dask_p2p.engine.remote import BlockRef
-from dask_p2p.errors import (
-    BlockMismatchError,
-    TransferError,
-)
+from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.geometry import box_slices
 from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.base import Reading, Transport
@@ -42,6 +39,7 @@ class FakeTransport(Transport):
     """
 
     in_place = False
+    handlers = close = None
 
     def __init__(self, name, log, part_bytes=None, ahead=1):
         super().__init__(None, options())
@@ -52,9 +50,6 @@ class FakeTransport(Transport):
         self.open_now = []
         self.hosts = {}  # by worker
         self.part_bytes, self.ahead = part_bytes, ahead
-
-    def handlers(self):
-        return {}
 
     def obstacle(self, holder, kind, dtype):
         return "far away" if holder == "far" and self.name == "quick" else None
@@ -71,9 +66,6 @@ class FakeTransport(Transport):
     def read(self, requests, options):
         self.requests = requests
         return FakeReading(self, requests, self.footprint(options, "numpy"), options)
-
-    async def close(self):
-        pass
 
 
 def _result(future, timeout_s, into):

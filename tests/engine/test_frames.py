@@ -46,17 +46,32 @@ def check_all_is_gone(client):
     wait_until(all_is_gone, state=lambda: frames)
 
 
-def test_of_a_rank_whose_function_raises(client):
-    def function(ctx, x):
-        array = np.ones(1000)
-        note(array)
-        ctx.barrier()
-        if ctx.rank == 1:
-            raise ZeroDivisionError("of rank 1")
-        ctx.barrier()
+def failing_rank(ctx, x):
+    array = np.ones(1000)
+    note(array)
+    ctx.barrier()
+    if ctx.rank == 1:
+        raise ZeroDivisionError("on purpose")
+    ctx.barrier()
 
-    future = client.compute(spmd(function, da.zeros(4, chunks=2), ranks=2))
-    with pytest.raises(ZeroDivisionError, match="of rank 1"):
+
+def failing(block):
+    array = block + 1
+    note(array)
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda x: spmd(failing_rank, x, ranks=2),
+        lambda x: map_overlap(failing, x, depth=1, boundary=0, meta=x._meta),
+    ],
+    ids=["a rank", "a task of a layer"],
+)
+def test_of_a_function_that_raises(client, build):
+    future = client.compute(build(da.zeros((4, 1000), chunks=(2, 500))))
+    with pytest.raises(ZeroDivisionError, match="on purpose"):
         result_of(client, future)
     del future
     check_all_is_gone(client)
@@ -75,20 +90,6 @@ def test_of_a_rank_whose_peer_dies(client, tmp_path):
 
     y = spmd(function, da.zeros(4, chunks=2), ranks=2, path=tmp_path / "died")
     assert np.array_equal(y.compute(), np.ones(4))
-    check_all_is_gone(client)
-
-
-def test_of_a_task_of_a_layer(client):
-    def function(block):
-        array = block + 1
-        note(array)
-        raise ZeroDivisionError("of a block")
-
-    x = da.zeros((4, 1000), chunks=(2, 500))
-    future = client.compute(map_overlap(function, x, depth=1, boundary=0, meta=x._meta))
-    with pytest.raises(ZeroDivisionError, match="of a block"):
-        result_of(client, future)
-    del future
     check_all_is_gone(client)
 
 

@@ -14,9 +14,17 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import transport_classes
 from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, is_out_of_memory
 from dask_p2p.errors import MemoryLimitError
+from dask_p2p.geometry import box_slices
 from dask_p2p.transports import buffers as footprint
 from dask_p2p.transports.buffers import Buffers, Footprint
-from tests.engine.test_assembly import FakePeers, FakeTransport, assembly, check
+from tests.engine.test_assembly import (
+    BLOCKS,
+    FakePeers,
+    FakeReading,
+    FakeTransport,
+    assembly,
+    check,
+)
 
 MIB = 2**20
 
@@ -130,21 +138,28 @@ class NthFails:
 
     def __init__(self, function, number):
         self.function, self.number = function, number
-        self.given = []
+        self.references = []
 
     def __call__(self, *args, **kwargs):
-        if len(self.given) + 1 == self.number:
+        if len(self.references) + 1 == self.number:
             raise MemoryError("no 1.00 GiB")
         result = self.function(*args, **kwargs)
-        self.given.append(weakref.ref(result))
+        self.references.append(weakref.ref(result))
         return result
 
 
-def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, monkeypatch):
+@pytest.fixture
+def outputs(monkeypatch):
+    """Allocations of outputs, of which the second fails; and no collection of garbage."""
     outputs = NthFails(NUMPY.empty, 2)
-    parts = NthFails(np.copy, 4)
     monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
-    from tests.engine.test_assembly import BLOCKS, FakeReading, box_slices
+    gc.disable()  # what goes must go without it
+    yield outputs
+    gc.enable()
+
+
+def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, outputs, monkeypatch):
+    parts = NthFails(np.copy, 4)
 
     def request(self, request, box, error):
         future = Future()
@@ -152,37 +167,25 @@ def test_staging_that_cannot_be_allocated_leaves_nothing_behind(peers, quick, mo
         return future
 
     monkeypatch.setattr(FakeReading, "request", request)
-    gc.disable()  # what goes must go without it
-    try:
-        with pytest.raises(MemoryLimitError, match="needs 576 B: 216 B for itself") as caught:
-            assembly(peers).run()
-        assert quick.open_now == []
-        assert len(outputs.given) == 1
-        assert [
-            reference for reference in (*outputs.given, *parts.given) if reference() is not None
-        ] == []
-    finally:
-        gc.enable()
+    with pytest.raises(MemoryLimitError, match="needs 576 B: 216 B for itself") as caught:
+        assembly(peers).run()
+    assert quick.open_now == []
+    assert len(outputs.references) == 1
+    assert all(reference() is None for reference in (*outputs.references, *parts.references))
     assert caught.value.missing_bytes is None
     assert caught.value.__cause__ is caught.value.__context__ is None
     outputs.number = parts.number = 0
     check(assembly(peers).run())
 
 
-def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, monkeypatch):
+def test_no_memory_for_an_answer_leaves_nothing_behind(peers, quick, outputs):
     """An error that a future brings refers to the future, and so to itself."""
-    outputs = NthFails(NUMPY.empty, 2)
-    monkeypatch.setattr(NUMPY, "empty", outputs, raising=False)
     quick.fails["c", ("x", 2, 0)] = MemoryError("no 1.00 GiB")
     quick.late.add(("x", 2, 0))
-    gc.disable()  # what goes must go without it
-    try:
-        with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
-            assembly(peers).run()
-        assert quick.open_now == []
-        assert [reference() for reference in outputs.given] == [None]
-    finally:
-        gc.enable()
+    with pytest.raises(MemoryLimitError, match=r"on worker b \(MemoryError: no 1\.00 GiB\)"):
+        assembly(peers).run()
+    assert quick.open_now == []
+    assert [reference() for reference in outputs.references] == [None]
 
 
 def test_idle_buffers_are_given_up_before_there_is_an_error(monkeypatch):

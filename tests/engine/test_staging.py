@@ -21,8 +21,8 @@ from dask_p2p.plans import redistribution, slab_chunks
 from dask_p2p.transports.buffers import Buffers, buffer_bytes
 from dask_p2p.transports.packed import CommTransport
 from dask_p2p.transports.packed_reading import PackedReading
-from dask_p2p.transports.router import Router
 from dask_p2p.transports.ucx import UcxTransport
+from tests.engine.test_assembly import FakePeers
 from tests.support import BOUND_S
 from tests.transports.loopback import LoopbackHost, wait_until
 from tests.transports.reading import open_block
@@ -53,25 +53,6 @@ class Meter:
         weakref.finalize(array, self.add, -nbytes)
 
 
-class Peers:
-    address = "reader"
-
-    def __init__(self, **transports):
-        self.router = Router(transports, lambda text: None)
-
-    def publish(self, blocks, kind, options):
-        pass
-
-    def warn(self, text):
-        pytest.fail(text)
-
-    def empty_output(self, shape, dtype, queue):
-        return queue.empty(shape, dtype)
-
-    def memory_below(self, wanted_bytes, kind):
-        return None
-
-
 @pytest.fixture
 def workers(loop, tmp_path):
     """Give a reader's transports, and those of the holders that it reads from."""
@@ -94,8 +75,10 @@ def workers(loop, tmp_path):
 def assemble(chosen, holders, **transports):
     output = OutputSpec(("x",), X.dtype, "numpy", replace(chosen, transports=tuple(transports)))
     refs = [BlockRef(key, (holder,)) for key, holder in zip(BLOCKS, holders, strict=True)]
-    result = Assembly(PLAN, output, refs, Peers(**transports)).run()
-    np.testing.assert_array_equal(result, X.T[:8])
+    peers = FakePeers(*transports.values())
+    peers.address = "reader"
+    np.testing.assert_array_equal(Assembly(PLAN, output, refs, peers).run(), X.T[:8])
+    assert peers.warnings == []
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import dask_p2p
 from dask_p2p import versions
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
+from tests.graph.random_programs import doubled, of_rank
 from tests.support import indexed, output_of
 
 needs_dask_array = pytest.mark.skipif(
@@ -25,10 +26,7 @@ VALUES = indexed((64, 48)).astype(float)
 @pytest.mark.programs
 @pytest.mark.parametrize(
     ("library", "planning"),
-    [
-        ("dask.array", "True"),
-        pytest.param("dask_array", "False", marks=needs_dask_array),
-    ],
+    [("dask.array", "True"), pytest.param("dask_array", "False", marks=needs_dask_array)],
 )
 def test_results_are_arrays_of_the_library_of_their_inputs(library, planning):
     """Dask decides when `dask.array` is imported; no option changes it later."""
@@ -69,14 +67,6 @@ def test_an_array_that_others_need_is_made_once(x):
     assert exchanges(total) == 1
     expected = VALUES.T[:5].sum() + VALUES.mean() + VALUES.sum()
     assert total.compute(scheduler="sync") == pytest.approx(expected)
-
-
-def doubled(block):
-    return block * 2
-
-
-def of_rank(ctx, block):
-    return block * 2
 
 
 #: Operations whose plans, or arguments, follow from the chunks of their input.

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
 
-import dask_p2p
 from dask_p2p.monitoring import metrics as prometheus
 from dask_p2p.monitoring.metrics import COUNTERS, GAUGES
+from tests.docs.pages import ROOT
 
 pytest.importorskip("prometheus_client")
 
-ROOT = Path(dask_p2p.__file__).parents[1]
 DEPLOY = ROOT / "deploy" / "monitoring"
 DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text("utf-8"))
 DOCUMENT = (ROOT / "docs" / "monitoring.md").read_text("utf-8")

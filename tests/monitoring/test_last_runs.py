@@ -254,12 +254,8 @@ def test_a_cancelled_section_has_not_failed(client, x, is_released):
     else:
         client.cancel(y)
     run = newest_run(client)
-    assert (run.name, run.state, run.failures, run.dtype) == (
-        before.name,
-        "cancelled",
-        (),
-        "float64",
-    )
+    assert (run.name, run.state) == (before.name, "cancelled")
+    assert (run.failures, run.dtype) == ((), "float64")
     wait_until(lambda: not dask_p2p.last_runs(client, 1)[0].under_way)
     run = dask_p2p.last_runs(client, 1)[0]
     assert run.state == "cancelled"

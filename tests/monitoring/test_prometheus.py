@@ -95,44 +95,40 @@ def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
         assert any(key[0] == f"dask_p2p_cluster_{family.name}" for key in after), family.name
 
 
-def test_servers_of_one_process_export_their_own_figures():
+async def test_servers_of_one_process_export_their_own_figures():
+    async with in_process(worker_dashboard_address=":0") as (cluster, client):
+        link = cluster.dashboard_link.replace("/status", "/metrics")
 
-    async def main():
-        async with in_process(worker_dashboard_address=":0") as (cluster, client):
-            link = cluster.dashboard_link.replace("/status", "/metrics")
+        async def pages():
+            ports = [worker.http_server.port for worker in cluster.workers.values()]
+            urls = [link, *(f"http://127.0.0.1:{port}/metrics" for port in ports)]
+            return [await asyncio.to_thread(read_page, url) for url in urls]
 
-            async def pages():
-                ports = [worker.http_server.port for worker in cluster.workers.values()]
-                urls = [link, *(f"http://127.0.0.1:{port}/metrics" for port in ports)]
-                return [await asyncio.to_thread(read_page, url) for url in urls]
-
-            assert await pages() == [{}, {}, {}], "without the plugin"
-            await dask_p2p.register(client)
-            await client.compute(dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6))))
-            for _ in range(2):  # the pages before were of others
-                _, *of_workers = await pages()
-                figure = "dask_p2p_attempts_total", "p2p-transpose"
-                attempts = [page.get(figure, 0) for page in of_workers]
-                counted = [
-                    worker.plugins[PLUGIN_NAME].context.counters.values()["attempts"]
-                    for worker in cluster.workers.values()
-                ]
-                assert attempts == [values.get("p2p-transpose", 0) for values in counted]
-                assert sum(attempts) == 4
-
-            async def first_page():
-                return (await pages())[0]
-
-            await true_later(first_page)  # by the next heartbeat
-            await client.unregister_worker_plugin(PLUGIN_NAME)
+        assert await pages() == [{}, {}, {}], "without the plugin"
+        await dask_p2p.register(client)
+        await client.compute(dask_p2p.transpose(da.ones((8, 6), chunks=(2, 6))))
+        for _ in range(2):  # the pages before were of others
             _, *of_workers = await pages()
-            assert not any(figure in page for page in of_workers)
-            await client.unregister_scheduler_plugin(PLUGIN_NAME)
-            assert (await pages())[0] == {}
-        async with in_process(worker_dashboard_address=":0") as (_, client):
-            await dask_p2p.register(client)  # collectors are there already
+            figure = "dask_p2p_attempts_total", "p2p-transpose"
+            attempts = [page.get(figure, 0) for page in of_workers]
+            counted = [
+                worker.plugins[PLUGIN_NAME].context.counters.values()["attempts"]
+                for worker in cluster.workers.values()
+            ]
+            assert attempts == [values.get("p2p-transpose", 0) for values in counted]
+            assert sum(attempts) == 4
 
-    asyncio.run(main())
+        async def first_page():
+            return (await pages())[0]
+
+        await true_later(first_page)  # by the next heartbeat
+        await client.unregister_worker_plugin(PLUGIN_NAME)
+        _, *of_workers = await pages()
+        assert not any(figure in page for page in of_workers)
+        await client.unregister_scheduler_plugin(PLUGIN_NAME)
+        assert (await pages())[0] == {}
+    async with in_process(worker_dashboard_address=":0") as (_, client):
+        await dask_p2p.register(client)  # collectors are there already
 
 
 @pytest.mark.parametrize("kind", ["worker", "scheduler"])

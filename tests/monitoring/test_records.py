@@ -9,14 +9,7 @@ import pytest
 
 from dask_p2p.errors import InputError, RegistrationError
 from dask_p2p.monitoring import records
-from dask_p2p.monitoring.records import (
-    Fallback,
-    RecordLog,
-    RecordStore,
-    Stage,
-    packed,
-    unpacked,
-)
+from dask_p2p.monitoring.records import Fallback, RecordLog, RecordStore, Stage, packed, unpacked
 from dask_p2p.monitoring.runs import Run, RunTable, cells, runs_of
 from tests.monitoring.support import record
 

@@ -12,6 +12,7 @@ from hypothesis import given
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
+from tests.plans.test_halo import with_halos
 from tests.support import added, layers_of, pairwise, parameter_names, persisted
 
 X = np.random.default_rng(0).random((12, 10))
@@ -34,16 +35,8 @@ def test_any_widths_and_blocks(case):
     chunks, depth, boundary = case
     shape = tuple(map(sum, chunks))
     x = np.random.default_rng(1).random(shape)
-    around = x
-    modes = {"periodic": "wrap", "reflect": "symmetric", "nearest": "edge"}
-    for axis, (widths, kind) in enumerate(zip(depth, boundary, strict=True)):
-        wide = [widths if a == axis else (0, 0) for a in range(x.ndim)]
-        if kind in modes:
-            around = np.pad(around, wide, mode=modes[kind])
-        else:
-            constant = -1 if kind == "none" else kind  # below all values
-            around = np.pad(around, wide, constant_values=constant)
-
+    below_all = [-1 if beyond == "none" else beyond for beyond in boundary]
+    around = with_halos(x, depth, below_all)
     inner = tuple(
         slice(before, before + length) for (before, _), length in zip(depth, shape, strict=True)
     )
@@ -155,29 +148,27 @@ def test_wrong_input(depth, boundary):
         dask_p2p.map_overlap(star, da.from_array(X, chunks=5), depth, boundary)
 
 
-def test_what_is_no_function_or_of_unknown_size():
-    x = da.from_array(X, chunks=5)
-    with pytest.raises(InputError, match="expected a function"):
-        dask_p2p.map_overlap("star", x, 1)
-    with pytest.raises(InputError, match="known chunk sizes"):
-        dask_p2p.map_overlap(star, x[x[:, 0] > 0.5], 1)
+#: Arguments by what is said of them; those of a tuple are positional.
+WRONG_ARGUMENTS = {
+    "expected a function": lambda x: ("star", x, 1),
+    "known chunk sizes": lambda x: (star, x[x[:, 0] > 0.5], 1),
+    "the function first and the arrays after it": lambda x: (x, star, 1),
+    "expected an array after the function": lambda x: (star,),
+    r"got \[True\] after these": lambda x: (star, x, 1, "none", True),
+    r"expected a Dask array, got numpy\.ndarray": lambda x: (star, X, 1),
+    "expected a Dask array, got builtins.list": lambda x: (star, [X], 1),
+    r"a Dask array, got numpy\.ndarray": lambda x: (np.add, x, X, 1),
+}
 
 
-def test_arguments_that_are_in_the_wrong_place():
+@pytest.mark.parametrize("words", WRONG_ARGUMENTS)
+def test_arguments_that_are_in_the_wrong_place(words):
     x = da.from_array(X, chunks=5)
-    with pytest.raises(InputError, match="the function first and the arrays after it"):
-        dask_p2p.map_overlap(x, star, 1)
-    with pytest.raises(InputError, match="expected an array after the function"):
-        dask_p2p.map_overlap(star)
+    error = UnsupportedArrayError if "a Dask array" in words else InputError
+    with pytest.raises(error, match=words):
+        dask_p2p.map_overlap(*WRONG_ARGUMENTS[words](x))
     with pytest.raises(InputError, match="expected depth once, got 1 after the arrays and depth=2"):
         dask_p2p.map_overlap(star, x, 1, depth=2)
-    with pytest.raises(InputError, match=r"got \[True\] after these"):
-        dask_p2p.map_overlap(star, x, 1, "none", True)
-    for argument in (X, [X]):
-        with pytest.raises(UnsupportedArrayError, match="expected a Dask array, got"):
-            dask_p2p.map_overlap(star, argument, 1)
-    with pytest.raises(UnsupportedArrayError, match=r"a Dask array, got numpy\.ndarray"):
-        dask_p2p.map_overlap(np.add, x, X, depth=1)
 
 
 def test_a_function_that_changes_the_shape():

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
 from dask_p2p.geometry import block_indices
@@ -54,11 +56,7 @@ def test_large_ones_have_groups_for_all_threads(threads, rows, number):
     assert groups <= number <= groups * 1.1
     assert edges(large) == 1000 * groups
     assert large.src_chunks == plan.src_chunks
-    bounds = set()
-    end = 0
-    for size in large.chunks[0]:
-        end += size
-        bounds.add(end)
+    bounds = accumulate(large.chunks[0])
     assert all(bound % rows == 0 for bound in bounds), "groups are made of whole blocks"
 
 

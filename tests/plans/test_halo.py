@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +7,7 @@ from hypothesis import strategies as st
 from dask_p2p.geometry import block_bounds, box_size
 from dask_p2p.plans import block_plans, plan_halo
 from dask_p2p.plans.halo import BOUNDARIES
-from tests.plans.support import assembled, blocks_of, elements_read
+from tests.plans.support import assembled, blocks_of, chunks_of, elements_read
 
 KINDS = [*BOUNDARIES, 7]
 
@@ -20,8 +18,7 @@ def halos(draw):
     lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
     chunks, depth, boundary = [], [], []
     for length in lengths:
-        inner = draw(st.lists(st.integers(0, length), max_size=3))
-        chunks.append(tuple(b - a for a, b in pairwise([0, *sorted(inner), length])))
+        chunks.append(chunks_of(draw, length))
         depth.append(tuple(draw(st.integers(0, min(length, 3))) for _ in range(2)))
         boundary.append(draw(st.sampled_from(KINDS)))
     return tuple(chunks), tuple(depth), tuple(boundary)

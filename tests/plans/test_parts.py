@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dask_p2p.geometry import box_slices
+from dask_p2p.plans import block_plans
 from dask_p2p.plans.base import Input, plan_parts
 from dask_p2p.plans.halo import halo_widths_of, plan_halo
+from tests.plans.support import assembled, blocks_of
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -16,19 +17,8 @@ lengths = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 
 def with_halo(x, chunks, depth, boundary):
     """Return each block with its halos, as `map_overlap` assembles them; and the halos."""
-    plan = plan_halo((chunks,), (depth,), (boundary,))
-    bounds = np.cumsum((0, *chunks))
-    blocks = []
-    for number in range(len(chunks)):
-        block = plan.block((number,))
-        out = np.zeros(block.shape, int)
-        for piece in block.pieces:
-            (source,) = block.sources[piece.source]
-            array = x[bounds[source] : bounds[source + 1]]
-            out[box_slices(piece.dst)] = array[box_slices(piece.src)]
-        for fill in block.fills:
-            out[box_slices(fill.dst)] = fill.value
-        blocks.append(out)
+    plan, sources = plan_halo((chunks,), (depth,), (boundary,)), blocks_of(x, (chunks,))
+    blocks = [assembled(block, sources, int) for _, block in block_plans(plan)]
     return blocks, halo_widths_of(plan)[0]
 
 

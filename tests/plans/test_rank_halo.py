@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from dask_p2p.geometry import box_shape, box_slices
 from dask_p2p.plans.halo import plan_halo, plan_halo_exchange, split_interior
 from dask_p2p.plans.ranks import RankGrid
+from tests.plans.support import assembled, blocks_of
 
 sizes = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
@@ -41,14 +42,9 @@ def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
                 array[box_slices(dst)] = halo_arrays[peer][box_slices(src)]
         assert all(rank in halos[peer].receives for peer in rank_halo.sends)
     plan = plan_halo(ranks.local_sizes, depth, boundary, has_corners)
+    local_blocks = blocks_of(x, ranks.local_sizes)
     for rank, array in enumerate(halo_arrays):
-        block = plan.block(ranks.indices[rank])
-        expected = np.zeros(block.shape, int)
-        for piece in block.pieces:
-            source = x[box_slices(ranks.box(ranks.rank(block.sources[piece.source])))]
-            expected[box_slices(piece.dst)] = source[box_slices(piece.src)]
-        for fill in block.fills:
-            expected[box_slices(fill.dst)] = fill.value
+        expected = assembled(plan.block(ranks.indices[rank]), local_blocks, int)
         for box in halos[rank].unread:
             assert (array[box_slices(box)] == -1).all()
             array[box_slices(box)] = 0
@@ -107,11 +103,7 @@ def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
 def test_boundary_parts_are_where_halos_come_from_others():
     ranks = RankGrid(((6, 6), (6, 6)), (2, 1))
     halo = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["periodic"] * 2, True)
-    assert split_interior([halo]) == [
-        ((1, 4), (0, 12)),
-        ((0, 1), (0, 12)),
-        ((4, 6), (0, 12)),
-    ]
+    assert split_interior([halo]) == [((1, 4), (0, 12)), ((0, 1), (0, 12)), ((4, 6), (0, 12))]
     ends = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
     assert split_interior([ends]) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # the array ends within the halo

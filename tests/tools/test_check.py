@@ -215,10 +215,7 @@ def test_the_transport_is_what_a_task_would_use(calm):
 
 def test_a_plugin_that_was_missing():
     # With two ways, a busy machine may make one look slow, which is a problem that is told.
-    with (
-        dask.config.set({"p2p.transports.order": ["comm"]}),
-        own_client() as client,
-    ):
+    with dask.config.set({"p2p.transports.order": ["comm"]}), own_client() as client:
         client.run(measure_little)
         report = dask_p2p.check(client)
         assert set(leased_bytes(client).values()) == {0}, "also of what proved the ways"
@@ -267,11 +264,8 @@ def test_a_transport_that_is_quicker_by_far_is_named():
         assert report.problems == []
 
 
-def test_an_asynchronous_client(calm, cluster):
-    async def checked():
-        async with Client(cluster.scheduler_address, asynchronous=True) as client:
-            return await dask_p2p.check(client)
-
-    report = asyncio.run(checked())
+async def test_an_asynchronous_client(calm, cluster):
+    async with Client(cluster.scheduler_address, asynchronous=True) as client:
+        report = await dask_p2p.check(client)
     assert len(report.links) == 12
     assert {link.error for link in report.links} == {None}

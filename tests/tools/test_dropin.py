@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import gc
 import inspect
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ from distributed.shuffle._rechunk import rechunk_p2p
 
 import dask_p2p
 from dask_p2p import fft
+from dask_p2p.config import installs_with_preload
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin
 from dask_p2p.tools import zarr_stores as dispatch
@@ -101,9 +101,8 @@ def test_code_that_exists_uses_this_package(client, x):
         assert is_ours(y), name
         assert not is_dasks(y), name
         assert y.chunks == stock.chunks, name
-        assert (y.dtype, type(meta_from_array(y))) == (stock.dtype, type(meta_from_array(stock))), (
-            name
-        )
+        assert y.dtype == stock.dtype, name
+        assert type(meta_from_array(y)) is type(meta_from_array(stock)), name
         y = persisted(client, y)
         np.testing.assert_array_equal(y.compute(), X.T if name == "transposed" else X, name)
         assert used(client, y), name
@@ -129,22 +128,12 @@ def test_all_rechunks_that_move_bytes(client, x):
         other_installation.uninstall()
         assert is_ours(x.rechunk((16, -1)))
     assert used.counts == {"rechunk": 1}
-    with dask_p2p.install():
-        assert not is_ours(x.rechunk((16, -1)))
-
-
-def test_all_rechunks_for_as_long_as_an_installation_lasts(client, x):
     dask_p2p.install(rechunk="all")
     gc.collect()
-    assert is_ours(x.rechunk((16, -1)))
+    assert is_ours(x.rechunk((16, -1))), "as long as the installation lasts"
     with dask_p2p.install():
         dask_p2p.uninstall()
         assert not is_ours(x.rechunk((16, -1)))
-
-
-def test_other_rechunks_are_refused():
-    with pytest.raises(InputError, match=r"expected rechunk='p2p' or 'all', got 'tasks'\. Leave"):
-        dask_p2p.install(rechunk="tasks")
 
 
 def test_without_a_client(x):
@@ -281,12 +270,8 @@ def test_what_changes(x, when):
 
 
 SMALL = [((0, 36, 12), (9,)), ((36, 0, 12), (4, 5)), ((36, 12, 0), (9,)), ((0, 0, 48), (1, 8))]
-SMALL += [
-    ((1, 1, 1, 40, 5), (9,)),
-    ((20, 1, 27), (3, 3, 3)),
-    ((47, 1), (9, 0)),
-    ((5,) * 9 + (3,), (9,)),
-]
+SMALL += [((1, 1, 1, 40, 5), (9,)), ((20, 1, 27), (3, 3, 3)), ((47, 1), (9, 0))]
+SMALL += [((5,) * 9 + (3,), (9,))]
 
 
 def slope(block):
@@ -294,10 +279,9 @@ def slope(block):
 
 
 @pytest.mark.parametrize("chunks", SMALL, ids=str)
-@pytest.mark.parametrize(
-    ("trim", "boundary"), [(True, "reflect"), (True, "none"), (False, "reflect")]
-)
-def test_small_blocks_of_several_arrays(chunks, trim, boundary):
+@pytest.mark.parametrize("case", [(True, "reflect"), (True, "none"), (False, "reflect")])
+def test_small_blocks_of_several_arrays(chunks, case):
+    trim, boundary = case
     x = da.from_array(X[:48, :9].copy(), chunks=(48, 9)).rechunk(chunks, method="tasks")
     small_blocks = da.from_array(X[:48, 20:29].copy(), chunks=(10, 3))
     row = small_blocks[0]
@@ -479,23 +463,19 @@ def test_by_preload_in_a_client(cluster, x, prefix):
     assert is_ours(x.rechunk((-1, 6), method="p2p")) is prefix
 
 
-def test_by_preload_on_a_worker():
+async def test_by_preload_on_a_worker():
     """Its tasks may make arrays."""
-
-    async def run():
-        nothing = {"dashboard_address": ":0", "preload": ["dask_p2p.preload"]}
-        async with Scheduler(**nothing) as scheduler:
-            assert distributed.shuffle.rechunk_p2p is rechunk_p2p
-            async with Worker(scheduler.address, **nothing):
-                assert distributed.shuffle.rechunk_p2p is not rechunk_p2p
-
+    nothing = {"dashboard_address": ":0", "preload": ["dask_p2p.preload"]}
     with dask.config.set({"p2p.install": True}):
-        asyncio.run(run())
+        async with Scheduler(**nothing) as scheduler:
+            assert not is_installed()
+            async with Worker(scheduler.address, **nothing):
+                assert is_installed()
 
 
-def test_an_option_that_is_neither_yes_nor_no():
-    from dask_p2p.config import installs_with_preload
-
+def test_wrong_options_are_refused():
+    with pytest.raises(InputError, match=r"expected rechunk='p2p' or 'all', got 'tasks'\. Leave"):
+        dask_p2p.install(rechunk="tasks")
     with (
         dask.config.set({"p2p.install": "of course"}),
         pytest.raises(ConfigError, match=r"p2p.install is 'of course': expected true or false"),

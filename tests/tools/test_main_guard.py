@@ -43,6 +43,17 @@ async def main():
 
 asyncio.run(main())
 """
+SPAWNING = """
+import multiprocessing
+import dask_p2p
+if __name__ != "__main__":
+    dask_p2p.local_cluster(1, gpus=False)
+else:
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.join()
+    raise SystemExit(process.exitcode)
+"""
 SCRIPTS = {"statements": UNGUARDED, "function": CONTEXTS, "asynchronous": ASYNCHRONOUS}
 
 
@@ -88,12 +99,18 @@ def test_scripts_with_the_line(tmp_path, kind):
     assert process.stdout.splitlines()[-1] == "3"
 
 
-def test_another_check_is_fine(tmp_path):
-    """It works with LocalCluster, too."""
-    check = (
-        "import multiprocessing as mp\nif mp.current_process().name == 'MainProcess':\n    main()"
-    )
-    process = ran(written(tmp_path, CONTEXTS.replace("\nmain()", f"\n{check}")))
+#: What works without the line, too: another check, which works with LocalCluster, and threads.
+OTHER_WAYS = {
+    "\nmain()": (
+        "\nimport multiprocessing as mp\nif mp.current_process().name == 'MainProcess':\n    main()"
+    ),
+    "gpus=False": "gpus=False, processes=False",
+}
+
+
+@pytest.mark.parametrize("part", OTHER_WAYS)
+def test_other_ways_that_are_fine(tmp_path, part):
+    process = ran(written(tmp_path, CONTEXTS.replace(part, OTHER_WAYS[part])))
     assert (process.returncode, process.stdout, process.stderr) == (0, "3\n", "")
 
 
@@ -105,20 +122,13 @@ def test_programs_without_a_module_that_workers_import(tmp_path):
     assert ran("-m", "package", cwd=tmp_path).stdout == "3\n"
 
 
-def test_a_module_as_the_main_program(tmp_path):
+def test_modules_that_start_a_cluster(tmp_path):
+    """As the main program, or imported by it."""
     script = written(tmp_path, CONTEXTS)
     refused(ran("-m", "first", cwd=tmp_path), f"{script} starts a cluster", REMEDY)
-
-
-def test_a_cluster_of_another_module(tmp_path):
     written(tmp_path, UNGUARDED, "helper.py")
-    script = written(tmp_path, "import helper\nprint(1)")
+    written(tmp_path, "import helper\nprint(1)")
     refused(ran(script), f"{script} starts a cluster", REMEDY)
-
-
-def test_a_cluster_of_threads(tmp_path):
-    script = written(tmp_path, CONTEXTS.replace("gpus=False", "gpus=False, processes=False"))
-    assert ran(script).stdout == "3\n"
 
 
 def test_a_program_that_fails_when_it_is_imported(tmp_path):
@@ -134,16 +144,5 @@ def test_a_program_from_a_pipe():
 
 def test_another_process_that_imports_the_program(tmp_path):
     """The program has the line, but starts a cluster in front of it, except as a main program."""
-    text = (
-        "import multiprocessing\n"
-        "import dask_p2p\n"
-        'if __name__ != "__main__":\n'
-        "    dask_p2p.local_cluster(1, gpus=False)\n"
-        "else:\n"
-        "    process = multiprocessing.get_context('spawn').Process(target=print)\n"
-        "    process.start()\n"
-        "    process.join()\n"
-        "    raise SystemExit(process.exitcode)\n"
-    )
-    script = written(tmp_path, text)
+    script = written(tmp_path, SPAWNING)
     refused(ran(script), f"{script} starts a cluster", REMEDY)

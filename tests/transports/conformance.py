@@ -113,15 +113,9 @@ class Conformance:
 
     def read_blocks(self, setup, arrays):
         """Read several blocks at once; return what came of each, its errors included."""
+        boxes = [((1, 3), (0, 4)), ((3, 4), (1, 1))]
         requests = [
-            Request(
-                key,
-                setup.holder,
-                a.shape,
-                a.dtype,
-                setup.kind,
-                [((1, 3), (0, 4)), ((3, 4), (1, 1))],
-            )
+            Request(key, setup.holder, a.shape, a.dtype, setup.kind, boxes)
             for key, a in arrays.items()
         ]
         regions = {key: [] for key in arrays}

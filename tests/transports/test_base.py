@@ -9,10 +9,7 @@ import pytest
 
 from dask_p2p.backends.kernels.copies import engine_pitch
 from dask_p2p.config import options
-from dask_p2p.errors import (
-    Obstacle,
-    TransferError,
-)
+from dask_p2p.errors import Obstacle, TransferError
 from dask_p2p.geometry import box_shape, box_size
 from dask_p2p.transports.base import Reading, Region, Request, Transport
 from dask_p2p.transports.buffers import Footprint
@@ -88,11 +85,7 @@ def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
 class _Nothing(Reading):
     """Regions that nobody asks for."""
 
-    def __iter__(self):
-        return iter(())
-
-    def close(self):
-        pass
+    __iter__ = close = None
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,7 @@ import importlib
 import pytest
 
 from dask_p2p.errors import TransferError
-from dask_p2p.transports.base import (
-    PROBE_BYTES,
-    Probes,
-    check_probe,
-    most_probe_bytes,
-    probe_key,
-)
+from dask_p2p.transports.base import PROBE_BYTES, Probes, check_probe, most_probe_bytes, probe_key
 
 
 def test_blocks_are_made_once_and_few_are_kept():

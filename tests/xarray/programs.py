@@ -6,6 +6,7 @@ import numpy as np
 import xarray as xr
 
 import dask_p2p.xarray  # noqa: F401
+from tests.ops.programs import react, scaled, smoothed
 
 SHAPE = (24, 20)
 RNG = np.random.default_rng(0)
@@ -19,20 +20,8 @@ def mean_of_three(block):
     return out
 
 
-def smoothed(u, out):
-    out[...] = (u[:-2] + u[2:]) / 2
-
-
-def weighed(u, area, out):
-    out[...] = (u[:-2] + u[2:]) / area
-
-
 def wave(now, before, out):
     out[...] = 1.5 * now[1:-1] + (now[:-2] + now[2:]) / 4 - before
-
-
-def react(u, v):
-    return {"u": u[1:-1] + (v[:-2] - v[2:]) / 8, "v": v[1:-1] + (u[:-2] - u[2:]) / 8}
 
 
 def rolled(a):
@@ -85,10 +74,10 @@ PROGRAMS = {
 SECTIONS = {
     "iterate": lambda a: a.p2p.iterate(smoothed, {"t": 1}, 5),
     "iterate with constants": lambda a: a.p2p.iterate(
-        weighed, {"t": 1}, 5, boundary={"t": "reflect"}, constants=("area",)
+        scaled, {"t": 1}, 5, boundary={"t": "reflect"}, constants=("area",)
     ),
     "iterate with a profile": lambda a: a.p2p.iterate(
-        weighed, {"t": 1}, 5, boundary={"t": "reflect"}, constants=("profile",)
+        scaled, {"t": 1}, 5, boundary={"t": "reflect"}, constants=("profile",)
     ),
     "time levels": lambda a: a.p2p.iterate(wave, [{"t": 1}, 0], 4, fields=[a * 0.9])[0],
     "coupled": lambda a: as_dataset(a).p2p.iterate(react, {"t": 1}, 5, fields={"u": "u", "v": "v"}),

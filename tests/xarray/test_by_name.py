@@ -255,10 +255,12 @@ def test_records_become_variables(dataset):
     np.testing.assert_allclose(result.u, VALUES[0] + 4)
 
 
-def test_frames_are_a_dataset(tmp_path, array):
+@pytest.mark.parametrize("without_index", [[], ["t", "y"]], ids=str)
+def test_frames_are_a_dataset(tmp_path, array, without_index):
     pytest.importorskip("zarr")
     days = xr.date_range("2001-01-01", periods=T)
     ds = array.assign_coords(t=days).to_dataset().assign(v=array.assign_coords(t=days) * 2)
+    ds = ds.drop_indexes(without_index)
     frames = dask_p2p.Save(tmp_path / "frames", 2, region=np.s_[:, ::2])
     files = dask_p2p.Checkpoint(tmp_path / "states", every=2)
     for steps in (4, 6):  # a longer run adds frames
@@ -272,14 +274,3 @@ def test_frames_are_a_dataset(tmp_path, array):
         np.testing.assert_array_equal(stored[name], ds[name])
     np.testing.assert_array_equal(stored.y, ds.y[::2])
     np.testing.assert_array_equal(stored.a[-1], result.u[:, ::2])
-
-
-def test_frames_have_coordinates_without_an_index(tmp_path):
-    pytest.importorskip("zarr")
-    coords = xr.Coordinates({"x": ("x", np.arange(6.0) / 2)}, indexes={})
-    a = xr.DataArray(da.from_array(np.arange(6.0), chunks=3), coords, ("x",))
-    ds = xr.Dataset({"u": a, "v": a * 2})
-    options = {"fields": {"a": "u", "b": "v"}, "save": dask_p2p.Save(tmp_path / "frames", 1)}
-    ds.p2p.iterate(growing, {}, 2, **options).compute()
-    stored = xr.open_zarr(tmp_path / "frames", consolidated=False)
-    np.testing.assert_array_equal(stored.x, a.x)

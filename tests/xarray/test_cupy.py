@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from tests.xarray.programs import PROGRAMS, SECTIONS, VALUES, as_dataset, build, variables, weighed
+from tests.ops.programs import scaled
+from tests.xarray.programs import PROGRAMS, SECTIONS, VALUES, as_dataset, build, variables
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_results_of_sections_have_the_kind_of_the_fields(name, arrays, strict_cu
 
 def test_a_number_in_gpu_memory_is_a_constant(arrays, strict_cupy):
     a = arrays[0].assign_coords(number=strict_cupy.asarray(3.0))
-    result = a.p2p.iterate(weighed, {"t": 1}, 2, constants=("number",))
+    result = a.p2p.iterate(scaled, {"t": 1}, 2, constants=("number",))
     assert isinstance(result.data._meta, strict_cupy.ndarray)
 
 

@@ -258,28 +258,24 @@ def test_calendars_that_differ_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("call", "words"),
     [
-        (lambda a: a.p2p.fft("z"), InputError, "'z' is no dimension of the array; it has 'x', 'y'"),
-        (lambda a: a.p2p.fft(["x", "x"]), InputError, "each once"),
-        (lambda a: a.p2p.ifft(), InputError, "dim=None"),
-        (
-            lambda a: a.to_dataset().p2p.fft("z"),
-            InputError,
-            "'z' is no dimension .* it has 'x', 'y'",
-        ),
-        (lambda a: xr.Dataset({"b": a.isel(x=0)}).p2p.fft(["x", "y"]), InputError, "got 'b' with"),
-        (lambda a: xr.Dataset().p2p.fft(), InputError, "expected dimensions"),
-        (lambda a: a.assign_coords(x=np.arange(12) ** 2).p2p.fft(), InputError, "'x'.*even"),
-        (lambda a: a.isel(x=[0]).p2p.fft(), InputError, "two values"),
-        (lambda a: a.isel(x=[]).p2p.fft("x"), InputError, "two values"),
-        (lambda a: a.isel(x=[]).p2p.ifft("x", prefix=""), InputError, "two values"),
-        (lambda a: a.assign_coords(x=[*np.arange(11.0), np.nan]).p2p.fft(), InputError, "even"),
-        (lambda a: a.assign_coords(x=[0, np.nan, *range(2, 12)]).p2p.fft(), InputError, "even"),
-        (lambda a: a.p2p.ifft("y", prefix=""), InputError, "along 'y' with 0 at index"),
-        (lambda a: a.p2p.fft(real_dim="x"), InputError, "x.real"),
+        (lambda a: a.p2p.fft("z"), "'z' is no dimension of the array; it has 'x', 'y'"),
+        (lambda a: a.p2p.fft(["x", "x"]), "each once"),
+        (lambda a: a.p2p.ifft(), "dim=None"),
+        (lambda a: a.to_dataset().p2p.fft("z"), "'z' is no dimension .* it has 'x', 'y'"),
+        (lambda a: xr.Dataset({"b": a.isel(x=0)}).p2p.fft(["x", "y"]), "got 'b' with"),
+        (lambda a: xr.Dataset().p2p.fft(), "expected dimensions"),
+        (lambda a: a.assign_coords(x=np.arange(12) ** 2).p2p.fft(), "'x'.*even"),
+        (lambda a: a.isel(x=[0]).p2p.fft(), "two values"),
+        (lambda a: a.isel(x=[]).p2p.fft("x"), "two values"),
+        (lambda a: a.isel(x=[]).p2p.ifft("x", prefix=""), "two values"),
+        (lambda a: a.assign_coords(x=[*np.arange(11.0), np.nan]).p2p.fft(), "even"),
+        (lambda a: a.assign_coords(x=[0, np.nan, *range(2, 12)]).p2p.fft(), "even"),
+        (lambda a: a.p2p.ifft("y", prefix=""), "along 'y' with 0 at index"),
+        (lambda a: a.p2p.fft(real_dim="x"), "x.real"),
     ],
 )
-def test_wrong_input_is_refused(call, error, words):
-    with pytest.raises(error, match=words):
+def test_wrong_input_is_refused(call, words):
+    with pytest.raises(InputError, match=words):
         call(field())

@@ -46,19 +46,7 @@ class Around(np.lib.mixins.NDArrayOperatorsMixin):
     """An array of an unknown library, around another array."""
 
     def __init__(self, inner):
-        self.inner = inner
-
-    @property
-    def shape(self):
-        return self.inner.shape
-
-    @property
-    def ndim(self):
-        return self.inner.ndim
-
-    @property
-    def dtype(self):
-        return self.inner.dtype
+        self.inner, self.shape, self.ndim, self.dtype = inner, inner.shape, inner.ndim, inner.dtype
 
     def transpose(self, *axes):
         return type(self)(self.inner.transpose(*axes))
@@ -66,11 +54,10 @@ class Around(np.lib.mixins.NDArrayOperatorsMixin):
     def __getitem__(self, index):
         return type(self)(self.inner[index])
 
-    def __array_function__(self, function, types, args, kwargs):
+    def __array_function__(self, *args, **kwargs):
         raise AssertionError("it must not be computed with")
 
-    def __array_ufunc__(self, *args, **kwargs):
-        raise AssertionError("it must not be computed with")
+    __array_ufunc__ = __array_function__
 
     def __dask_graph__(self):
         return self.inner.__dask_graph__()

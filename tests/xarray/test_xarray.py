@@ -98,30 +98,26 @@ def test_by_regions_on_a_cluster(client, array):
 
 @pytest.mark.parametrize("kind", ["array", "dataset"])
 def test_wrong_names(kind, request):
-    data = request.getfixturevalue(kind)
-    with pytest.raises(InputError, match=r"'z' is no dimension of the array; it has 't', 'y', 'x'"):
-        data.p2p.transpose("x", "y", "z")
+    methods = request.getfixturevalue(kind).p2p
+
+    def refused(words, method, *args, **keywords):
+        with pytest.raises(InputError, match=words):
+            method(*args, **keywords)
+
+    words = r"'z' is no dimension of the array; it has 't', 'y', 'x'"
+    refused(words, methods.transpose, "x", "y", "z")
     for dims in [("x", "y"), ("x", "x", "y", "t"), (..., "x", ...)]:
-        with pytest.raises(InputError, match=r"expected the dimensions \('t', 'y', 'x'\).*got \("):
-            data.p2p.transpose(*dims)
-    for call in (
-        lambda: data.p2p.transpose("x", "y", "t", chunks={"z": 1}),
-        lambda: data.p2p.chunk({"z": 1}),
-        lambda: data.p2p.chunk(z=1),
+        refused(r"the dimensions \('t', 'y', 'x'\).*got \(", methods.transpose, *dims)
+    for chunks, words in (
+        ({"z": 1}, r"chunks: 'z' is no dimension .* 't', 'y', 'x'"),
+        ({"x": (2, 2)}, r"got chunks={'x': \(2, 2\)}: .*by dimension\.$"),
     ):
-        with pytest.raises(InputError, match=r"chunks: 'z' is no dimension .* 't', 'y', 'x'"):
-            call()
-    for call in (
-        lambda: data.p2p.chunk({"x": (2, 2)}),
-        lambda: data.p2p.transpose("x", "y", "t", chunks={"x": (2, 2)}),
-    ):
-        with pytest.raises(InputError, match=r"got chunks={'x': \(2, 2\)}: .*by dimension\.$"):
-            call()
-    renamed = data.rename(t="time", y="lat", x="lon")
-    with pytest.raises(InputError, match=r"'latitude' is no dimension .* Use 'lat'\?"):
-        renamed.p2p.chunk(latitude=1)
-    with pytest.raises(InputError, match=r"of the dimensions .*got \(1, 2\)\. Use .* {'t': "):
-        data.p2p.chunk((1, 2))
+        refused(words, methods.transpose, "x", "y", "t", chunks=chunks)
+        refused(words, methods.chunk, chunks)
+        refused(words, methods.chunk, **chunks)
+    renamed = request.getfixturevalue(kind).rename(t="time", y="lat", x="lon")
+    refused(r"'latitude' is no dimension .* Use 'lat'\?", renamed.p2p.chunk, latitude=1)
+    refused(r"of the dimensions .*got \(1, 2\)\. Use .* {'t': ", methods.chunk, (1, 2))
 
 
 def smooth(block, weight=1.0):

@@ -34,28 +34,18 @@ def test_it_goes_on_until_the_function_says_no(timers):
     assert called_s[3:] == [began_s + 11 * INTERVAL_S]
 
 
-def test_one_that_is_cancelled_while_the_function_runs_ends(timers):
+@pytest.mark.parametrize("end", ["it is cancelled meanwhile", "the device is lost"])
+def test_it_ends_while_the_function_runs(timers, end):
     calls = []
 
     def function():
         calls.append(1)
+        if end == "the device is lost":
+            raise DeviceLostError("gone")
         timer.cancel()
         return True
 
     timer = RepeatingTimer(INTERVAL_S, function, timers.make)
-    timer.start()
-    timers.advance(5 * INTERVAL_S)
-    assert calls == [1]
-
-
-def test_a_lost_device_ends_it_quietly(timers):
-    calls = []
-
-    def lost():
-        calls.append(1)
-        raise DeviceLostError("gone")
-
-    timer = RepeatingTimer(INTERVAL_S, lost, timers.make)
     timer.start()
     timers.advance(5 * INTERVAL_S)
     assert calls == [1]

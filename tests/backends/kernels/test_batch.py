@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +22,7 @@ from dask_p2p.backends.kernels.copies import (
     shift_regions,
 )
 from tests.backends.emulator import compiled, needs_compiler
+from tests.support import run_command
 
 SOURCE = Path(dask_p2p.backends.__file__).with_name("kernels") / "regions.cu"
 HARNESS = """
@@ -139,6 +139,6 @@ def test_regions_that_do_not_fit():
 def test_the_kernel_compiles(tmp_path, arch):
     command = ["nvcc", "-std=c++17", "-Werror", "all-warnings", "-cubin", f"-arch=sm_{arch}"]
     command += ["-Xptxas", "-v", str(SOURCE), "-o", str(tmp_path / "out")]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    process = run_command(*command)
     assert process.returncode == 0, process.stderr
     assert "0 bytes stack frame, 0 bytes spill stores" in process.stderr

@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 
 import pytest
 
@@ -14,6 +13,7 @@ from dask_p2p.backends.kernels.launch import (
     WORD_SIZES_BYTES,
 )
 from tests.backends.emulator import SOURCE
+from tests.support import run_command
 
 pytestmark = pytest.mark.programs
 
@@ -26,7 +26,7 @@ needs_nvcc = pytest.mark.skipif(NVCC is None, reason="needs nvcc")
 
 def architectures():
     """Return those of interest that this nvcc knows."""
-    process = subprocess.run([NVCC, "--list-gpu-arch"], capture_output=True, text=True, check=True)
+    process = run_command(NVCC, "--list-gpu-arch")
     return {"75", "80", "86", "89", "90", "100"} & set(
         re.findall(r"compute_(\d+)$", process.stdout, re.MULTILINE)
     )
@@ -34,9 +34,7 @@ def architectures():
 
 def nvcc(tmp_path, *options):
     command = [NVCC, "-std=c++17", "-Werror", "all-warnings", *options, str(SOURCE)]
-    return subprocess.run(
-        [*command, "-o", str(tmp_path / "out")], capture_output=True, text=True, check=False
-    )
+    return run_command(*command, "-o", tmp_path / "out")
 
 
 @needs_nvcc

@@ -21,13 +21,14 @@ from tests.support import pairwise
 
 def launches(shape, itemsize, axes=None):
     """What is launched for a C-ordered source of this shape and a C-ordered target."""
-
-    def c_strides(shape):
-        return [itemsize * int(np.prod(shape[axis + 1 :])) for axis in range(len(shape))]
-
     axes = tuple(reversed(range(len(shape)))) if axes is None else axes
-    target, strides = [shape[a] for a in axes], c_strides(shape)
-    return plan_launches(0, 0, target, itemsize, c_strides(target), [strides[a] for a in axes])
+    target, of_source = [shape[a] for a in axes], strides(shape, itemsize)
+    of_axes = [of_source[a] for a in axes]
+    return plan_launches(0, 0, target, itemsize, strides(target, itemsize), of_axes)
+
+
+def strides(shape, itemsize):
+    return [itemsize * int(np.prod(shape[n + 1 :], dtype=int)) for n in range(len(shape))]
 
 
 def check(src, dst, dst_box, axes, **options):
@@ -94,9 +95,7 @@ class TestTwoAxes:
 @pytest.mark.parametrize(
     ("itemsize", "cell", "flush"),
     pairwise(
-        [*WORD_SIZES_BYTES, 3, 6, 12, 24],
-        [(16, 16), (33, 33), (2, 5), (20, 7)],
-        ["start", "end"],
+        [*WORD_SIZES_BYTES, 3, 6, 12, 24], [(16, 16), (33, 33), (2, 5), (20, 7)], ["start", "end"]
     ),
 )
 class TestCells:
@@ -171,10 +170,6 @@ def test_any_boxes(data, case, itemsize, flush):
 
 
 # ---- plans alone ----
-
-
-def strides(shape, itemsize):
-    return [itemsize * int(np.prod(shape[n + 1 :], dtype=int)) for n in range(len(shape))]
 
 
 @given(

@@ -40,14 +40,10 @@ def test_speed_is_compared_with_the_best_link_of_the_same_transport():
     )
     assert (chart.title, chart.workers) == ("Links", ["a", "b", "c"])
     assert cell_rows["a", "b"]["gbs"] == 4.0
-    assert [cell_rows[pair]["share"] for pair in (("a", "b"), ("a", "c"), ("c", "a"))] == [
-        1,
-        0.25,
-        1,
-    ]
-    assert cell_rows["c", "b"]["share"] == pytest.approx(1 / 1.5 / 4)
+    shares = {pair: row["share"] for pair, row in cell_rows.items()}
+    of_c = {("c", "a"): 1, ("c", "b"): pytest.approx(1 / 1.5 / 4)}
+    assert shares == {("a", "b"): 1, ("a", "c"): 0.25, **of_c}
     assert cell_rows["c", "a"]["transport"] == "comm"
-    assert len(cell_rows) == 4
     assert {cell["fallback"] for cell in cell_rows.values()} == {""}
 
 
@@ -63,14 +59,9 @@ def test_a_cell_adds_up():
         ),
     )
     (cell,) = cell_rows.values()
-    assert (cell["transport"], cell["gbs"], cell["nbytes"], cell["tasks"]) == (
-        "cma",
-        2.0,
-        5 * 10**9,
-        3,
-    )
-    assert cell["text"] == "cma 3.73 GiB, comm 0.93 GiB"
-    assert cell["fallback"] == "cma: not permitted"
+    sums = {"transport": "cma", "gbs": 2.0, "nbytes": 5 * 10**9, "tasks": 3}
+    texts = {"text": "cma 3.73 GiB, comm 0.93 GiB", "fallback": "cma: not permitted"}
+    assert cell.items() >= {**sums, **texts}.items()
 
 
 def test_regions_that_kernels_read_in_place_are_timed_by_them():

@@ -182,13 +182,10 @@ def test_without_bokeh_there_is_a_line_in_the_log(log, monkeypatch):
     )
 
 
-def test_without_a_dashboard_nothing_is_logged(log):
+def test_with_another_dask_there_is_a_warning_and_without_a_dashboard_none(log):
     scheduler = SimpleNamespace(http_application=SimpleNamespace(applications=[]))
     add_pages(scheduler, lambda: None)
     assert log.messages == []
-
-
-def test_with_another_dask_there_is_a_warning(log):
     add_pages(SimpleNamespace(), lambda: None)
     assert "no page /p2p on the dashboard: 'types.SimpleNamespace' object" in log.messages[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import wraps
 
 import pytest
 
@@ -50,94 +51,88 @@ class Workers:
             await asyncio.sleep(INTERVAL_S / 5)
 
 
-def run(main):
-    """Run it, and see that it leaves nothing behind."""
+def clocked(main):
+    """Make a test of a coroutine, on a loop that does not wait; it has to leave nothing behind."""
 
-    async def main_and_check():
-        await main()
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
+    @wraps(main)
+    def run(**fixtures):
+        async def run_and_check():
+            await main(**fixtures)
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
 
-    run_clocked(main_and_check())
+        run_clocked(run_and_check())
+
+    return run
 
 
-def test_workers_are_asked_only_while_a_page_is_open():
-    async def main():
-        workers = Workers("a")
-        workers.feed.picture()
-        await asyncio.sleep(5 * INTERVAL_S)
-        assert workers.request_counts == {"a": 0}
+@clocked
+async def test_workers_are_asked_only_while_a_page_is_open():
+    workers = Workers("a")
+    workers.feed.picture()
+    await asyncio.sleep(5 * INTERVAL_S)
+    assert workers.request_counts == {"a": 0}
+    await workers.poll(1)
+    await asyncio.sleep(5 * INTERVAL_S)
+    assert workers.request_counts == {"a": 1}
+
+
+@clocked
+async def test_large_clusters_are_asked_less_often(monkeypatch):
+    monkeypatch.setattr("dask_p2p.monitoring.feed.INTERVAL_S_PER_WORKER", 1.0)
+    workers = Workers(*map(str, range(100)))
+    await workers.poll(20)
+    assert set(workers.request_counts.values()) == {1}
+    workers.feed.close()
+
+
+@clocked
+async def test_one_that_stands_still_does_not_keep_the_others():
+    workers = Workers("a", "still", "broken")
+    while workers.request_counts["a"] < 5:
         await workers.poll(1)
-        await asyncio.sleep(5 * INTERVAL_S)
-        assert workers.request_counts == {"a": 1}
-
-    run(main)
-
-
-def test_large_clusters_are_asked_less_often(monkeypatch):
-    async def main():
-        monkeypatch.setattr("dask_p2p.monitoring.feed.INTERVAL_S_PER_WORKER", 1.0)
-        workers = Workers(*map(str, range(100)))
-        await workers.poll(20)
-        assert set(workers.request_counts.values()) == {1}
-        workers.feed.close()
-
-    run(main)
+    assert workers.request_counts["still"] == 1, "it owes an answer"
+    assert workers.request_counts["broken"] >= 4
+    assert workers.feed.picture().runs["blocks"] == ["3 of 2 x 1"]
+    workers.feed.forget("still")
+    del workers.request_counts["still"]
+    workers.feed.close()
 
 
-def test_one_that_stands_still_does_not_keep_the_others():
-    async def main():
-        workers = Workers("a", "still", "broken")
-        while workers.request_counts["a"] < 5:
-            await workers.poll(1)
-        assert workers.request_counts["still"] == 1, "it owes an answer"
-        assert workers.request_counts["broken"] >= 4
-        assert workers.feed.picture().runs["blocks"] == ["3 of 2 x 1"]
-        workers.feed.forget("still")
-        del workers.request_counts["still"]
-        workers.feed.close()
+@clocked
+async def test_tasks_under_way_are_shown_until_they_have_ended():
+    workers = Workers("a")
+    workers.request_counts["a"] = 3  # no records of its own
 
-    run(main)
+    async def running(times=20):
+        await workers.poll(times)
+        return workers.feed.picture().running
 
-
-def test_tasks_under_way_are_shown_until_they_have_ended():
-    async def main():
-        workers = Workers("a")
-        workers.request_counts["a"] = 3  # no records of its own
-
-        async def running(times=20):
-            await workers.poll(times)
-            return workers.feed.picture().running
-
-        workers.under_way = [record(0, wanted_bytes=10)]
-        assert workers.feed.picture().running == frozenset(), "no page is open"
-        assert await running() == {NAME}
-        workers.tasks, workers.under_way = Tasks(total=2, left=1), []
-        workers.store.add("a", 0, [record(0)])
-        assert await running() == {NAME}, "a second task is to come"
-        workers.tasks = Tasks(total=2)
-        assert await running() == frozenset()
-        workers.under_way = [record(1, wanted_bytes=10)]
-        assert await running() == {NAME}
-        del workers.request_counts["a"]
-        workers.feed.forget("a")
-        assert workers.feed.picture().running == frozenset(), "its worker has left"
-
-    run(main)
+    workers.under_way = [record(0, wanted_bytes=10)]
+    assert workers.feed.picture().running == frozenset(), "no page is open"
+    assert await running() == {NAME}
+    workers.tasks, workers.under_way = Tasks(total=2, left=1), []
+    workers.store.add("a", 0, [record(0)])
+    assert await running() == {NAME}, "a second task is to come"
+    workers.tasks = Tasks(total=2)
+    assert await running() == frozenset()
+    workers.under_way = [record(1, wanted_bytes=10)]
+    assert await running() == {NAME}
+    del workers.request_counts["a"]
+    workers.feed.forget("a")
+    assert workers.feed.picture().running == frozenset(), "its worker has left"
 
 
-def test_tasks_under_way_are_dropped_while_no_page_is_open():
-    async def main():
-        workers = Workers("a")
-        workers.request_counts["a"] = 3
-        workers.under_way = [record(0, wanted_bytes=10)]
-        await workers.poll(2)
-        assert workers.feed.picture().running == {NAME}
-        await asyncio.sleep(module._FORGET_S + 1)
-        assert workers.feed.refresh().running == frozenset()
-        workers.feed.close()
-
-    run(main)
+@clocked
+async def test_tasks_under_way_are_dropped_while_no_page_is_open():
+    workers = Workers("a")
+    workers.request_counts["a"] = 3
+    workers.under_way = [record(0, wanted_bytes=10)]
+    await workers.poll(2)
+    assert workers.feed.picture().running == {NAME}
+    await asyncio.sleep(module._FORGET_S + 1)
+    assert workers.feed.refresh().running == frozenset()
+    workers.feed.close()
 
 
 def table(records, **tasks):

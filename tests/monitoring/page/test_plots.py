@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-import tomllib
-from pathlib import Path
 
 import dask.array as da
 import numpy as np
@@ -19,6 +17,7 @@ from dask_p2p.monitoring.feed import TABLE
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
+from tests.docs.pages import PROJECT, ROOT
 from tests.monitoring.support import record
 from tests.support import import_path, persisted, spread
 from tests.transports.loopback import wait_until
@@ -28,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
 ]
 
-ROOT = Path(dask_p2p.__file__).parents[1]
 CLUSTER = {
     "n_workers": 2,
     "threads_per_worker": 1,
@@ -198,9 +196,8 @@ def test_a_narrow_page_scrolls_down_only_and_explains_itself(driver, page):
             "return [...arguments[0].querySelectorAll('a')].map(link => [link.href, link.title])"
         )
         links = driver.execute_script(titles, driver.find_element("css selector", "#p2p-theme"))
-        urls = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["urls"]
-        guide = "docs/how-to/dashboard.md"
-        assert links[-1] == [f"{urls['Source']}/blob/main/{guide}", "Guide to this page"]
+        guide, source = "docs/how-to/dashboard.md", PROJECT["urls"]["Source"]
+        assert links[-1] == [f"{source}/blob/main/{guide}", "Guide to this page"]
         assert (ROOT / guide).exists()
         heads = until(driver, EVERY + HEADS)
         assert {head: TABLE[head] for head, _ in heads} == dict(heads)

@@ -81,20 +81,6 @@ def _one_process(monkeypatch):
     monkeypatch.setattr(same_host, "separation", lambda local, remote: None)
 
 
-def described(setup, monkeypatch, **changes):
-    """Have the holder describe itself otherwise."""
-    describe = CmaTransport.describe
-    monkeypatch.setattr(
-        CmaTransport, "describe", lambda transport: replace(describe(transport), **changes)
-    )
-
-
-@pytest.fixture
-def _no_sweep(monkeypatch):
-    """On a busy machine, published blocks would expire in the middle of a test."""
-    monkeypatch.setattr("dask_p2p.transports.same_host.EXPIRY_S", 3600.0)
-
-
 @pytest.mark.usefixtures("_one_process")
 class TestCma(Conformance):
     is_eager = True
@@ -118,8 +104,8 @@ class TestCma(Conformance):
         assert usage(setup.serving) == {"published": 0}, "all of it has been read"
         remote.close()
 
-    @pytest.mark.usefixtures("_no_sweep")
-    def test_of_blocks_on_disk_only_the_last_are_kept(self, setup):
+    def test_of_blocks_on_disk_only_the_last_are_kept(self, setup, monkeypatch):
+        monkeypatch.setattr(same_host, "EXPIRY_S", 3600.0)  # blocks would expire meanwhile
         array = np.arange(60.0).reshape(6, 10)
         for key in range(5):
             setup.put(key, array + key)
@@ -181,7 +167,8 @@ class TestCma(Conformance):
         ],
     )
     def test_a_holder_that_describes_itself_wrongly(self, setup, monkeypatch, memory, words):
-        described(setup, monkeypatch, memory_proof=memory)
+        describe, change = CmaTransport.describe, {"memory_proof": memory}
+        monkeypatch.setattr(CmaTransport, "describe", lambda own: replace(describe(own), **change))
         assert words in setup.reader.obstacle("holder", "numpy", F8).text
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):

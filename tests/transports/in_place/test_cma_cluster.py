@@ -15,8 +15,8 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
 from tests.support import own_client, persisted, result_of, spread, tls_client, used
-from tests.transports.loopback import wait_until
-from tests.usage import usage, usage_of_worker
+from tests.transports.clusters import transposed
+from tests.usage import usage, wait_until_unused
 
 DTYPES = ["f8", "?", "longdouble", "c16", "f2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")]]
 
@@ -26,14 +26,9 @@ DTYPES = ["f8", "?", "longdouble", "c16", "f2", "M8[ns]", "U3", "V7", [("a", "i1
 def test_values_of_any_dtype(client, dtype, transport):
     x = np.zeros((300, 200), dtype)
     x.view("u1")[...] = np.random.default_rng(0).integers(0, 2, x.view("u1").shape)
-    a = spread(client, da.from_array(x, chunks=(70, 150)))
     options = {"p2p.transports.order": [transport], "p2p.transports.part-bytes": "5 kB"}
     with dask.config.set(options):
-        y = persisted(client, dask_p2p.transpose(a))
-    result = y.compute()
-    assert result.dtype == x.dtype
-    assert result.tobytes() == x.T.tobytes()
-    assert used(client, y) == {transport}
+        assert transposed(client, x, (70, 150)) == {transport}
 
 
 def test_objects_go_another_way_without_a_warning(client):
@@ -48,15 +43,10 @@ def test_objects_go_another_way_without_a_warning(client):
 
 def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
     x = np.arange(100_000 * 8.0).reshape(100_000, 8)
-    a = spread(client, da.from_array(x, chunks=(25_000, 8)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        y = persisted(client, dask_p2p.transpose(a, chunks=(2, -1)))
-        assert used(client, y) == {"comm"}
-        np.testing.assert_array_equal(y.compute(), x.T)
-    b = spread(client, da.ones((400, 400), chunks=(100, 400)))
-    z = persisted(client, dask_p2p.transpose(b))
-    assert used(client, z) == {"cma"}, "it is still preferred"
+        assert transposed(client, x, (25_000, 8), (2, -1)) == {"comm"}
+    assert transposed(client, np.ones((400, 400)), (100, 400)) == {"cma"}, "it is still preferred"
 
 
 def test_nothing_is_kept(client):
@@ -64,11 +54,7 @@ def test_nothing_is_kept(client):
     y = persisted(client, dask_p2p.transpose(a))
     assert used(client, y) == {"cma"}
     del a, y
-
-    def in_use(dask_worker):
-        return sum(usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context).values())
-
-    wait_until(lambda: set(client.run(in_use).values()) == {0})
+    wait_until_unused(client)
 
 
 def refuse(*args):
@@ -85,16 +71,10 @@ def forbid_reading(dask_worker):
 @pytest.mark.slow
 def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
     x = np.arange(480.0).reshape(40, 12)
-    with (
-        own_client() as client,
-        warnings.catch_warnings(),
-    ):
+    with own_client() as client, warnings.catch_warnings():
         warnings.simplefilter("error")
         client.run(forbid_reading)
-        a = spread(client, da.from_array(x, chunks=(10, 12)))
-        y = persisted(client, dask_p2p.transpose(a))
-        np.testing.assert_array_equal(y.compute(), x.T)
-        assert used(client, y) == {"comm"}
+        assert transposed(client, x, (10, 12)) == {"comm"}
         (problem,) = dask_p2p.check(client).problems
     assert "cma is not used: its memory may not be read" in problem.fault
     assert "SYS_PTRACE" in problem.cure
@@ -104,10 +84,7 @@ def test_a_tls_cluster():
     """Nothing leaves the host, as with `ipc`."""
     x = np.arange(480.0).reshape(40, 12)
     with tls_client() as client:
-        a = spread(client, da.from_array(x, chunks=(10, 12)))
-        y = persisted(client, dask_p2p.transpose(a))
-        np.testing.assert_array_equal(y.compute(), x.T)
-        assert used(client, y) == {"cma"}
+        assert transposed(client, x, (10, 12)) == {"cma"}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=lambda s: s.name)

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -33,24 +34,18 @@ def publish(directory, key, block, text):
     directory.publish(key, lambda: block, lambda block: text)
 
 
-class Lease:
-    """A lease on one block, with an open file of its own."""
-
-    def __init__(self, leases, entry, text):
-        self.leases, self.entry, self.text = leases, entry, text
-        self.holder_lives, self.close = leases.holder_lives, leases.close
-
-
 def take(folder, key):
+    """Return a lease on one block, with an open file of its own; None if there is no block."""
     try:
         leases = Leases(folder)
     except FileNotFoundError:
         return None
-    lease = leases.take(key)
-    if lease is None:
+    if (lease := leases.take(key)) is None:
         leases.close()
         return None
-    return Lease(leases, *lease)
+    entry, text = lease
+    methods = {"holder_lives": leases.holder_lives, "close": leases.close}
+    return SimpleNamespace(leases=leases, entry=entry, text=text, **methods)
 
 
 @pytest.fixture
@@ -367,16 +362,6 @@ def test_a_forked_child_keeps_no_lease(directory):
         _end(child)
 
 
-def _started(function, *args):
-    """A process that runs a function, and what it sends first; it gets a connection to send by."""
-    context = multiprocessing.get_context("forkserver")
-    parent_end, child_end = context.Pipe()
-    process = context.Process(target=function, args=(*args, child_end))
-    process.start()
-    assert parent_end.poll(BOUND_S)
-    return process, parent_end.recv()
-
-
 def _publish_and_fork(parent, connection):
     directory = PublishedBlocks(parent)
     publish(directory, "key", Block(), b"text")
@@ -385,7 +370,12 @@ def _publish_and_fork(parent, connection):
 
 
 def test_a_killed_holders_child_does_not_stand_in_for_it(tmp_path):
-    holder, (folder, child) = _started(_publish_and_fork, str(tmp_path))
+    context = multiprocessing.get_context("forkserver")
+    parent_end, child_end = context.Pipe()
+    holder = context.Process(target=_publish_and_fork, args=(str(tmp_path), child_end))
+    holder.start()
+    assert parent_end.poll(BOUND_S)
+    folder, child = parent_end.recv()
     try:
         lease = take(folder, "key")
         assert lease.text == b"text"

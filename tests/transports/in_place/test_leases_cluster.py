@@ -11,7 +11,7 @@ import numpy as np
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.support import BOUND_S, own_client, spread, used
+from tests.support import BOUND_S, indexed, own_client, spread, used
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -27,10 +27,10 @@ tempfile.mkdtemp = mkdtemp
 """
 
 
-def transposed(client, shape, chunks, name=None):
+def transposed(client, shape, chunks):
     """Transpose an array whose blocks are on all workers, to all of them; return transports."""
-    x = np.arange(float(np.prod(shape))).reshape(shape)
-    a = spread(client, da.from_array(x, chunks, name=name))
+    x = indexed(shape, float)
+    a = spread(client, da.from_array(x, chunks))
     y = spread(client, dask_p2p.transpose(a, chunks=(shape[1] // 4, -1)))
     np.testing.assert_array_equal(y.compute(), x.T)
     return used(client, y)
@@ -52,10 +52,7 @@ def test_workers_that_cannot_publish_are_read_by_messages():
         every = [str(warning.message) for warning in caught]
         return [text for text in every if "cannot be set up" in text]
 
-    with (
-        own_client() as client,
-        warnings.catch_warnings(record=True) as caught,
-    ):
+    with own_client() as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert transposed(client, (40, 12), (10, 12)) == {"cma"}
         assert not warned(client)

@@ -17,7 +17,6 @@ from dask_p2p.backends import backend_named
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import TransferError
-from dask_p2p.transports import ucx as stream
 from dask_p2p.transports import ucx as ucx_module
 from dask_p2p.transports.buffers import ByteBudget
 from dask_p2p.transports.ucx import UcxSendBuffer, UcxTransport
@@ -50,7 +49,7 @@ def resting(loop):
 def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(
     monkeypatch, is_there, memory_kind, is_taken
 ):
-    monkeypatch.setattr(stream, "backend_for", backend_named)
+    monkeypatch.setattr(ucx_module, "backend_for", backend_named)
     pools = {
         name: SimpleNamespace(take=lambda *args, name=name: name) for name in ("numpy", "cupy")
     }
@@ -216,6 +215,16 @@ class TestUcx(PackedConformance):
         rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
         return self.open(setup, key, array, *rows, **options)
 
+    def check_rows(self, requests, array):
+        for i, request in enumerate(requests):
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+
+    def long_rows(self, setup, count):
+        """Make the holder hold rows; return them, and a reading that needs a message for each."""
+        array = np.arange(count * 2**14).reshape(count, 2**14)
+        setup.put("block", array)
+        return array, self.rows(setup, "block", array, part_bytes=2**17)
+
     def test_blocks_that_do_not_go_into_one_message_come_in_several(
         self, setup, blocks, monkeypatch
     ):
@@ -246,8 +255,6 @@ class TestUcx(PackedConformance):
 
         By then the next one is queued, too.
         """
-        array = np.arange(4 * 2**14).reshape(4, 2**14)
-        setup.put("block", array)
         events, numbers = [], itertools.count()
 
         def pack(queue, dst, src):
@@ -261,18 +268,14 @@ class TestUcx(PackedConformance):
             return wait
 
         monkeypatch.setattr(HostQueue, "pack", pack)
-        remote = self.rows(setup, "block", array, part_bytes=2**17)
-        requests = [remote.request() for _ in range(4)]
-        for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+        array, remote = self.long_rows(setup, 4)
+        self.check_rows([remote.request() for _ in range(4)], array)
         remote.close()
         first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
         assert events == first
 
     def test_a_message_goes_whose_next_one_cannot_be_packed(self, setup, monkeypatch):
         """Its reader is told that it comes."""
-        array = np.arange(4 * 2**14).reshape(4, 2**14)
-        setup.put("block", array)
         begin, count = UcxSendBuffer.pack, itertools.count()
 
         def pack(target, *args):
@@ -281,18 +284,15 @@ class TestUcx(PackedConformance):
             begin(target, *args)
 
         monkeypatch.setattr(UcxSendBuffer, "pack", pack)
-        remote = self.rows(setup, "block", array, part_bytes=2**17)
+        array, remote = self.long_rows(setup, 4)
         requests = [remote.request() for _ in range(4)]
-        for i, request in enumerate(requests[:2]):
-            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+        self.check_rows(requests[:2], array)
         with pytest.raises(TransferError, match="no more"):
             requests[2].result(BOUND_S)
         remote.close()
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_memory_is_given_back_when_nothing_is_copied_there_any_more(self, setup, monkeypatch):
-        array = np.arange(2 * 2**14).reshape(2, 2**14)
-        setup.put("block", array)
         make_room, pack, waited = UcxSendBuffer.begin, UcxSendBuffer.pack, []
 
         def packed(target, *args):
@@ -309,7 +309,7 @@ class TestUcx(PackedConformance):
         waiting = []
         monkeypatch.setattr(UcxSendBuffer, "pack", packed)
         monkeypatch.setattr(UcxSendBuffer, "begin", begin)
-        remote = self.rows(setup, "block", array, part_bytes=2**17)
+        _, remote = self.long_rows(setup, 2)
         with pytest.raises(TransferError, match="no more"):
             remote.request().result(BOUND_S)
         remote.close()
@@ -317,8 +317,6 @@ class TestUcx(PackedConformance):
 
     def test_a_row_that_has_come_leaves_its_connection_open(self, setup, loop):
         """As the pool of Dask closes those of calls that are cancelled."""
-        array = np.arange(3 * 2**14).reshape(3, 2**14)
-        setup.put("block", array)
         worker, ended, pack_request = setup.reader.worker, [], setup.serving.pack_request
         calling, may_answer = worker.call, asyncio.Event()
 
@@ -335,7 +333,7 @@ class TestUcx(PackedConformance):
 
         worker.call, setup.serving.pack_request = call, late
         for count in (3, 2):
-            remote = self.rows(setup, "block", array, part_bytes=2**17)
+            _, remote = self.long_rows(setup, 3)
             for request in [remote.request() for _ in range(count)]:
                 request.result(BOUND_S)
             remote.close()
@@ -345,21 +343,15 @@ class TestUcx(PackedConformance):
         assert sorted(map(str, ended)) == [str(asyncio.CancelledError), "None"]
 
     def test_messages_come_where_there_is_room_for_one_alone(self, setup):
-        array = np.arange(4 * 2**14).reshape(4, 2**14)
-        setup.put("block", array)
         setup.serving.packed = ByteBudget(2**17)
-        remote = self.rows(setup, "block", array, part_bytes=2**17)
-        requests = [remote.request() for _ in range(4)]
-        for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+        array, remote = self.long_rows(setup, 4)
+        self.check_rows([remote.request() for _ in range(4)], array)
         remote.close()
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert setup.host.calls.count("p2p_ucx_read") == 1
 
     def test_no_more_messages_are_waited_for_than_are_asked_for(self, setup):
-        array = np.arange(20 * 2**14).reshape(20, 2**14)
-        setup.put("block", array)
-        remote = self.rows(setup, "block", array, part_bytes=2**17)
+        array, remote = self.long_rows(setup, 20)
         assert usage(setup.reader)["messages"] == 0
         ahead = deque()
         for i in range(20):

@@ -14,8 +14,8 @@ import pytest
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from tests.support import BOUND_S, own_client, persisted, spread, tls_client, used
-from tests.transports.loopback import wait_until
-from tests.usage import usage_of_worker
+from tests.transports.clusters import transposed
+from tests.usage import wait_until_unused
 
 
 @pytest.fixture(autouse=True)
@@ -33,24 +33,14 @@ def test_many_parts_on_and_on(client):
         assert used(client, y) == {"ucx"}
         np.testing.assert_array_equal(y.compute(), x.T)
         del y
-
-    def in_use(dask_worker):
-        return sum(usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context).values())
-
-    wait_until(lambda: set(client.run(in_use).values()) == {0})
+    wait_until_unused(client)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
 def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
     x = np.arange(480.0).reshape(40, 12)
-    with (
-        dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}),
-        tls_client() as client,
-    ):
-        a = spread(client, da.from_array(x, chunks=(10, 12)))
-        y = persisted(client, dask_p2p.transpose(a))
-        np.testing.assert_array_equal(y.compute(), x.T)
-        assert used(client, y) == ({"ucx"} if allowed else {"comm"})
+    with dask.config.set({"p2p.transports.ucx.allow-unencrypted": allowed}), tls_client() as client:
+        assert transposed(client, x, (10, 12)) == ({"ucx"} if allowed else {"comm"})
 
         def obstacle(dask_worker):
             ucx = dask_worker.plugins[PLUGIN_NAME].context.router.transports["ucx"]
@@ -73,12 +63,8 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
     with own_client(3) as client:
-        a = spread(
-            client,
-            da.fromfunction(
-                lambda i, j: i * 1500 + j, shape=shape, chunks=(250, 1500), dtype=float
-            ),
-        )
+        a = da.fromfunction(lambda i, j: i * 1500 + j, shape=shape, chunks=(250, 1500), dtype=float)
+        a = spread(client, a)
         pid = next(iter(client.run(os.getpid).values()))
         y = client.persist(dask_p2p.transpose(a))
         time.sleep(moment_s)
