@@ -146,7 +146,7 @@ def test_the_figures_are_those_of_the_runs():
     (run,) = runs_of(records)
     assert {name: row[name] for name in cells(run)} == cells(run) | {"state": "done"}
     assert (row["name"], row["state"], row["progress"]) == (NAME, "done", 1.0)
-    assert (row["moved"], row["least"], row["wall"]) == ("207 B", "200 B", "1.5 s")
+    assert (row["moved"], row["least"], row["wall"]) == ("207 B", "200 B", "1.50 s")
 
 
 def test_progress_goes_by_bytes():

@@ -115,14 +115,14 @@ def test_only_ranks_that_cannot_read_get_messages(monkeypatch):
     monkeypatch.setattr(Connections, "begin", counting)
     run_gang(SLABS, counted)
     assert sent == [0, 0]
-    holds, memory = regions.process_memory.holds, regions.process_memory
+    obstacle, memory = regions.process_memory.obstacle, regions.process_memory
 
-    def holds_another(pid, address, token):
-        return holds(pid, address, bytes([*token[:-1], token[-1] ^ 1]))
+    def obstacle_of_another(pid, address, token):
+        return obstacle(pid, address, bytes([*token[:-1], token[-1] ^ 1]))
 
     for owner, name, function, options, count in (
-        (memory, "holds", holds_another, {}, 2),
-        (memory, "holds", holds, {"reads_memory": False}, 2),
+        (memory, "obstacle", obstacle_of_another, {}, 2),
+        (memory, "obstacle", obstacle, {"reads_memory": False}, 2),
         (Connections, "is_on_other_host", lambda connections, rank: True, {}, 2),
         # Rank 1 reads memory of rank 0.
         (Connections, "is_on_other_host", lambda connections, rank: rank == 1, {}, 1),

@@ -240,7 +240,7 @@ def test_progress_is_logged_from_time_to_time(own_log, monkeypatch):
     for step in (1, 40, 51, 60, 351):
         rank_progress.advance(step)
     assert own_log.messages == [
-        "51 of 1000 steps, now 5/s, 3m 10s left",
-        "351 of 1000 steps, now 20/s, 32.5 s left",
+        "51 of 1000 steps, now 5/s, 189.80 s left",
+        "351 of 1000 steps, now 20/s, 32.45 s left",
     ]
     progress.Progress(steps=10).advance(3)  # of another rank: without a look at the clock
