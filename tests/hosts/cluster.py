@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from distributed import Client
+from distributed import Client, Security
 
 from tests.hosts.network import Host, Network
 from tests.support import BOUND_S, import_path
@@ -22,15 +22,36 @@ SETTINGS = {
 
 
 class HostsCluster:
-    """A scheduler on the first host, and workers on the others."""
+    """A scheduler on the first host, and workers on the others.
 
-    def __init__(self, network: Network, folder: Path, **environment: str) -> None:
-        """`folder` is for what the processes print, which have this environment."""
+    Parameters
+    ----------
+    network
+        The hosts.
+    folder
+        For what the processes print.
+    security
+        Of Dask, if it encrypts.
+    **environment
+        Of the processes.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        folder: Path,
+        security: Security | None = None,
+        **environment: str,
+    ) -> None:
         self.network = network
         self.scheduler, *self.others = network.hosts
-        self.address = f"tcp://{self.scheduler.address()}:{PORT}"
+        scheme = "tcp" if security is None else "tls"
+        self.address = f"{scheme}://{self.scheduler.address()}:{PORT}"
+        self._security = security
         self._folder = folder
         self._environment = {**SETTINGS, "PYTHONPATH": import_path(), **environment}
+        if security is not None:
+            self._environment |= _encrypting(security)
         self._start(self.scheduler, "scheduler", "--no-dashboard")
 
     def start_workers(self, host: Host, *options: str) -> None:
@@ -45,10 +66,21 @@ class HostsCluster:
     def client(self) -> Iterator[Client]:
         """Connect from the scheduler's host."""
         with self.scheduler.inside():
-            client = Client(self.address, timeout=BOUND_S)
+            client = Client(self.address, timeout=BOUND_S, security=self._security)
         with client:
             yield client
 
     def logs(self) -> str:
         """Return what the processes have printed."""
         return "\n".join(path.read_text() for path in self._folder.glob("*.log"))
+
+
+def _encrypting(security: Security) -> dict[str, str]:
+    """Return settings for processes that have these certificates."""
+    tls, found = "DASK_DISTRIBUTED__COMM__TLS__", {}
+    found[f"{tls}CA_FILE"] = security.tls_ca_file
+    for role in ("scheduler", "worker"):
+        of_role = security.get_tls_config_for_role(role)
+        found[f"{tls}{role.upper()}__CERT"] = of_role["cert"]
+        found[f"{tls}{role.upper()}__KEY"] = of_role["key"]
+    return {**found, "DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME": "tls"}

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ def obstacle() -> str | None:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} missing: apt-get install iproute2 util-linux"
+    if not os.path.exists("/dev/net/tun"):
+        return "there is no /dev/net/tun, which delayed links take"
     tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
     return f"no namespaces can be made: {tried.stderr.strip()}" if tried.returncode else None
 
@@ -196,28 +198,33 @@ class Network:
 
     # --- faults of links ---
 
-    def cut(self, host: Host) -> AbstractContextManager[None]:
-        """Cut a host's links."""
-        return self._changed([host], ["down"], ["up"])
-
-    def parted(self, hosts: Sequence[Host]) -> AbstractContextManager[None]:
-        """Block traffic between these hosts, but not with others."""
-        isolated = ["type", "bridge_slave", "isolated"]
-        return self._changed(hosts, [*isolated, "on"], [*isolated, "off"])
-
     @contextmanager
-    def _changed(
-        self, hosts: Sequence[Host], during: Sequence[str], after: Sequence[str]
-    ) -> Iterator[None]:
-        """Change the switch's ends of links, and change them back."""
-        ports = [_port(host, network) for host in hosts for network in range(self._networks)]
-        for port in ports:
-            self._switch.run("ip", "link", "set", "dev", port, *during)
+    def cut(self, host: Host) -> Iterator[None]:
+        """Cut a host's links."""
+        self._set(host, "down")
         try:
             yield
         finally:
-            for port in ports:
-                self._switch.run("ip", "link", "set", "dev", port, *after)
+            self._set(host, "up")
+
+    @contextmanager
+    def parted(self, hosts: Sequence[Host]) -> Iterator[None]:
+        """Block traffic between these hosts, but not with others."""
+        self._part(hosts, "on")
+        try:
+            yield
+        finally:
+            self._part(hosts, "off")
+
+    def _part(self, hosts: Sequence[Host], state: str) -> None:
+        for host in hosts:
+            for network in range(self._networks):
+                port = ("dev", _port(host, network), "type", "bridge_slave")
+                self._switch.run("ip", "link", "set", *port, "isolated", state)
+
+    def _set(self, host: Host, state: str) -> None:
+        for network in range(self._networks):
+            self._switch.run("ip", "link", "set", _port(host, network), state)
 
     @contextmanager
     def limited(self, hosts: Sequence[Host], mbit: float) -> Iterator[None]:
@@ -237,6 +244,34 @@ class Network:
         finally:
             for host, device in ends:
                 host.run(*_QDISC, "del", "dev", device, "root")
+
+    @contextmanager
+    def delayed(self, host: Host, delay_s: float, network: int = 0) -> Iterator[None]:
+        """Delay everything that a host sends or receives.
+
+        Not every kernel has netem. A process takes each packet from one bridge to another instead.
+        """
+        port, bridge = _port(host, network), f"net{network}"
+        relay = subprocess.Popen(
+            [
+                *["nsenter", "--target", str(self._switch.pid), "--net"],
+                *[sys.executable, str(Path(__file__).with_name("relay.py"))],
+                *["near", "far", str(delay_s)],
+            ],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with relay, ExitStack() as undo:
+            undo.callback(relay.kill)
+            assert relay.stdout is not None
+            assert relay.stdout.readline() == b"ready\n"
+            self._switch.run("ip", "link", "add", "slow", "type", "bridge")
+            undo.callback(self._switch.run, "ip", "link", "del", "slow")
+            undo.callback(self._switch.run, "ip", "link", "set", port, "master", bridge)
+            for device, master in ("near", "slow"), ("far", bridge), (port, "slow"):
+                self._switch.run("ip", "link", "set", device, "master", master, "up")
+            self._switch.run("ip", "link", "set", "slow", "up")
+            yield
 
 
 def _port(host: Host, network: int) -> str:

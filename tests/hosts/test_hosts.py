@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import permutations
 from urllib.parse import urlsplit
 
@@ -12,7 +13,13 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.faults.support import addresses, assert_nothing_is_held, expected, one_block_each, source
+from tests.faults.support import (
+    addresses,
+    assert_nothing_is_held,
+    expected,
+    one_block_each,
+    source,
+)
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
 from tests.support import persisted, run_of
@@ -22,6 +29,7 @@ from tests.transports.loopback import wait_until
 SHAPE = (400, 600)
 WORKERS = 4
 MBIT = 100
+DELAY_S = 0.05
 
 pytestmark = [
     pytest.mark.programs,
@@ -54,6 +62,12 @@ async def start_ucx(dask_worker):
     await context.offload(context.router.transports["ucx"].messenger)
 
 
+@pytest.fixture(params=["comm", "ucx"])
+def transport(request):
+    with dask.config.set({"p2p.transports.order": [request.param]}):
+        yield request.param
+
+
 def host_of(address):
     return urlsplit(address).hostname
 
@@ -79,15 +93,15 @@ def assert_transposed(client, shape=SHAPE):
     return pairs_of(client, y)
 
 
-@pytest.mark.parametrize("transport", ["comm", "ucx"])
 def test_transposes_and_rechunks(client, cluster, transport):
     before = [host.sent_bytes() for host in cluster.others]
     x = laid_out(client, SHAPE)
-    rechunk, values = dask_p2p.rechunk, expected(SHAPE)
-    with dask.config.set({"p2p.transports.order": [transport]}):
-        lazy = dask_p2p.transpose(x), rechunk(x, (SHAPE[0], 100)), rechunk(x, (70, 110))
-        arrays = [persisted(client, y) for y in lazy]
-    for y, result in zip(arrays, (values.T, values, values), strict=True):
+    for y, result in (
+        (dask_p2p.transpose(x), expected(SHAPE).T),
+        (dask_p2p.rechunk(x, (SHAPE[0], 100)), expected(SHAPE)),
+        (dask_p2p.rechunk(x, (70, 110)), expected(SHAPE)),
+    ):
+        y = persisted(client, y)
         pairs = pairs_of(client, y)
         assert {name for *_, name in pairs} == {transport}
         assert any(host_of(reader) != host_of(holder) for reader, holder, _ in pairs)
@@ -105,6 +119,32 @@ def test_memory_is_read_within_hosts_only(client):
     }
 
 
+@pytest.mark.parametrize(("transport", "kind"), [("cma", "numpy"), ("ipc", "cupy")])
+def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
+    found = client.run(offered, transport, kind, addresses(client))
+    for reader, holder in permutations(addresses(client), 2):
+        code = found[reader][holder]
+        if host_of(reader) != host_of(holder):
+            assert code == "other-host"
+        else:
+            assert code == (None if transport == "cma" else "no-gpu")
+
+
+async def offered(transport, kind, workers, dask_worker):
+    """Return the obstacles of a worker to others by this transport, from a thread as in tasks."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+
+    def look(other):
+        obstacle = context.router.transports[transport].obstacle(other, kind, np.dtype("f8"))
+        return None if obstacle is None else obstacle.code
+
+    return {
+        other: await context.offload(look, other)
+        for other in workers
+        if other != dask_worker.address
+    }
+
+
 def test_a_check_names_the_transports_between_hosts(client):
     client.run(measure_little)
     report = dask_p2p.check(client)
@@ -115,6 +155,19 @@ def test_a_check_names_the_transports_between_hosts(client):
             assert link.transport == "comm"
             assert link.obstacles["cma"].code == "other-host"
     assert report.problems == []
+
+
+def test_a_slow_link(client, cluster, transport):
+    shape = (4000, 800)
+    crossing_bytes = 4000 * 800 * 8 / 4
+    x = laid_out(client, shape)
+    with cluster.network.limited(cluster.others[:1], MBIT):
+        start_s = time.monotonic()
+        y = persisted(client, dask_p2p.transpose(x))
+        took_s = time.monotonic() - start_s
+    assert took_s > crossing_bytes * 8 / (MBIT * 1e6)
+    assert {name for *_, name in pairs_of(client, y)} == {transport}
+    np.testing.assert_array_equal(y.compute(), expected(shape).T)
 
 
 def test_a_link_too_slow_for_the_deadline(client, cluster):
@@ -129,16 +182,27 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
 
 
+def test_a_link_with_a_delay(client, cluster, transport):
+    x = laid_out(client, SHAPE)
+    with cluster.network.delayed(cluster.others[0], DELAY_S):
+        start_s = time.monotonic()
+        y = persisted(client, dask_p2p.transpose(x))
+        took_s = time.monotonic() - start_s
+    assert took_s > 2 * DELAY_S
+    assert {name for *_, name in pairs_of(client, y)} == {transport}
+    np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
+
+
 @pytest.fixture
 def on_second_interface(client, cluster):
     """A worker on each host that is reached by the other network."""
-    workers_before = set(addresses(client))
+    known = set(addresses(client))
     for host in cluster.others:
         cluster.start_workers(host, "--interface", "eth1")
     client.wait_for_workers(WORKERS + 2, timeout=BOUND_S)
-    new_workers = sorted(set(addresses(client)) - workers_before)
-    yield new_workers
-    client.retire_workers(new_workers)
+    mine = sorted(set(addresses(client)) - known)
+    yield mine
+    client.retire_workers(mine)
 
 
 def test_workers_on_a_second_interface(client, cluster, on_second_interface):

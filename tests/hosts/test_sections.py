@@ -6,14 +6,14 @@ import os
 import signal
 import socket
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import dask
 import dask.array as da
 import numpy as np
 import psutil
 import pytest
-from distributed import wait
+from distributed import Security, wait
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
@@ -21,7 +21,7 @@ from dask_p2p.plugins.registration import register
 from tests.faults.support import addresses, one_block_each
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
-from tests.sections.support import endpoints_of_ucx, messenger_of, nothing_is_left
+from tests.sections.support import endpoints_of_ucx, messenger_of, nothing_is_left, ranks_of
 from tests.support import restart, result_of
 from tests.transports.loopback import wait_until
 
@@ -37,17 +37,22 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
+@contextmanager
+def connected(folder, security=None):
     """A cluster over two hosts with two workers each, and its client."""
     with Network(3) as network:
-        folder = tmp_path_factory.mktemp("hosts")
-        cluster = HostsCluster(network, folder, DASK_P2P__ATTEMPTS=str(ATTEMPTS))
+        cluster = HostsCluster(network, folder, security, DASK_P2P__ATTEMPTS=str(ATTEMPTS))
         for host in cluster.others:
             cluster.start_workers(host, "--nworkers", "2")
         with cluster.client() as client:
             client.wait_for_workers(WORKERS, timeout=BOUND_S)
             yield cluster, client
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    with connected(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
 
 
 @pytest.fixture
@@ -124,13 +129,26 @@ def kill():
     signal.raise_signal(signal.SIGKILL)
 
 
-def wait_until_begun(path):
-    wait_until(lambda: attempts(path) == 1)
-    time.sleep(0.2)
-
-
 def attempts(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def test_ranks_on_two_hosts(client, cluster):
+    before = [host.sent_bytes() for host in cluster.others]
+    y = iterate(smooth, laid_out(client), {0: 1}, 50)
+    assert np.array_equal(y.compute(), smoothed(50))
+    for host, sent in zip(cluster.others, before, strict=True):
+        assert host.sent_bytes() - sent > 50 * X[0].nbytes
+
+
+def test_a_worker_on_another_host_dies(client, tmp_path):
+    future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
+    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+    time.sleep(0.2)
+    client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
+    done(tmp_path / "runs")
+    assert np.array_equal(result_of(client, future), stepped())
+    future.release()
 
 
 def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
@@ -148,16 +166,6 @@ def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
     future.release()
 
 
-def assert_ended_by_name(client, cluster, future, path):
-    """Part the hosts before the last step; all attempts fail within their time limits."""
-    began_s = time.monotonic()
-    with cluster.network.parted(cluster.others):
-        done(path)
-        with pytest.raises(SectionError, match=rf"{ATTEMPTS} attempts .* the connection to rank"):
-            result_of(client, future)
-        assert time.monotonic() - began_s < 20 * ATTEMPTS * REQUEST_S
-
-
 @pytest.mark.parametrize("is_mended", [True, False])
 def test_hosts_that_cannot_reach_each_other(client, cluster, tmp_path, is_mended):
     """The scheduler still reaches both."""
@@ -167,13 +175,19 @@ def test_hosts_that_cannot_reach_each_other(client, cluster, tmp_path, is_mended
     with dask.config.set({"p2p.timeouts.request": f"{request_s} s"}):
         y = spmd(stepping, x, path=path)
     future = client.compute(y)
-    wait_until_begun(path)
-    if is_mended:
-        with cluster.network.parted(cluster.others):
-            done(path)
+    wait_until(lambda: attempts(path) == 1)
+    time.sleep(0.2)
+    began_s = time.monotonic()
+    with cluster.network.parted(cluster.others):
+        done(path)
+        if is_mended:
             wait_until(lambda: attempts(path) == 2, timeout_s=BOUND_S)
-    else:
-        assert_ended_by_name(client, cluster, future, path)
+        else:
+            with pytest.raises(
+                SectionError, match=rf"{ATTEMPTS} attempts .* the connection to rank"
+            ):
+                result_of(client, future)
+            assert time.monotonic() - began_s < 20 * ATTEMPTS * REQUEST_S
     if is_mended:
         assert np.array_equal(result_of(client, future), stepped())
     future.release()
@@ -224,7 +238,8 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
 
     with dask.config.set({"p2p.transports.order": [transport]}):
         future = client.compute(spmd(function, wide, path=tmp_path / "runs"))
-    wait_until_begun(tmp_path / "runs")
+    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+    time.sleep(0.2)
     client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
     done(tmp_path / "runs")
     np.testing.assert_array_equal(result_of(client, future), WIDE + 100)
@@ -281,6 +296,23 @@ def test_the_network_fails_while_ranks_compute_between_large_messages(client, cl
     with dask.config.set(options):
         future = client.compute(spmd(function, wide))
     wait_until(path.exists)
-    assert_ended_by_name(client, cluster, future, path)
+    began_s = time.monotonic()
+    with cluster.network.parted(cluster.others):
+        done(path)
+        with pytest.raises(SectionError, match=rf"{ATTEMPTS} attempts .* the connection to rank"):
+            result_of(client, future)
+        assert time.monotonic() - began_s < 20 * ATTEMPTS * REQUEST_S
     future.release()
     del wide
+
+
+def test_encrypted_connections(tmp_path):
+    def protocol(dask_worker):
+        return ranks_of(dask_worker).reach.protocol
+
+    with connected(tmp_path, Security.temporary()) as (_, client):
+        y = iterate(smooth, laid_out(client), {0: 1}, 50)
+        assert np.array_equal(y.compute(), smoothed(50))
+        assert {*client.run(protocol).values()} == {"tls"}
+        del y
+        nothing_is_left(client)
