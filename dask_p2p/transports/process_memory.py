@@ -310,7 +310,7 @@ class Processes:
     def watch(self, name: str, pid: int, on_end: OnEnd | None = None, last: bool = False) -> None:
         """Watch a process, if the kernel allows it, and call a function once after its end.
 
-        That thread calls the functions of the process, one after another. A function that waits
+        The thread of a process calls its functions, one after another. A function that waits
         for the GPU comes `last`, in a thread of its own, because the GPU may wait until another
         function has returned.
         """

@@ -137,7 +137,7 @@ class LocalTransform:
         for name, axes, lengths in self.steps:
             before, shape = shape, self._shape(shape, name, axes, lengths)
             is_complex = dtype.kind == "c"
-            dtype = np.result_type(_real(dtype), np.complex64)
+            dtype = complex_dtype(dtype)
             if name in TO_REAL:
                 dtype = np.empty(0, dtype).real.dtype
             elif is_complex and shape == before:
@@ -207,7 +207,7 @@ class LocalTransform:
         block = block.transpose(path.before)
         if backend.on_device:
             if path.along_first and block.dtype.kind != "c":
-                block, is_own = block.astype(np.result_type(_real(block.dtype), np.complex64)), True
+                block, is_own = block.astype(complex_dtype(block.dtype)), True
             if not (path.along_first and is_own and block[0].flags.c_contiguous):
                 is_own = is_own or not block.flags.c_contiguous
                 block = _make_contiguous(block)
@@ -229,7 +229,7 @@ class LocalTransform:
         return block.transpose(path.after)
 
     def best_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the order of axes in memory in which a GPU transforms a block with this one."""
+        """Return the best order of axes in memory for a GPU; a block has the given order."""
         (name, axes, lengths), *others = self.steps
         is_one_complex = not others and name in ("fftn", "ifftn") and len(axes) == 1
         if is_one_complex and axes[0] != order[-1] and is_quick_along_first(*lengths):
@@ -239,9 +239,9 @@ class LocalTransform:
         return tuple(sorted(order, key=lambda axis: (axis in transformed_axes, axis in halved)))
 
 
-def _real(dtype: DType) -> DType:
-    """Return the dtype of real numbers in the precision of the transform of `dtype`."""
-    return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.float32)
+def complex_dtype(dtype: DType) -> DType:
+    """Return the dtype of the complex transform of numbers of `dtype`."""
+    return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.complex64)
 
 
 class _CallPath(NamedTuple):

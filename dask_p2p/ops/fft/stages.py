@@ -31,6 +31,7 @@ from dask_p2p.ops.fft.local import (
     TO_REAL,
     LocalTransform,
     Step,
+    complex_dtype,
     find_input_chunks,
     run_stage,
 )
@@ -40,7 +41,7 @@ from dask_p2p.plans import GridPlan
 from dask_p2p.plans.fft import FftStage, RolledAxis, Transform, plan_stages
 from dask_p2p.plans.grid import SplitAxis
 from dask_p2p.plugins.registration import register_if_possible
-from dask_p2p.types import ChunksLike, DaskArray, DType
+from dask_p2p.types import ChunksLike, DaskArray
 
 Norm: TypeAlias = Literal["backward", "ortho", "forward"] | None
 Length: TypeAlias = int | None
@@ -204,11 +205,6 @@ def _checked_lengths(
             n = x.shape[axis]
         lengths[axis] = checked_count(f"elements along axis {axis}", n=n)
     return along, lengths
-
-
-def complex_dtype(dtype: DType) -> DType:
-    """Return the dtype of the complex transform of numbers of `dtype`."""
-    return np.result_type(np.float64 if dtype.kind in "biu" else dtype, np.complex64)
 
 
 def plan_local_transforms(

@@ -14,13 +14,12 @@ from dask_p2p import tuning
 from dask_p2p.backends import memory_order
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, block_bounds, split_evenly
-from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform
+from dask_p2p.ops.fft.local import INVERSE, TO_COMPLEX, TO_REAL, LocalTransform, complex_dtype
 from dask_p2p.ops.fft.stages import (
     Axes,
     Norm,
     check_norm,
     checked_numbered_axes,
-    complex_dtype,
     order_in_memory,
     plan_local_transforms,
     plan_transform,

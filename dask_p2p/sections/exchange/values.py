@@ -138,7 +138,7 @@ def with_leaves(value: Any, new: Sequence[Any]) -> Any:
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any], sequences: Any = tuple) -> Any:
-    """Return a value with what a function returns for each element of its sequences and dicts."""
+    """Return a value with its elements replaced by the results of a function."""
     if isinstance(value, sequences):
         return sequence_like(value, [map_leaves(x, function, sequences) for x in value])
     if isinstance(value, dict):
