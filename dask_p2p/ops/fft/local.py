@@ -230,8 +230,8 @@ class LocalTransform:
 
     def best_order(self, order: tuple[int, ...]) -> tuple[int, ...]:
         """Return the best order of axes in memory for a GPU; a block has the given order."""
-        (name, axes, lengths), *others = self.steps
-        is_one_complex = not others and name in ("fftn", "ifftn") and len(axes) == 1
+        (name, axes, lengths), *later_steps = self.steps
+        is_one_complex = not later_steps and name in ("fftn", "ifftn") and len(axes) == 1
         if is_one_complex and axes[0] != order[-1] and is_quick_along_first(*lengths):
             return (*axes, *(axis for axis in order if axis not in axes))
         transformed_axes = {axis for _, axes, _ in self.steps for axis in axes}

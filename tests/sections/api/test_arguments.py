@@ -71,8 +71,8 @@ def test_all_other_keywords_are_for_the_function(operation):
     }[operation]
     parameters = inspect.signature({"iterate": iterate, "spmd": spmd}[operation]).parameters
     named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    own = {name for name, parameter in parameters.items() if parameter.kind in named}
-    names = {*parameter_names(*ON_THE_WAY)} - own
+    keywords = {name for name, parameter in parameters.items() if parameter.kind in named}
+    names = {*parameter_names(*ON_THE_WAY)} - keywords
     assert {"func", "x", "self", "function", "local_block", "arrays", "kwargs"} <= names
     y = make(**dict.fromkeys(names, 3))
     np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 3 * len(names))

@@ -46,16 +46,16 @@ def test_outputs_of_all_kinds(client, x, ranks):
     lazy = spmd(described, x, outputs=OUTPUTS, ranks=ranks)
     assert list(lazy) == list(OUTPUTS)
     values = np.arange(24.0).reshape(12, 2)
-    found = dict(zip(lazy, client.gather(client.compute([*lazy.values()])), strict=True))
-    assert (found["double"] == 2 * values).all()
-    assert (found["is even"] == (values % 2 == 0)).all()
-    assert found["spectrum"].tolist() == list(range(10))
-    assert (found["rows"] == values[values[:, 0] % 3 == 0]).all()
-    assert found["edges"].shape == (ranks, 2)
-    assert found["edges"][-1, 1] == 12
-    assert found["sum"] == values.sum()
+    results = dict(zip(lazy, client.gather(client.compute([*lazy.values()])), strict=True))
+    assert (results["double"] == 2 * values).all()
+    assert (results["is even"] == (values % 2 == 0)).all()
+    assert results["spectrum"].tolist() == list(range(10))
+    assert (results["rows"] == values[values[:, 0] % 3 == 0]).all()
+    assert results["edges"].shape == (ranks, 2)
+    assert results["edges"][-1, 1] == 12
+    assert results["sum"] == values.sum()
     for name, array in lazy.items():
-        assert array.dtype == found[name].dtype
+        assert array.dtype == results[name].dtype
     assert lazy["double"].chunks == x.chunks
     assert lazy["sum"].ndim == 0
     assert np.isnan(lazy["rows"].chunks[0]).all()

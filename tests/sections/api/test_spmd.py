@@ -112,15 +112,15 @@ def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
     assert found.tolist() == [np.asarray(expected).tolist()] * 4
 
 
-def with_other_shapes(ctx, x, *others):
+def with_other_shapes(ctx, x, *arrays):
     """Return the whole of each array, as the ranks' boxes place their local blocks."""
-    found = {}
-    for number, own in enumerate(others):
+    gathered = {}
+    for number, local_block in enumerate(arrays):
         grid = ctx.grid_of(SHAPES[number])
-        assert own.shape == tuple(stop - start for start, stop in grid.box)
-        own += 1  # it is this function's own
-        found[str(number)] = grid.gather(own)
-    return {"x": x + sum(own.sum() for own in others), **found}
+        assert local_block.shape == tuple(stop - start for start, stop in grid.box)
+        local_block += 1  # the function may write to it
+        gathered[str(number)] = grid.gather(local_block)
+    return {"x": x + sum(local_block.sum() for local_block in arrays), **gathered}
 
 
 SHAPES = [(6, 12), (8, 3), (2, 25), (1, 12), (3, 1), (0, 5)]
@@ -130,16 +130,16 @@ SHAPES = [(6, 12), (8, 3), (2, 25), (1, 12), (3, 1), (0, 5)]
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_inputs_of_other_shapes(client, ranks, chunks):
     rng = np.random.default_rng(0)
-    whole = [rng.integers(0, 9, shape) for shape in SHAPES]
-    others = [da.from_array(item, chunks=(4, 5)) for item in whole]
-    outputs = {"x": LocalBlock(), **{str(n): Same(item) for n, item in enumerate(whole)}}
+    arrays = [rng.integers(0, 9, shape) for shape in SHAPES]
+    inputs = [da.from_array(array_, chunks=(4, 5)) for array_ in arrays]
+    outputs = {"x": LocalBlock(), **{str(n): Same(array_) for n, array_ in enumerate(arrays)}}
     x = da.from_array(np.zeros((8, 12)), chunks=chunks)
-    lazy = spmd(with_other_shapes, x, *others, outputs=outputs, ranks=ranks)
-    (found,) = dask.compute(lazy)
-    for number, item in enumerate(whole):
-        assert np.array_equal(found[str(number)], item + 1)
-    total = sum(item.sum() + item.size for item in whole)
-    assert total in found["x"] if ranks == 1 else found["x"].max() < total
+    lazy_results = spmd(with_other_shapes, x, *inputs, outputs=outputs, ranks=ranks)
+    (results,) = dask.compute(lazy_results)
+    for number, array_ in enumerate(arrays):
+        assert np.array_equal(results[str(number)], array_ + 1)
+    total = sum(array_.sum() + array_.size for array_ in arrays)
+    assert total in results["x"] if ranks == 1 else results["x"].max() < total
 
 
 def test_an_exception_of_one_is_raised_by_all(client):
@@ -245,20 +245,20 @@ def test_each_output_keeps_its_dtype(other):
 
 
 @pytest.mark.parametrize(
-    ("before", "found"), [("f8", "?"), ("f8", "i8"), ("u8", "i8"), ("i4", "f8")]
+    ("dtype", "result"), [("f8", "?"), ("f8", "i8"), ("u8", "i8"), ("i4", "f8")]
 )
-def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_given(before, found):
-    x = da.from_array((X % 100).astype(before), chunks=6)
+def test_an_output_of_another_kind_is_refused_unless_its_dtype_is_named(dtype, result):
+    x = da.from_array((X % 100).astype(dtype), chunks=6)
 
     def converted(ctx, a):
-        return (a > 5).astype(found)
+        return (a > 5).astype(result)
 
-    with pytest.raises(BlockMismatchError, match=f"becomes {x.dtype} .*dtype='{np.dtype(found)}'"):
+    with pytest.raises(BlockMismatchError, match=f"becomes {x.dtype} .*dtype='{np.dtype(result)}'"):
         spmd(converted, x, ranks=1).compute(scheduler="sync")
-    y = spmd(converted, x, ranks=1, dtype=found)
-    assert y.dtype == found
+    y = spmd(converted, x, ranks=1, dtype=result)
+    assert y.dtype == result
     array_ = y.compute(scheduler="sync")
-    assert array_.dtype == found
+    assert array_.dtype == result
     assert np.array_equal(array_, X % 100 > 5)
 
 

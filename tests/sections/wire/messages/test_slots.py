@@ -224,27 +224,27 @@ def test_a_receiver_that_begins_to_sleep_is_woken(client, is_call):
             self.slots._words[self.slots._peer_sleeps] = 1
 
     def program(ctx):
-        own, far, posted = ctx._connections, 1 - ctx.rank, []
+        connections, peer, posted = ctx._connections, 1 - ctx.rank, []
         for number in range(100):  # until there are slots
-            ctx.sendrecv(number, far, far)
+            ctx.sendrecv(number, peer, peer)
         ctx.barrier()
-        slots, post = own._connections[far].mailbox.slots, own._post
+        slots, post = connections._connections[peer].mailbox.slots, connections._post
         slot = slots.sent_calls if is_call else slots.sent_messages
         if ctx.rank == 0:
-            ctx.recv(far)  # so that it has taken the data of the barrier
+            ctx.recv(peer)  # so that it has taken the data of the barrier
             slot.frame = Late(slots, slot)
-            own._post = lambda rank, message: (posted.append(message), post(rank, message))
+            connections._post = lambda rank, message: (posted.append(message), post(rank, message))
             slots._words[slots._peer_sleeps] = 0
-            ctx.broadcast(5) if is_call else ctx.send(5, far)
+            ctx.broadcast(5) if is_call else ctx.send(5, peer)
             slot.frame = slot.frame.memory
-            number = own._connections[far].number if is_call else own._sent[far]
+            number = connections._connections[peer].number if is_call else connections._sent[peer]
             assert slot.last == number
             assert len(posted) == 1
         else:
-            ctx.send(0, far)
-            assert (ctx.broadcast(0) if is_call else ctx.recv(far)) == 5
+            ctx.send(0, peer)
+            assert (ctx.broadcast(0) if is_call else ctx.recv(peer)) == 5
         for number in range(100):
-            assert ctx.sendrecv(number, far, far) == number
+            assert ctx.sendrecv(number, peer, peer) == number
         return 1.0
 
     y = spmd(program, outputs=Same(0.0), ranks=2)
