@@ -23,6 +23,7 @@ from dask_p2p.geometry import Box, Index, box_size, box_slices
 from dask_p2p.ops.estimate import MemoryEstimate
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Outputs
+from dask_p2p.sections.context.communicator import Communicator, unknown_attribute
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.device import HOST, Host, check_kind
 from dask_p2p.types import Array, DType, Kind
@@ -112,7 +113,7 @@ class RankBody:
         with ctx.device.running([block for blocks in arrays for block in blocks]):
             local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
             function = own_copy(self.function)  # lives until the device has done all work
-            with warned_of_global_random(ctx.shares_process), _rank_in_errors(ctx):
+            with warned_of_global_random(ctx.shares_process), _explain_errors(ctx):
                 returned = function(ctx, local_blocks)
             return self.outputs.blocks(ctx, self.ranks, returned)
 
@@ -143,11 +144,16 @@ class RankBody:
 
 
 @contextmanager
-def _rank_in_errors(ctx: Context) -> Iterator[None]:
-    """Name the rank, and the number of steps that it has done, in each exception."""
+def _explain_errors(ctx: Context) -> Iterator[None]:
+    """Name the rank, and the number of steps that it has done, in each exception.
+
+    Methods that only mpi4py has get a remedy.
+    """
     try:
         yield
     except BaseException as exc:
+        if isinstance(exc, AttributeError) and exc.name and isinstance(exc.obj, Communicator):
+            exc.args = (unknown_attribute(exc.obj, exc.name),)
         step, total = ctx.progress.step, ctx.progress.steps
         steps = f" after {step} {'step' if step == 1 else 'steps'}" if total or step else ""
         exc.add_note(f"Raised on rank {ctx.rank} of {ctx.size}{steps}.")

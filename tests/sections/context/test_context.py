@@ -3,9 +3,11 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import dask.array as da
 import numpy as np
 import pytest
 
+import dask_p2p
 from dask_p2p.errors import InputError, MissingPackageError, SectionError, UnsupportedArrayError
 from dask_p2p.plans.ranks import RankGrid
 from tests.backends.test_plain import Quantity
@@ -64,10 +66,14 @@ def test_steps_need_a_state(alone, state):
         ("update_halos", r"ctx\.update_halo\."),
     ],
 )
-def test_names_of_mpi_have_a_hint(alone, name, remedy):
+def test_names_of_mpi_have_a_hint(name, remedy):
+    def function(ctx, x):
+        assert not hasattr(ctx, name)
+        return getattr(ctx, name)
+
+    y = dask_p2p.spmd(function, da.ones(3))
     with pytest.raises(AttributeError, match=rf"got '{name}'\. Use {remedy}"):
-        getattr(alone, name)
-    assert not hasattr(alone, name)
+        y.compute(scheduler="sync")
 
 
 # --- arguments of the context's methods of other types than the declared ones
