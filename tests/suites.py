@@ -16,10 +16,10 @@ def output_of_suite(plugin, folder, *arguments, **variables):
     return output_of(*options, cwd=folder, **variables)
 
 
-def expect_failures(items, reasons, optional=(), waiting=()):
+def expect_failures(items, reasons, optional=()):
     """Mark the tests of a module that fail, by name: with parameters, or for all of them.
 
-    Tests may also pass for the reasons in `optional`. Those in `waiting` are not run.
+    Tests may also pass for the reasons in `optional`.
     """
     missing = reasons.keys() - {name for item in items for name in (item.name, item.originalname)}
     if missing:
@@ -27,8 +27,7 @@ def expect_failures(items, reasons, optional=(), waiting=()):
     for item in items:
         reason = reasons.get(item.name) or reasons.get(item.originalname)
         if reason is not None:
-            options = {"strict": reason not in optional, "run": item.name not in waiting}
-            item.add_marker(pytest.mark.xfail(reason=reason, **options))
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=reason not in optional))
 
 
 def module_of(item):

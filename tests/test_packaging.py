@@ -127,12 +127,6 @@ def test_the_version_is_the_same_everywhere():
         date.fromisoformat(when)
 
 
-def test_the_book_is_cited():
-    (book,) = yaml.safe_load((ROOT / "CITATION.cff").read_text())["references"]
-    assert [author["family-names"] for author in book["authors"]] == ["Ruetsch", "Fatica"]
-    assert book["title"].startswith("CUDA Fortran for Scientists and Engineers")
-
-
 def test_one_address_of_the_repository():
     repository = PROJECT["urls"]["Source"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())

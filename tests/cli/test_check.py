@@ -3,9 +3,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-import dask_p2p
 from dask_p2p.cli import p2p
-from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import check as diagnosis
 from tests.tools.test_check import GOOD, LINK
 
@@ -25,14 +23,6 @@ def test_a_cluster_that_it_starts(run):
     assert "GB/s" in result.output
     # A busy machine may make one way look slow.
     assert "No problems found." in result.output or "times as fast" in result.output
-
-
-def test_a_cluster_that_is_there(run, cluster, client):
-    dask_p2p.register(client)
-    result = run("--scheduler", cluster.scheduler_address)
-    assert result.exit_code == 0, result.output
-    for worker in workers_of(client):
-        assert worker in result.output
 
 
 def test_one_worker_makes_no_pair(run):

@@ -54,13 +54,6 @@ def test_demo(demo, client):
     assert moved[1] == moved[2]
 
 
-def test_the_list_of_commands_of_dask_says_what_there_is():
-    """Where it is one line, cut off if it is too long."""
-    line = p2p.get_short_help_str(63)
-    assert all(word in line for word in ("transposes", "rechunks", "halo exchanges")), line
-    assert not line.endswith("...")
-
-
 def test_wrong_elements_are_status_1(demo, monkeypatch):
     monkeypatch.setattr(command, "transpose", lambda x: x.T + 1)
     result = demo("--size", "20")

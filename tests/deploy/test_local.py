@@ -40,17 +40,15 @@ def test_the_script_runs():
     assert "every element is right: True" in output_of(sys.executable, LOCAL / "cpu.py")
 
 
-@pytest.mark.parametrize("config", ["p2p-cluster.yaml", pytest.param(None, marks=pytest.mark.long)])
-def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tmp_path, config):
+def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tmp_path):
     port, dashboard = map(str, free_ports(2))
     variables = settings(
         SCHEDULER_PORT=port, DASHBOARD_PORT=dashboard, WORKERS="1", CACHE_DIRECTORY=str(tmp_path)
     )
-    if config:
-        shutil.copy(DEPLOY / config, tmp_path)
+    shutil.copy(DEPLOY / "p2p-cluster.yaml", tmp_path)
     commands = [command(name, variables) for name in ("dask-scheduler", "dask-worker")]
     with running(tmp_path, *commands, DASK_CONFIG=str(tmp_path)):
-        transpose_on(f"tcp://127.0.0.1:{port}", 1, has_plugin=config is not None)
+        transpose_on(f"tcp://127.0.0.1:{port}", 1, has_plugin=True)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")

@@ -5,34 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
 from dask.utils import parse_bytes
 
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES
 from tests.deploy.support import DEPLOY
 
-WAYS = sorted(path.name for path in DEPLOY.iterdir() if path.is_dir())
-HEADINGS = ["Requirements", "Commands", "Expected output", "Troubleshooting", "Tested setups"]
 OPTIONS = (Path(__file__).parent / "schemas" / "dask-cuda-worker.txt").read_text().split()
 TEXTS = {
     path: path.read_text()
     for path in DEPLOY.rglob("*")
     if path.is_file() and path.suffix not in {".lock", ".json", ".svg", ".png", ".pyc"}
 }
-
-
-@pytest.mark.parametrize("way", ["docker", "kubernetes", "local", "slurm", "ssh"])
-def test_each_way_has_a_page(way):
-    page = TEXTS[DEPLOY / way / "README.md"]
-    assert re.findall(r"^## (.*)$", page, flags=re.MULTILINE) == HEADINGS
-    for path in (DEPLOY / way).iterdir():
-        if path.name not in {"README.md", "__pycache__"}:
-            assert f"`{path.name}`" in page, f"the page does not say what {path.name} is"
-
-
-def test_the_first_page_names_all_ways():
-    page = TEXTS[DEPLOY / "README.md"]
-    assert {way for way in WAYS if f"[`{way}/`]({way}" in page} == set(WAYS)
 
 
 def commands_of_cuda_workers():

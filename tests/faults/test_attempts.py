@@ -102,15 +102,6 @@ def test_a_peer_that_always(client, how, cause):
     np.testing.assert_array_equal(result, expected(SHAPE).T)
 
 
-def test_wanted_again_it_gets_as_many_attempts_again(client):
-    reader, holder = addresses(client)
-    x = slabs(client, SHAPE)
-    client.run(fail, "refuses", workers=[holder])
-    for times in (1, 2, 3):
-        failure(client, dask_p2p.transpose(x)[:16], reader)
-        assert client.run(requests, workers=[holder])[holder] == ATTEMPTS * times
-
-
 def test_a_block_that_was_missing_once_is_asked_for_again(client):
     reader, holder = addresses(client)
     x = slabs(client, SHAPE)

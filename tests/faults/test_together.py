@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 
 import numpy as np
-import pytest
 from distributed import wait
 
 import dask_p2p
@@ -27,12 +26,11 @@ PARTS = {"p2p.transports.part-bytes": 256}
 CLUSTER = {"n_workers": 3, "options": PARTS}
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(10, marks=pytest.mark.long)])
-def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, number):
+def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate):
     """Its thread is busy, but the others read the blocks that it holds."""
     workers = addresses(client)
     waiting, *free = workers
-    xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(number)]
+    xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(3)]
     wait(xs)
     client.run(set_trap, "placed", 1, "wait", gate.path, workers=[waiting])
     first = one_block_each(client, dask_p2p.transpose(xs[0]), workers)
@@ -51,16 +49,13 @@ def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate, numb
     assert_nothing_is_held(client)
 
 
-@pytest.mark.parametrize(
-    ("number", "bound_s"), [(2, 60), pytest.param(10, 120, marks=pytest.mark.long)]
-)
-def test_all_at_once_within_a_deadline(client, number, bound_s):
+def test_all_at_once_within_a_deadline(client):
     """From nothing, inputs included, each worker with tasks of all of them."""
-    xs = [source((60, 40 + i), (6, -1)) for i in range(number)]
+    xs = [source((60, 40 + i), (6, -1)) for i in range(3)]
     started_s = time.monotonic()
     futures = client.compute([dask_p2p.transpose(x) for x in xs])
     for i, future in enumerate(futures):
-        result = future.result(timeout=bound_s)
+        result = future.result(timeout=BOUND_S)
         np.testing.assert_array_equal(result, expected((60, 40 + i)).T)
-    assert time.monotonic() - started_s < bound_s
+    assert time.monotonic() - started_s < BOUND_S
     assert_nothing_is_held(client)

@@ -24,6 +24,7 @@ from dask_p2p.fusing.option import FusedExpression
 from dask_p2p.fusing.planning.tasks import before_stores, unfused
 from tests.fusing import programs
 from tests.fusing.programs import PROGRAMS, array, check_compiled, check_values, same_bits, stencils
+from tests.query_planning import check_sections
 from tests.support import mostly_slow
 
 pytestmark = pytest.mark.skipif(
@@ -54,6 +55,10 @@ def test_values_are_those_without_the_option(client, da, program, mode, gangs):
 def test_compiled_programs(client, da, program):
     assert type(program(array())) is da.Array
     check_compiled(client, program)
+
+
+def test_sections(client, da):
+    check_sections(da, ranks=2)
 
 
 def test_resident_gangs(client, da):

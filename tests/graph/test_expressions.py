@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from threading import Lock
 
 import numpy as np
@@ -14,24 +13,16 @@ from dask_p2p import versions
 from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from tests.graph.random_programs import doubled, of_rank
+from tests.query_planning import check_groups, check_only_what_is_needed_runs, check_sections
 from tests.support import indexed, output_of
-
-needs_dask_array = pytest.mark.skipif(
-    find_spec("dask_array") is None, reason="needs it: pip install dask-array"
-)
 
 VALUES = indexed((64, 48)).astype(float)
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize(
-    ("library", "planning"),
-    [("dask.array", "True"), pytest.param("dask_array", "False", marks=needs_dask_array)],
-)
-def test_results_are_arrays_of_the_library_of_their_inputs(library, planning):
+def test_results_are_expressions_with_query_planning():
     """Dask decides when `dask.array` is imported; no option changes it later."""
-    variables = {"DASK_ARRAY__QUERY_PLANNING": planning, "ARRAY_LIBRARY": library}
-    output_of("-W", "error", "-m", "tests.query_planning", **variables)
+    output_of("-W", "error", "-m", "tests.query_planning", DASK_ARRAY__QUERY_PLANNING="True")
 
 
 def test_private_parts_of_dask():
@@ -75,6 +66,7 @@ DOUBLED = {
     "without a halo": lambda y: dask_p2p.map_overlap(lambda a, b: a + b, y, y, depth=0),
     "map_on_gpu": lambda y: dask_p2p.map_on_gpu(doubled, y, fallback="numpy"),
     "spmd": lambda y: dask_p2p.spmd(of_rank, y, ranks=1),
+    "iterate": lambda y: dask_p2p.iterate(doubled, y, 0, 1, ranks=1),
     "transpose": lambda y: dask_p2p.transpose(dask_p2p.transpose(y) * 2),
     "fft": lambda y: 2 * dask_p2p.fft.ifft2(dask_p2p.fft.fft2(y)).real,
     "fft of a whole axis": lambda y: 2 * dask_p2p.fft.ifft(dask_p2p.fft.fft(y)).real,
@@ -92,6 +84,12 @@ def test_an_optimiser_that_changes_chunks(operation, dask_array):
     expected = np.lib.stride_tricks.sliding_window_view(values, 9, axis=0).mean(axis=-1)
     result = DOUBLED[operation](moving).compute(scheduler="sync")
     np.testing.assert_allclose(result, 2 * expected)
+
+
+def test_what_holds_for_expressions_of_dask_too(dask_array):
+    check_sections(dask_array)
+    check_groups(dask_array)
+    check_only_what_is_needed_runs(dask_array)
 
 
 def test_functions_that_dask_cannot_tokenize(x):

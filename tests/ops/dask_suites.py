@@ -6,21 +6,13 @@ has are expected to fail. One that passes is an error: it would show that nothin
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import wraps
-
-import dask
 
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.ops.arguments import is_dask_array
 from tests.suites import expect_failures, module_of
-
-#: A checkout of dask/distributed: neither its wheel nor its source distribution has the tests.
-DISTRIBUTED_SOURCE = os.environ.get("DISTRIBUTED_SOURCE") or None
-
-OWN_NAMES = "looks for tasks of the name that Dask's own way gives them"
 
 WIDE = "wants larger blocks where rims are wider than blocks, which is right here as it is"
 
@@ -67,33 +59,14 @@ DASK = {
         "test_overlap_few_dimensions": "counts more tasks than there are here",
     },
 }
-#: Why tests of distributed fail, by name.
-DISTRIBUTED = {
-    "test_rechunk_configuration[p2p-tasks]": OWN_NAMES,
-    "test_rechunk_configuration[p2p-p2p]": OWN_NAMES,
-    "test_rechunk_configuration[p2p-None]": OWN_NAMES,
-    "test_rechunk_configuration[None-p2p]": OWN_NAMES,
-    "test_rechunk_configuration[None-None]": OWN_NAMES,
-    "test_rechunk_heuristic[new0-p2p]": OWN_NAMES,
-    "test_rechunk_heuristic[new3-p2p]": OWN_NAMES,
-    "test_cull_p2p_rechunk_overlapping_partitions": "counts more tasks than there are here",
-    "test_rechunk_in_memory_shards_dont_share_buffer": "looks into the shuffle's buffers",
-    "test_partial_rechunk_taskgroups": "waits for the shuffle's barrier",
-    "test_homogeneously_schedule_unpack": OWN_NAMES,
-}
-#: These wait in vain, and so are not run.
-WAITING = {"test_partial_rechunk_taskgroups"}
 
 
 def pytest_configure(config):
     """Replace the functions before the tests import them."""
     if any("numpy" in arg for arg in config.args):
         replace_transforms(sys.modules["numpy.fft"])
-    elif DISTRIBUTED_SOURCE is None:
-        replace_function()
     else:
-        prepare_distributed()
-        dask_p2p.install()
+        replace_function()
 
 
 def replace_function():
@@ -132,17 +105,5 @@ def of_cut_arrays(function, original):
     return replacement
 
 
-def prepare_distributed():
-    """Make the tests' own modules known, and the plugins on all of their clusters."""
-    # The tests reset the configuration to what it is now, when this is first imported.
-    dask.config.set({"distributed.scheduler.preload": ["dask_p2p.preload"]})
-    import distributed.utils_test
-
-    package = sys.modules["distributed.shuffle"]
-    package.__path__.append(os.path.join(DISTRIBUTED_SOURCE, "distributed", "shuffle"))
-    globals()["loop"] = distributed.utils_test.loop
-
-
 def pytest_collection_modifyitems(items):
-    reasons = DASK[module_of(items[0])] if DISTRIBUTED_SOURCE is None else DISTRIBUTED
-    expect_failures(items, reasons, waiting=WAITING)
+    expect_failures(items, DASK[module_of(items[0])])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import time
-import tracemalloc
 from contextlib import contextmanager
 from types import SimpleNamespace
 from urllib.request import urlopen
@@ -130,39 +128,6 @@ def test_a_theme_is_one_of_two(client):
     assert "color-scheme: light" in light
     for theme in ("", "x", "%ff", "<script>", "dark&theme=dark"):
         assert "color-scheme: light" in get(client, f"/p2p?theme={theme}")
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
-def test_a_thousand_runs_leave_the_scheduler_flat(client):
-    """With a page open, once it and the worker keep as many records as they ever will."""
-    feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
-    x = client.persist(da.ones((8, 6), chunks=(4, 6)))
-
-    def kept_bytes(runs):
-        for i in range(runs):
-            client.compute(dask_p2p.transpose(x + i)).result()
-        gc.collect()
-        package_filter = tracemalloc.Filter(inclusive=True, filename_pattern="*/dask_p2p/*")
-        statistics = (
-            tracemalloc.take_snapshot().filter_traces([package_filter]).statistics("filename")
-        )
-        return sum(statistic.size for statistic in statistics)
-
-    async def keep_less():
-        (worker,) = client.cluster.workers.values()
-        worker.plugins[PLUGIN_NAME].context.records.size = feed.records.size = 100
-
-    client.sync(keep_less)
-    tracemalloc.start()
-    try:
-        with opened(client):
-            some = kept_bytes(100)
-            assert len(feed.records) == 100
-            # Caches keep the runs' names, up to a number.
-            assert kept_bytes(900) < some + 1e6
-    finally:
-        tracemalloc.stop()
 
 
 @pytest.fixture

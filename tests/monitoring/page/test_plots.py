@@ -6,21 +6,17 @@ import itertools
 import time
 
 import dask.array as da
-import numpy as np
 import pytest
 from dask.utils import format_bytes
 from distributed import Event, wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.monitoring.feed import TABLE
 from dask_p2p.monitoring.records import Fallback, Stage
 from dask_p2p.monitoring.runs import cells
 from tests.browser import chromium, complaints, data, missing, until, visit, wait_for_bokeh
-from tests.docs.pages import PROJECT, ROOT
 from tests.monitoring.support import record
 from tests.support import import_path, persisted, spread
-from tests.transports.loopback import wait_until
 
 pytestmark = [
     pytest.mark.programs,
@@ -157,83 +153,9 @@ def test_steps_of_a_section_are_shown_while_it_runs(client, driver, page):
     assert complaints(driver) == []
 
 
-CUT = """
-    const found = every(document).filter(e => e.matches(".slick-cell, .slick-header-column"));
-    const widthOf = e => (e.querySelector(".slick-column-name") || e).scrollWidth;
-    const cut = found.filter(e => widthOf(e) > e.clientWidth);
-    return [found.map(e => e.innerText.trim()), cut.map(e => e.innerText.trim())];
-"""
-
-
-def test_no_column_is_cut_off_and_none_is_empty(client, driver, page):
-    driver.set_window_size(1300, 900)
-    try:
-        visit(driver, page)
-        x = array(client)
-        transposed = persisted(client, dask_p2p.transpose(x))
-        result = dask_p2p.iterate(lambda u: u, x, 0, 1234, ranks=2)
-        (section,) = {key[0] for key in result.dask.to_dict() if "-ranks-" in str(key[0])}
-        persisted(client, result)
-        for name in (transposed.name, section):
-            shown(driver, name)
-
-        def is_whole():
-            texts, cut = driver.execute_script(EVERY + CUT)
-            return "longest task" in texts and "1234 of 1234" in " ".join(texts) and not cut
-
-        wait_until(is_whole, 60, lambda: driver.execute_script(EVERY + CUT))
-        texts, _ = driver.execute_script(EVERY + CUT)
-        assert "fallbacks" not in texts
-    finally:
-        driver.set_window_size(1400, 900)
-
-
-def test_a_narrow_page_scrolls_down_only_and_explains_itself(driver, page):
-    driver.set_window_size(600, 1000)
-    try:
-        visit(driver, page)
-        titles = (
-            "return [...arguments[0].querySelectorAll('a')].map(link => [link.href, link.title])"
-        )
-        links = driver.execute_script(titles, driver.find_element("css selector", "#p2p-theme"))
-        guide, source = "docs/how-to/dashboard.md", PROJECT["urls"]["Source"]
-        assert links[-1] == [f"{source}/blob/main/{guide}", "Guide to this page"]
-        assert (ROOT / guide).exists()
-        heads = until(driver, EVERY + HEADS)
-        assert {head: TABLE[head] for head, _ in heads} == dict(heads)
-        until(driver, "return document.documentElement.scrollWidth <= innerWidth")
-        assert complaints(driver) == []
-    finally:
-        driver.set_window_size(1400, 900)
-
-
-HEADS = """
-    const heads = every(document).filter(e => e.matches(".slick-column-name [title]"));
-    return heads.length && heads.map(e => [e.innerText, e.title]);
-"""
-
-
-def luminance(colour):
-    """Of a colour as CSS computes it, ``rgb(1, 2, 3)``; or written as ``#010203``."""
-    if colour.startswith("#"):
-        parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    else:
-        parts = [int(part) for part in colour[colour.index("(") + 1 : -1].split(",")[:3]]
-    linear = [((p / 255 + 0.055) / 1.055) ** 2.4 if p > 10 else p / 3294 for p in parts]
-    return np.dot(linear, [0.2126, 0.7152, 0.0722])
-
-
-def contrast(one, other_colour):
-    low, high = sorted((luminance(one), luminance(other_colour)))
-    return (high + 0.05) / (low + 0.05)
-
-
-COLOURS = """
-    const plot = Bokeh.documents[0].get_model_by_name("p2p-stages-plot");
-    const page = getComputedStyle(document.documentElement);
-    const link = getComputedStyle(document.querySelector(".navbar li a")).color;
-    const bar = getComputedStyle(document.querySelector(".navbar ul")).backgroundColor;
-    return [page.backgroundColor, page.color, plot.below[0].major_label_text_color, link, bar];
+BRIGHTNESS = """
+    const colour = getComputedStyle(document.documentElement).backgroundColor;
+    return Math.max(...colour.match(/\\d+/g).slice(0, 3));
 """
 
 
@@ -242,19 +164,17 @@ def test_dark_where_the_user_likes_it_dark_and_light_on_a_click(driver, page):
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", like)
     try:
         driver.get(page)
-        colours = {}
+        brightness = {}
         for theme, other_theme in (("dark", "light"), ("light", "dark")):
             until(driver, "return location.search == arguments[0]", f"?theme={theme}")
             wait_for_bokeh(driver)
-            paper, ink, axis, link, bar = driver.execute_script(COLOURS)
-            colours[theme] = luminance(paper)
-            assert min(contrast(paper, ink), contrast(paper, axis), contrast(link, bar)) > 7
+            brightness[theme] = driver.execute_script(BRIGHTNESS)
             to_other = driver.find_element("css selector", "#p2p-theme a")
             assert to_other.text == other_theme
             if theme == "dark":
                 to_other.click()
-        assert colours["light"] > 0.9
-        assert colours["dark"] < 0.05
+        assert brightness["dark"] < 60
+        assert brightness["light"] > 240
         assert complaints(driver) == []
     finally:
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})

@@ -274,24 +274,6 @@ class TestUcx(PackedConformance):
         first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
         assert events == first
 
-    def test_a_message_goes_whose_next_one_cannot_be_packed(self, setup, monkeypatch):
-        """Its reader is told that it comes."""
-        begin, count = UcxSendBuffer.pack, itertools.count()
-
-        def pack(target, *args):
-            if next(count) == 2:
-                raise TransferError("no more")
-            begin(target, *args)
-
-        monkeypatch.setattr(UcxSendBuffer, "pack", pack)
-        array, remote = self.long_rows(setup, 4)
-        requests = [remote.request() for _ in range(4)]
-        self.check_rows(requests[:2], array)
-        with pytest.raises(TransferError, match="no more"):
-            requests[2].result(BOUND_S)
-        remote.close()
-        wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
-
     def test_memory_is_given_back_when_nothing_is_copied_there_any_more(self, setup, monkeypatch):
         make_room, pack, waited = UcxSendBuffer.begin, UcxSendBuffer.pack, []
 

@@ -52,13 +52,7 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "moment_s"),
-    [
-        pytest.param(signal.SIGKILL, 0.3, id="SIGKILL-0.3"),
-        pytest.param(signal.SIGTERM, 0.0, id="SIGTERM-0.0", marks=pytest.mark.slow),
-        pytest.param(signal.SIGKILL, 0.0, id="SIGKILL-0.0", marks=pytest.mark.long),
-        pytest.param(signal.SIGTERM, 0.3, id="SIGTERM-0.3", marks=pytest.mark.long),
-    ],
+    ("how", "moment_s"), [(signal.SIGKILL, 0.3), (signal.SIGTERM, 0.0)], ids=str
 )
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
