@@ -21,7 +21,7 @@ from dask_p2p.fusing.planning.tasks import keys_of, kind_of, kinds_of, read_grap
 from tests.fusing.support import generated, graphs, smoothed, waiting
 from tests.sections.emulated import on_gpu
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, result_of
+from tests.support import BOUND_S, die_once, result_of
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2}
@@ -224,6 +224,27 @@ def test_annotations_of_tasks_that_stay_with_dask():
     layers = y.__dask_graph__().layers.values()
     assert {tuple((layer.annotations or {}).items()) for layer in layers} == {(), (("retries", 2),)}
     assert y.compute(scheduler="sync").sum() == 64
+
+
+def killed_once(block, path):
+    """Kill this worker once, when a rank has the block."""
+    die_once(path)
+    return block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [0, 6])
+def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, steps):
+    client.wait_for_workers(2)
+    x = client.persist(da.random.default_rng(0).normal(size=(32, 16), chunks=(4, 16)))
+    wait(x)
+    expected, y = smoothed(x, 8), smoothed(x, steps)
+    y = smoothed(y.map_blocks(killed_once, tmp_path / "killed", meta=y._meta), 8 - steps)
+    future = client.compute(dask_p2p.fused(dask_p2p.transpose(y)))
+    assert result_of(client, future).tobytes() == expected.compute().T.copy().tobytes()
+    assert (tmp_path / "killed").exists()
+    del future, x, y, expected
+    nothing_is_left(client)
 
 
 @pytest.mark.parametrize("by_option", [False, True])

@@ -37,7 +37,11 @@ class HostsCluster:
     """
 
     def __init__(
-        self, network: Network, folder: Path, security: Security | None = None, **environment: str
+        self,
+        network: Network,
+        folder: Path,
+        security: Security | None = None,
+        **environment: str,
     ) -> None:
         self.network = network
         self.scheduler, *self.others = network.hosts

@@ -54,6 +54,8 @@ def obstacle() -> str | None:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} missing: apt-get install iproute2 util-linux"
+    if not os.path.exists("/dev/net/tun"):
+        return "there is no /dev/net/tun, which delayed links take"
     tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
     return f"no namespaces can be made: {tried.stderr.strip()}" if tried.returncode else None
 
@@ -242,6 +244,34 @@ class Network:
         finally:
             for host, device in ends:
                 host.run(*_QDISC, "del", "dev", device, "root")
+
+    @contextmanager
+    def delayed(self, host: Host, delay_s: float, network: int = 0) -> Iterator[None]:
+        """Delay everything that a host sends or receives.
+
+        Not every kernel has netem. A process takes each packet from one bridge to another instead.
+        """
+        port, bridge = _port(host, network), f"net{network}"
+        relay = subprocess.Popen(
+            [
+                *["nsenter", "--target", str(self._switch.pid), "--net"],
+                *[sys.executable, str(Path(__file__).with_name("relay.py"))],
+                *["near", "far", str(delay_s)],
+            ],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        with relay, ExitStack() as undo:
+            undo.callback(relay.kill)
+            assert relay.stdout is not None
+            assert relay.stdout.readline() == b"ready\n"
+            self._switch.run("ip", "link", "add", "slow", "type", "bridge")
+            undo.callback(self._switch.run, "ip", "link", "del", "slow")
+            undo.callback(self._switch.run, "ip", "link", "set", port, "master", bridge)
+            for device, master in ("near", "slow"), ("far", bridge), (port, "slow"):
+                self._switch.run("ip", "link", "set", device, "master", master, "up")
+            self._switch.run("ip", "link", "set", "slow", "up")
+            yield
 
 
 def _port(host: Host, network: int) -> str:

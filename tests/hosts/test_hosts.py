@@ -13,7 +13,13 @@ from distributed import wait
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
-from tests.faults.support import addresses, assert_nothing_is_held, expected, one_block_each, source
+from tests.faults.support import (
+    addresses,
+    assert_nothing_is_held,
+    expected,
+    one_block_each,
+    source,
+)
 from tests.hosts.cluster import BOUND_S, HostsCluster
 from tests.hosts.network import Network, obstacle
 from tests.support import persisted, run_of
@@ -23,6 +29,8 @@ from tests.transports.loopback import wait_until
 SHAPE = (400, 600)
 WORKERS = 4
 MBIT = 100
+DELAY_S = 0.05
+
 pytestmark = [
     pytest.mark.programs,
     pytest.mark.skipif(obstacle() is not None, reason=f"no hosts can be made: {obstacle()}"),
@@ -111,6 +119,32 @@ def test_memory_is_read_within_hosts_only(client):
     }
 
 
+@pytest.mark.parametrize(("transport", "kind"), [("cma", "numpy"), ("ipc", "cupy")])
+def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
+    found = client.run(offered, transport, kind, addresses(client))
+    for reader, holder in permutations(addresses(client), 2):
+        code = found[reader][holder]
+        if host_of(reader) != host_of(holder):
+            assert code == "other-host"
+        else:
+            assert code == (None if transport == "cma" else "no-gpu")
+
+
+async def offered(transport, kind, workers, dask_worker):
+    """Return the obstacles of a worker to others by this transport, from a thread as in tasks."""
+    context = dask_worker.plugins[PLUGIN_NAME].context
+
+    def look(other):
+        obstacle = context.router.transports[transport].obstacle(other, kind, np.dtype("f8"))
+        return None if obstacle is None else obstacle.code
+
+    return {
+        other: await context.offload(look, other)
+        for other in workers
+        if other != dask_worker.address
+    }
+
+
 def test_a_check_names_the_transports_between_hosts(client):
     client.run(measure_little)
     report = dask_p2p.check(client)
@@ -146,6 +180,17 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     run = run_of(client, y)
     assert run.attempts > WORKERS, "the first attempts fail"
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
+
+
+def test_a_link_with_a_delay(client, cluster, transport):
+    x = laid_out(client, SHAPE)
+    with cluster.network.delayed(cluster.others[0], DELAY_S):
+        start_s = time.monotonic()
+        y = persisted(client, dask_p2p.transpose(x))
+        took_s = time.monotonic() - start_s
+    assert took_s > 2 * DELAY_S
+    assert {name for *_, name in pairs_of(client, y)} == {transport}
+    np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
 
 
 @pytest.fixture

@@ -133,6 +133,24 @@ def attempts(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+def test_ranks_on_two_hosts(client, cluster):
+    before = [host.sent_bytes() for host in cluster.others]
+    y = iterate(smooth, laid_out(client), {0: 1}, 50)
+    assert np.array_equal(y.compute(), smoothed(50))
+    for host, sent in zip(cluster.others, before, strict=True):
+        assert host.sent_bytes() - sent > 50 * X[0].nbytes
+
+
+def test_a_worker_on_another_host_dies(client, tmp_path):
+    future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
+    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+    time.sleep(0.2)
+    client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
+    done(tmp_path / "runs")
+    assert np.array_equal(result_of(client, future), stepped())
+    future.release()
+
+
 def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
     future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
     wait_until(lambda: attempts(tmp_path / "runs") == 1)

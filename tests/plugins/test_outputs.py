@@ -5,11 +5,16 @@ import gc
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
+import dask_p2p
 from dask_p2p.backends import backend_named
 from dask_p2p.backends.host_memory import is_pinned
+from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.storage import OutputMemory, PinnedOutputs
 from tests.clock import run_clocked
+from tests.faults.support import BOUND_S, cluster_of, expected, source
+from tests.transports.loopback import wait_until
 
 MIB = 2**20
 
@@ -122,3 +127,39 @@ async def _one(closes):
     if closes:
         memory.close()
     return memory, output
+
+
+def dropped_bytes(dask_worker):
+    return dask_worker.dropped
+
+
+def idle_bytes(dask_worker):
+    return dask_worker.plugins[PLUGIN_NAME].context.outputs.idle_bytes
+
+
+def note_dropped(dask_worker):
+    """Note the sizes of the memory that a worker gives back."""
+    outputs = dask_worker.plugins[PLUGIN_NAME].context.outputs
+    dask_worker.dropped, clear = [], outputs.clear
+
+    def noted():
+        dask_worker.dropped.append(outputs.idle_bytes)
+        clear()
+
+    outputs.clear = noted
+
+
+@pytest.mark.slow
+def test_workers_give_the_memory_back():
+    """By default, soon after the last output is gone."""
+    shape = (2000, 4000)
+
+    with cluster_of(2) as client:
+        x = client.persist(source(shape, (1000, 4000)))
+        client.run(note_dropped)
+        y = client.persist(dask_p2p.transpose(x))
+        some = client.compute(y[::97, ::89]).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(some, expected(shape).T[::97, ::89])
+        del y
+        wait_until(lambda: any(map(sum, client.run(dropped_bytes).values())))
+        wait_until(lambda: not any(client.run(idle_bytes).values()), BOUND_S)

@@ -10,13 +10,18 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import get_worker, wait
+from distributed import Client, get_worker, wait
 
 import dask_p2p
+from dask_p2p.cli.cluster import count_wrong, indexed_array
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.plugins.placement import Overlay, count_held_elements, overlay_memory_check
+from dask_p2p.plugins.placement import (
+    Overlay,
+    count_held_elements,
+    overlay_memory_check,
+)
 from dask_p2p.plugins.registration import workers_of
-from tests.support import in_process, indexed
+from tests.support import in_process, indexed, result_of
 
 
 class Scheduler:
@@ -55,6 +60,21 @@ def test_other_tasks_are_checked_by_dask():
         assert worker.memory_limit == 7
     scheduler.worker_plugins.clear()  # whole blocks will move
     assert check(ts, worker, stimulus_id="") == 7
+
+
+@pytest.mark.slow
+def test_an_array_larger_than_one_workers_memory():
+    limit_bytes = 440 * 2**20  # a worker that makes one block has 360 MiB
+    shape = (7800, 7400)
+    with dask_p2p.local_cluster(6, memory_limit=limit_bytes) as cluster, Client(cluster) as client:
+        x = client.persist(indexed_array(shape, (1300, 7400), "f8"))
+        wait(x)
+        assert x.nbytes > limit_bytes > dask_p2p.estimate(x).total_bytes
+        y = client.persist(dask_p2p.transpose(x))
+        wait(y)
+        del x
+        wrong_count = count_wrong(y, shape, (1, 0), "numpy", np.dtype("f8"))
+        assert result_of(client, client.compute(wrong_count)) == 0
 
 
 # --- placement ---

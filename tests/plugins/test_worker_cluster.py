@@ -23,6 +23,16 @@ from tests.plugins.memory_probe import peak, reset_peak
 from tests.support import indexed, output_of, own_client, persisted, spread, used
 
 
+def records(client):
+    """What each worker's plugin noted of its last task."""
+
+    def last(dask_worker):
+        record_log = dask_worker.plugins[PLUGIN_NAME].context.records
+        return [(record.key, record.stages) for record in record_log]
+
+    return client.run(last)
+
+
 @pytest.fixture(params=["cma", "comm"])
 def _either_way(request):
     """By what NumPy blocks take on one host, and by what they take between hosts."""
@@ -66,6 +76,30 @@ def test_results_of_reductions_over_the_wire(client, transport):
         wait(y)
     assert y.compute() == 23
     assert used(client, y) == {transport}
+
+
+@pytest.mark.usefixtures("_either_way")
+def test_no_more_is_moved_than_must_be(client):
+    x = spread(client, da.from_array(indexed((64, 64), float), chunks=(16, 64)))
+    holders = [who[0] for who in client.who_has(x).values()]
+    y = client.persist(dask_p2p.transpose(x))
+    wait(y)
+    makers = {key: who[0] for key, who in client.who_has(y).items()}
+    moved = 0
+    for address, worker_records in records(client).items():
+        for key, stages in worker_records:
+            if key[0] == y.name:
+                assert makers[key] == address
+                assert address not in {stage.holder for stage in stages}
+                moved += sum(stage.nbytes for stage in stages)
+                # In stage order: after its own place, around the sorted holders.
+                ranked = sorted(holders)
+                rank = ranked.index(address)
+                expected = ranked[rank + 1 :] + ranked[:rank]
+                assert [stage.holder for stage in stages] == expected
+    assert moved == 64 * 64 * 8 * 3 // 4
+    # Nothing but the blocks themselves is anywhere: Dask did not copy inputs to readers.
+    assert all(len(who) == 1 for who in client.who_has(x).values())
 
 
 @pytest.mark.usefixtures("_either_way")
@@ -128,17 +162,37 @@ def slabs(rows, columns, blocks):
 
 
 def transposed_blocks(x):
-    return dask_p2p.transpose(x, chunks=(x.shape[1] // 32, -1))
+    return dask_p2p.transpose(x, chunks=(x.shape[1] // 32, -1)), 1
+
+
+def columns(x):
+    return dask_p2p.rechunk(x, (-1, x.shape[1] // 32)), 1
+
+
+def grouped_columns(x):
+    with dask.config.set({"p2p.groups": 16}):
+        return dask_p2p.rechunk(x, (-1, x.shape[1] // 32)), 1
 
 
 def transformed(x):
     """In three stages, the blocks of which are spilled, too."""
-    return dask_p2p.fft.ifft(dask_p2p.fft.fft(x, axis=0), axis=0).real
+    return dask_p2p.fft.ifft(dask_p2p.fft.fft(x, axis=0), axis=0).real, 1
+
+
+def smoothed(x):
+    return dask_p2p.map_overlap(lambda b: b[1:-1] * 2, x, depth={0: 1}, boundary=0, trim=False), 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("operation", "transport"), [(transposed_blocks, "cma"), (transformed, "comm")]
+    ("operation", "transport"),
+    [
+        (transposed_blocks, "cma"),
+        (transformed, "comm"),
+        pytest.param(columns, "comm", marks=pytest.mark.slow),
+        pytest.param(grouped_columns, "cma", marks=pytest.mark.slow),
+        pytest.param(smoothed, "cma", marks=pytest.mark.slow),
+    ],
 )
 def test_spilled_blocks_stay_on_disk(operation, transport):
     """Each worker has 160 MB of the array, room for 60 MB of it, and is not given more at once."""
@@ -148,18 +202,34 @@ def test_spilled_blocks_stay_on_disk(operation, transport):
         own_client(n_workers=2, threads_per_worker=1, memory_limit="2 GB") as client,
     ):
         small = spread(client, slabs(320, 320, 32))
-        operation(small).sum().compute()  # which loads code
+        operation(small)[0].sum().compute()  # which loads code
         x = spread(client, slabs(6400, 6400, 32))
         client.run(watch_store)
-        total = operation(x).sum().compute()
+        y, factor = operation(x)
+        total = y.sum().compute()
         bytes_by_worker = client.run(taken_bytes)
         brought = [key for keys in client.run(brought_back).values() for _, key in keys]
-    expected = 6400 * 6400 * 6399 / 2 + 6400 * 6399 / 2
+    expected = factor * (6400 * 6400 * 6399 / 2 + 6400 * 6399 / 2)
     assert abs(total - expected) < 1e-9 * expected
     assert [key for key in brought if isinstance(key, tuple) and key[0] == x.name] == []
     assert max(bytes_by_worker.values()) < 200e6, (
         bytes_by_worker
     )  # more wait to be summed on a busy machine
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_an_array_of_three_times_the_clusters_memory(tmp_path):
+    """By Dask's default settings: no worker exceeds its limit, or its nanny would restart it."""
+    zarr = pytest.importorskip("zarr")
+    size = 20_000  # 3.2 GB
+    with own_client(n_workers=2, memory_limit="540 MB") as client:
+        before = client.run(os.getpid)
+        dask_p2p.rechunk(slabs(size, size, 100), (-1, 200)).to_zarr(tmp_path / "out.zarr")
+        assert client.run(os.getpid) == before, "none was restarted"
+    store = zarr.open(tmp_path / "out.zarr")
+    for column in (0, 7_777, size - 1):
+        np.testing.assert_array_equal(store[:, column], np.arange(size) + column / size)
 
 
 def test_the_end_of_a_section_brings_nothing_back():

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
 from distributed.utils_test import captured_logger
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, MemoryLimitError, SectionError, UnsupportedArrayError
 from dask_p2p.fusing.resident.commands import CommandQueues
 from tests.fusing.programs import array, same_bits
-from tests.fusing.support import integers, smoothed
+from tests.fusing.support import OPERATIONS, integers, smoothed
 from tests.sections.support import nothing_is_left
 from tests.transports.loopback import wait_until
 
@@ -83,6 +85,24 @@ def test_workers_in_this_process(chunks):
             np.testing.assert_array_equal(fetched, np.full((4, 3), 2.0))
             fetched[...] = 0  # this array alone
             np.testing.assert_array_equal(run.fetch(run(handles)), np.full((4, 3), 4.0))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::dask.array.core.PerformanceWarning")  # of few rows
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=4), st.integers(0, 99))
+def test_random_functions(client, operations, number):
+    """Results have the chunks of the argument, and are on the same ranks."""
+
+    def function(u):
+        for operation in operations:
+            u = operation(u, u[::-1] * 0.5, number)
+        return u.rechunk(x.chunks)
+
+    x = array(24, 5)
+    with dask_p2p.compile(function, x).resident(x) as run:
+        fetched = run.fetch(repeated(run, x, 3))
+    assert same_bits(fetched, repeated(function, x, 3).compute())
 
 
 def test_several_arguments_and_results(client):

@@ -30,6 +30,35 @@ def are_back(client, number):
     wait_until(lambda: {*client.run(available).values()} == {number})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 1])
+def test_resources_are_lent_between_two_calls(client, ranks):
+    x = array()
+    step = dask_p2p.compile(smoothed, x, ranks=ranks)
+    with dask.config.set({"p2p.sections.resident-idle": "200 ms"}):
+        with dask.annotate(resources={"GPU": 1}):
+            gang = step.resident(x)
+        with gang as run:
+            u = run(x)
+            for number in range(2, 5):
+                values = run.fetch(u)
+                assert same_bits(values, smoothed(x, number - 1).compute())
+                futures = [
+                    client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)
+                ]
+                wait(futures, timeout=BOUND_S)
+                assert client.gather(futures) == [0, -1, -2, -3]
+                warm = smoothed(x)
+                with dask.annotate(resources={"GPU": 1}):
+                    warm = dask_p2p.fused(warm)
+                assert same_bits(warm.compute(optimize_graph=False), smoothed(x).compute())
+                u = run(u)
+            assert same_bits(run.fetch(u), smoothed(x, 4).compute())
+    del u, warm, futures
+    nothing_is_left(client)
+    are_back(client, 1)
+
+
 def test_a_gang_that_is_busy_keeps_its_resources(client):
     x = array()
     step = dask_p2p.compile(smoothed, x)

@@ -14,7 +14,8 @@ from dask_p2p.errors import SectionError
 from tests.fusing.programs import array, same_bits
 from tests.fusing.resident.test_client import no_rank_is_left, repeated
 from tests.fusing.support import smoothed
-from tests.support import die_once, tune
+from tests.fusing.test_fused import killed_once
+from tests.support import tune
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -92,9 +93,25 @@ def test_a_worker_is_killed_during_a_call(client, monkeypatch, tmp_path):
 
 
 def killed_if(block, flags, path):
-    if flags.any():
-        die_once(path)
-    return block
+    return killed_once(block, path) if flags.any() else block
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keep", [5, 10_000])
+def test_all_workers_are_killed(client, monkeypatch, keep):
+    """All calls are repeated, since no checkpoint is left."""
+    tune(monkeypatch, kept_commands=keep)
+    x = array()
+    with dask_p2p.compile(smoothed, x).resident(x) as run:
+        u = run(x)
+        run.fetch(u)  # the ranks have begun
+        u = repeated(run, u, 20)
+        run.fetch(u)
+        assert (run._streams.log.last_checkpoint > 0) == (keep == 5)
+        kill(client, *workers_of(client))
+        assert same_bits(run.fetch(run(u)), smoothed(x, 22).compute())
+    del u
+    no_rank_is_left(client)
 
 
 def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):

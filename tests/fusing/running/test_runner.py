@@ -5,6 +5,8 @@ import weakref
 import dask.array as da
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
@@ -13,8 +15,13 @@ from dask_p2p.fusing.running.assembling import Assembling, kept_plans
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, Lending
-from tests.fusing.support import check_blocks, integers, run_programs, smooth
+from tests.fusing.support import check_blocks, graphs, integers, run_programs, smooth
 from tests.support import tune
+
+
+@given(graphs(), st.integers(1, 4))
+def test_random_graphs_are_equal_bit_for_bit(arrays, size):
+    check_blocks(arrays, run_programs(arrays, size))
 
 
 def large(n=512):

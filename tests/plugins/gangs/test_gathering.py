@@ -196,6 +196,31 @@ def test_by_default_each_worker_with_the_annotated_units_has_a_rank(client):
     assert (spmd(size, array()).compute() == 3).all()
 
 
+@pytest.mark.slow
+def test_ranks_that_have_no_worker_are_refused_by_name(client):
+    nowhere, (gpu, _, free_worker) = "tcp://127.0.0.1:1", map(addresses(client).get, range(3))
+    refused = (
+        ({"resources": {"GPU": 2}}, r"need 2 units of resource 'GPU' each, .* have 2 units"),
+        ({"workers": [nowhere]}, "2 of them are restricted .*tcp://127.0.0.1:1"),
+        ({"workers": [nowhere], "allow_other_workers": False}, "2 of them are restricted"),
+        ({"workers": [free_worker], "resources": GPU}, r"have 0 units in all"),
+        ({"workers": [gpu], "resources": GPU}, r"have 1 unit in all, enough for 1 rank"),
+    )
+    for number, (kwargs, match) in enumerate(refused):
+        y = spmd(summed, array(), ranks=2, of=f"refused {number}")
+        with pytest.raises(SectionError, match=match):
+            y.compute(**kwargs)
+    for kwargs in (
+        {"workers": [nowhere], "allow_other_workers": True},
+        {"workers": [free_worker]},
+        {"workers": [gpu, nowhere]},
+    ):
+        y = spmd(summed, array(), ranks=2, of="workers")
+        assert np.array_equal(result_of(client, client.compute(y, **kwargs)), np.full(12, 3.0))
+    del y
+    nothing_is_left(client)
+
+
 def slow(block):
     time.sleep(0.1)
     return block + 1
@@ -223,6 +248,14 @@ def test_a_rank_that_waits_lends_its_units(client):
     wait(client.submit(time.sleep, 0.1, resources=GPU, pure=False))
     # Tasks that were released while they ran have their units until they end.
     wait_until(lambda: sorted(client.run(free_units).values(), key=str) == [1, 1, None])
+
+
+def test_units_that_others_have_are_waited_for(client):
+    gpu = addresses(client)[0]
+    blocking = client.submit(time.sleep, 2.0, workers=[gpu], resources=GPU, pure=False)
+    y = spmd(summed, array(), ranks=2, of="taken")
+    assert np.array_equal(result_of(client, client.compute(y, resources=GPU)), np.full(12, 3.0))
+    assert blocking.done()
 
 
 @pytest.mark.slow

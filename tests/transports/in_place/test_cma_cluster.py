@@ -16,7 +16,7 @@ from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
 from tests.support import own_client, persisted, result_of, spread, tls_client, used
 from tests.transports.clusters import transposed
-from tests.usage import usage
+from tests.usage import usage, wait_until_unused
 
 DTYPES = ["f8", "?", "longdouble", "c16", "f2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")]]
 
@@ -47,6 +47,37 @@ def test_elements_that_lie_far_apart_go_another_way_without_a_warning(client):
         warnings.simplefilter("error")
         assert transposed(client, x, (25_000, 8), (2, -1)) == {"comm"}
     assert transposed(client, np.ones((400, 400)), (100, 400)) == {"cma"}, "it is still preferred"
+
+
+def test_nothing_is_kept(client):
+    a = spread(client, da.random.random((400, 300), chunks=(100, 300)))
+    y = persisted(client, dask_p2p.transpose(a))
+    assert used(client, y) == {"cma"}
+    del a, y
+    wait_until_unused(client)
+
+
+def refuse(*args):
+    raise PermissionError(1, "Operation not permitted")
+
+
+def forbid_reading(dask_worker):
+    """Have the kernel refuse, as a security module may."""
+    from dask_p2p.transports import process_memory
+
+    process_memory.read = refuse
+
+
+@pytest.mark.slow
+def test_where_the_kernel_refuses_blocks_come_by_messages_and_check_says_so():
+    x = np.arange(480.0).reshape(40, 12)
+    with own_client() as client, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        client.run(forbid_reading)
+        assert transposed(client, x, (10, 12)) == {"comm"}
+        (problem,) = dask_p2p.check(client).problems
+    assert "cma is not used: its memory may not be read" in problem.fault
+    assert "SYS_PTRACE" in problem.cure
 
 
 def test_a_tls_cluster():
