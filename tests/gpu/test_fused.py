@@ -118,27 +118,6 @@ def test_blocks_that_are_made_on_the_host(client, way):
     check((dask_p2p.fused(y) + x).compute(), expected(overlaps, X, UNEVEN) + X)
 
 
-def test_late_kernels(client, way):
-    """Exchanges and outputs wait for the work of GPUs, which lasts for long here."""
-
-    def late(block):
-        import cupy
-
-        from tests.gpu.test_streams import spin
-
-        spin(cupy.cuda.get_current_stream(), 50_000_000)
-        return block + 1
-
-    def program(x, function):
-        for _ in range(4):
-            x = dask_p2p.transpose(x.map_blocks(function, dtype=x.dtype))
-        return x
-
-    x = persisted(client, on_gpu(X, (48, -1)))
-    reference = expected(lambda x: program(x, lambda block: block + 1), X, (48, -1))
-    check(on_host(dask_p2p.fused(program(x, late))), reference)
-
-
 def test_a_worker_is_killed(client, way, tmp_path):
     path = str(tmp_path / "died")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from itertools import pairwise
 
 import dask
 import dask.array as da
@@ -14,7 +13,7 @@ from distributed import Client, get_worker, wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
-from dask_p2p.errors import InputError, SectionError
+from dask_p2p.errors import InputError
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
@@ -73,22 +72,6 @@ def test_a_rank_alone(char, boundary):
         check(y, reference(heat, [X], 1, 12, boundary)[0], char)
         y = spmd(lambda ctx, a: a / ctx.allreduce((a * a).sum()), on_gpu(x, UNEVEN), ranks=1)
         check(y, x / (x.astype("d") ** 2).sum(), char)
-
-
-@pytest.mark.gpu(1)
-def test_functions_may_work_on_for_long():
-    """Halos, copies to the host and outputs come after the work on the stream."""
-
-    def late(u, out):
-        import cupy
-
-        spin(cupy.cuda.get_current_stream(), 20_000_000)
-        heat(u, out)
-        return out.sum()
-
-    with dask.config.set(scheduler="sync"):
-        y = iterate(late, on_gpu(X, UNEVEN), 1, 5, until=lambda total: False, ranks=1)
-        check(y, reference(heat, [X], 1, 5, "periodic")[0])
 
 
 @pytest.mark.gpu(1)
@@ -426,23 +409,6 @@ def averaged(steps):
     return values
 
 
-def test_late_kernels_and_windows(client, way):
-    """The GPU of one rank waits for the other rank, which is late."""
-
-    def late(ctx, x):
-        import cupy
-
-        p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
-        for step in range(20):
-            if step % 2 == ctx.rank:
-                spin(cupy.cuda.get_current_stream(), 20_000_000)
-            ctx.update_halo(p)
-            p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
-        return p.inner
-
-    check(spmd(late, on_gpu(X, (48, 70))), averaged(20))
-
-
 def test_a_function_that_raises(client, way):
     def raises(u, out):
         heat(u, out)
@@ -453,19 +419,6 @@ def test_a_function_that_raises(client, way):
             iterate(raises, on_gpu(X, UNEVEN), 1, 50).compute()
     nothing_is_left(client)
     check(iterate(heat, on_gpu(X, UNEVEN), 1, 5), reference(heat, [X], 1, 5, "periodic")[0])
-
-
-def test_calls_that_differ(client, way):
-    def differs(ctx, x):
-        p = ctx.with_halo(x, boundary="periodic")
-        for _ in range(5):
-            ctx.update_halo(p)
-        ctx.barrier() if ctx.rank else ctx.update_halo(p)
-        return x
-
-    with pytest.raises(SectionError, match="expected the same calls on all ranks"):
-        spmd(differs, on_gpu(X, (48, 70))).compute()
-    nothing_is_left(client)
 
 
 def test_estimate_has_the_memory_of_the_gpu(client):
@@ -519,23 +472,6 @@ def values_of_tries(client, function, path):
     wait([y, values])
     check(y, X + 20)
     return values.compute().tolist()
-
-
-def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
-    """Another rank ends an attempt. The next one continues from the last checkpoint."""
-
-    def tries(ctx, x, path):
-        p, steps = ctx.with_halo(x), f"{path}-{ctx.rank}"
-        for step in ctx.steps(20, ctx.state(p=p), every=5):
-            with open(steps, "a") as file:
-                file.write(f"{step}\n")
-            p.inner[...] += 1
-            end_attempt_once(ctx, step, path)
-        with open(steps) as file:
-            tries_so_far = [*map(int, file)]
-        return p.inner, [after for before, after in pairwise(tries_so_far) if after <= before][-1]
-
-    assert values_of_tries(client, tries, tmp_path / "tried") == [10, 10]
 
 
 def spills(ctx, x):
