@@ -62,11 +62,3 @@ def test_large_fields(client, way, count_of_replays):
     )
     assert not int(abs(actual - expected).max().compute())
     assert (count_of_replays() > 0) == (way == "windows" and has_one_gpu_each())
-
-
-def test_steps_that_read_the_host(client, way, count_of_replays):
-    def step(u):
-        return heat_of(u) if float(abs(u).max()) < 1e9 else u * 0
-
-    check(iterate(step, on_gpu(X, UNEVEN), 1, STEPS), WANTED)
-    assert not count_of_replays()

@@ -1,24 +1,17 @@
-"""`map_on_gpu` on a GPU: values bit for bit those of whole blocks; slots not in use are filled."""
+"""`map_on_gpu` on a GPU: values are bit for bit those of whole blocks."""
 
 from __future__ import annotations
 
-import threading
-import warnings
 from itertools import pairwise
 
-import dask
 import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.backends import host_memory as pinned
-from dask_p2p.backends.device_queue import SlotCache
 from dask_p2p.backends.host_memory import is_pinned
-from dask_p2p.backends.pipelines import HostStreams
 from dask_p2p.engine.task import PLUGIN_NAME
-from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
 from tests.gpu.test_streams import spin
 from tests.support import output_of, persisted, tune_here
@@ -65,27 +58,6 @@ def late(a):
     return a * 2
 
 
-@pytest.mark.parametrize("is_kept", [False, True])
-def test_blocks_of_several_threads_go_through_the_same_streams(is_kept):
-    """In memory that is pinned, or is not: slots on the host are used again too."""
-    array = values("f8")
-    x = da.from_array(array, chunks=(256, 1024))
-    if is_kept:
-        x = x.map_blocks(pinned_copy).persist(scheduler="threads")
-    y = dask_p2p.map_on_gpu(function, x, part_bytes=2**18)
-    with dask.config.set(pool=None, num_workers=4):
-        actual = y.compute(scheduler="threads")
-    assert threading.active_count() > 1
-    np.testing.assert_array_equal(actual, function(array))
-
-
-def pinned_copy(block):
-    memory = np.asarray(pinned.Pinned(block.nbytes))[: block.nbytes]
-    copy = memory.view(block.dtype).reshape(block.shape)
-    copy[...] = block
-    return copy
-
-
 def test_a_block_begins_while_the_last_parts_of_another_come_back():
     """With one thread, and however slow the function is, at most two are under way."""
     rows = 2**12
@@ -127,28 +99,6 @@ def test_on_a_cluster_outputs_are_pinned_and_read_by_peers(client):
     again = persisted(client, dask_p2p.map_on_gpu(function, y, part_bytes=PART_BYTES))
     z = dask_p2p.transpose(again)
     np.testing.assert_array_equal(z.compute(), function(function(array)).T)
-
-
-def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
-    """There is no warning: parts need not be made smaller."""
-    import cupy
-
-    array = values("f8")
-    limit_bytes = array.nbytes // 10
-    y = dask_p2p.map_on_gpu(function, da.from_array(array, chunks=-1), part_bytes=2**17, dtype="f8")
-    assert dask_p2p.estimate(y).total_bytes + 2**18 <= limit_bytes  # `a * 2` is there too
-    pool, before = cupy.cuda.MemoryPool(), cupy.cuda.get_allocator()
-    pool.set_limit(size=limit_bytes)
-    monkeypatch.setattr(HostStreams, "_kept_slots", SlotCache())
-    cupy.cuda.set_allocator(pool.malloc)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", P2PWarning)
-            actual = y.compute(scheduler="sync")
-        assert pool.total_bytes() <= limit_bytes
-    finally:
-        cupy.cuda.set_allocator(before)
-    np.testing.assert_array_equal(actual, function(array))
 
 
 WITHOUT_LOCKED_MEMORY = """

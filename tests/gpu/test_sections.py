@@ -40,18 +40,6 @@ def nine(u, out):
     out /= 11
 
 
-def wave(u, before, speed, factor, out):
-    """A stencil of 25 points and two time levels, with a speed for each point."""
-    center = u[4:-4, 4:-4]
-    out[...] = 2 * center - before
-    for by, weight in enumerate((-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)):
-        for axis in range(2):
-            for side in (-by, by) if by else (0,):
-                at = [slice(4, n - 4) for n in u.shape]
-                at[axis] = slice(4 + side, u.shape[axis] - 4 + side)
-                out += factor * weight * speed * u[tuple(at)]
-
-
 def check(y, expected, char="d"):
     actual = on_host(y)
     assert actual.dtype == np.dtype(char)
@@ -94,30 +82,6 @@ def way(request):
         yield request.param
 
 
-def windows_of(ctx, x):
-    from dask_p2p.sections.gpu import halo_windows
-
-    read, opened = [], halo_windows.opened
-
-    def noted(*args):
-        windows, by_rank = opened(*args)
-        read.extend(by_rank)
-        return windows, by_rank
-
-    p = ctx.with_halo(x, boundary="periodic")
-    halo_windows.opened = noted  # a process has one rank
-    try:
-        ctx.update_halo(p)
-    finally:
-        halo_windows.opened = opened
-    return x, len(read)
-
-
-def test_windows_are_read(client, way):
-    _, counts = spmd(windows_of, on_gpu(X, (48, 70)), per_rank=[0])
-    assert counts.compute().tolist() == ([1, 1] if way == "windows" else [0, 0])
-
-
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
@@ -135,21 +99,6 @@ def test_heat(client, way, char, boundary, steps, options):
     y = iterate(heat, x, 1, steps, boundary=boundary, **options)
     check(y, reference(heat, [X], 1, steps, boundary)[0], char)
     nothing_is_left(client)
-
-
-@pytest.mark.parametrize("capture", [False, True])
-def test_a_wave_of_two_levels(client, way, capture):
-    speed = np.random.default_rng(1).random(X.shape)
-    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
-    constants = on_gpu(speed, (40, 70)), 0.05
-    y, before = iterate(wave, fields, [4, 0], 60, constants=constants, capture=capture)
-
-    def leapfrog(u, old, speed, factor, out):
-        wave(u, old[4:-4, 4:-4], speed, factor, out)
-
-    expected = reference(leapfrog, [X, X + 1], 4, 60, "periodic", (speed, 0.05))
-    check(y, expected[0])
-    check(before, expected[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"check_every": 5, "capture": True}], ids=str)
@@ -342,12 +291,6 @@ def test_redistribute_by_ucx(client, far, char, axes, to):
     assert by_turned(char, axes, to) == [[True, False]] * 2
 
 
-@pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
-@pytest.mark.parametrize("char", "fFdD")
-def test_transforms_by_ucx(client, far, char, piece_bytes):
-    check_transforms(char, (0, 1, 2), False, piece_bytes)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -364,61 +307,12 @@ def test_redistribute_memory_of_other_allocators(settings):
             client.run(free_all_blocks)
 
 
-def test_memory_that_goes_back_to_the_driver():
-    """Memory that others have mapped is freed, and other memory has its address."""
-
-    def gives_memory_back(ctx, x):
-        for _ in range(10):
-            turned = ctx.redistribute(x, (1,))
-            x = ctx.redistribute(turned + 1, from_partition=(1,)) * 1
-            del turned
-            free_all_blocks()
-        return x
-
-    settings = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
-    x = np.random.default_rng(0).integers(0, 1000, (2000, 3000))
-    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster):
-        assert np.array_equal(on_host(spmd(gives_memory_back, on_gpu(x, (1000, 3000)))), x + 10)
-
-
-def test_late_kernels_and_redistributions(client, way):
-    """A local block is not read before it is written, and not overwritten before it is read."""
-
-    def late(ctx, x):
-        import cupy
-
-        for step in range(20):
-            if step % 2 == ctx.rank:
-                spin(cupy.cuda.get_current_stream(), 20_000_000)
-            turned = ctx.redistribute(x, (1,))
-            x[...] = -1
-            turned += 1
-            x = ctx.redistribute(turned, from_partition=(1,))
-            turned[...] = -1
-        return x
-
-    x = np.random.default_rng(0).integers(0, 1000, (96, 70))
-    assert np.array_equal(on_host(spmd(late, on_gpu(x, (48, 70)))), x + 20)
-
-
 def averaged(steps):
     """The values of steps that replace each row by the mean of its neighbours."""
     values = X
     for _ in range(steps):
         values = (np.roll(values, 1, 0) + np.roll(values, -1, 0)) / 2
     return values
-
-
-def test_a_function_that_raises(client, way):
-    def raises(u, out):
-        heat(u, out)
-        raise ValueError("no more")
-
-    for _ in range(3):
-        with pytest.raises(ValueError, match="no more"):
-            iterate(raises, on_gpu(X, UNEVEN), 1, 50).compute()
-    nothing_is_left(client)
-    check(iterate(heat, on_gpu(X, UNEVEN), 1, 5), reference(heat, [X], 1, 5, "periodic")[0])
 
 
 def test_estimate_has_the_memory_of_the_gpu(client):
