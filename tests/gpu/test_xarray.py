@@ -75,14 +75,3 @@ def test_values_are_those_of_numpy(name, client, arrays):
     program = {**PROGRAMS, **SECTIONS}[name]
     actual, expected = map(program, arrays)
     check(actual, expected)
-
-
-def test_arrays_of_cupy_xarray(client):
-    pytest.importorskip("cupy_xarray")
-    a = build(lambda values: da.from_array(values, chunks=(6, -1)[: values.ndim])).as_cupy()
-    assert a.cupy.is_cupy
-    turned = a.p2p.transpose("x", "t").p2p.fft("t").persist()
-    assert turned.cupy.is_cupy
-    actual = turned.cupy.as_numpy().compute()
-    expected = build(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
-    np.testing.assert_allclose(actual.data, expected.compute().data, rtol=1e-9, atol=1e-9)
