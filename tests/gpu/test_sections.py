@@ -18,7 +18,7 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
-from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
+from tests.sections.support import be_on_hosts, nothing_is_left
 from tests.support import die_once, own_client, persisted, result_of, tune, tune_here
 
 pytestmark = pytest.mark.gpu(2)
@@ -275,14 +275,6 @@ def far(client):
     with dask.config.set({"p2p.transports.order": ["ipc", "ucx", "comm"]}):
         yield
     client.run(pretend, False)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("char", "fd")
-def test_halos_by_ucx(client, far, char, overlap):
-    y = iterate(heat, on_gpu(X.astype(char), UNEVEN), 1, 30, overlap=overlap)
-    check(y, reference(heat, [X], 1, 30, "periodic")[0], char)
-    assert all(client.run(endpoints_of_ucx).values())
 
 
 @pytest.mark.parametrize(("axes", "to"), [((0, 1, 2), (1,)), ((1, 0, 2), (0,)), ((2, 0, 1), (0,))])
