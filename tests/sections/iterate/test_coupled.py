@@ -128,7 +128,6 @@ def pressure(u, v, p):
 
 BOUNDARIES = [
     "periodic",
-    0.0,
     {"p": "nearest", "*": 0.0},
     {"u": {0: ("nearest", 0.5), 1: "reflect"}, "v": {0: 2.0, 1: (0.0, "reflect")}, "p": "periodic"},
 ]
