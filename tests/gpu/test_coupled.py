@@ -6,7 +6,7 @@ import dask.array as da
 import numpy as np
 import pytest
 
-from dask_p2p import Checkpoint, Field, Record, Save, iterate
+from dask_p2p import Checkpoint, Field, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from tests.gpu.support import on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, way
@@ -24,22 +24,6 @@ OPTIONS = pytest.mark.parametrize(
 def react(u, v):
     rate = inner(u) * inner(v) * inner(v)
     return {"u": inner(u) + 0.1 * laplacian(u) - 1e-4 * rate, "v": inner(v) + 0.05 * laplacian(v)}
-
-
-def react_into(u, v, out):
-    new = react(u, v)
-    out.u[...], out.v[...] = new["u"], new["v"]
-
-
-@OPTIONS
-@pytest.mark.parametrize("function", [react, react_into])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_two_fields(client, way, ranks, function, options):
-    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN)}
-    result = iterate(function, fields, 1, 30, ranks=ranks, **options)
-    expected = both({"u": X, "v": V}, 1, 30, [(react, "uv")])
-    for name, y in result.items():
-        check(y, expected[name])
 
 
 @OPTIONS
@@ -76,26 +60,6 @@ def test_levels_constants_and_position(client, way, ranks, options):
         now, before = new * mask + 1e-3 * (rows % 3), now
     check(result["w"][0], now)
     check(result["w"][1], before)
-
-
-@OPTIONS
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_series(client, way, ranks, options):
-    record = {
-        "mass": lambda u: inner(u).sum(),
-        "rough": Record(lambda v: abs(laplacian(v)).max(), every=7, op="max"),
-    }
-    fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN)}
-    result = iterate(react, fields, 1, 40, record=record, ranks=ranks, **options)
-    fields, mass, rough = {"u": X, "v": V}, [], []
-    for step in range(1, 41):
-        fields = both(fields, 1, 1, [(react, "uv")])
-        mass.append(fields["u"].sum())
-        if step % 7 == 0:
-            rough.append(abs(laplacian(np.pad(fields["v"], 1, "wrap"))).max())
-    np.testing.assert_allclose(result["mass"].compute(), mass, rtol=1e-9)
-    np.testing.assert_allclose(result["rough"].compute(), rough, rtol=1e-9)
-    check(result["u"], fields["u"])
 
 
 @OPTIONS

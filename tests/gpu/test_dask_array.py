@@ -9,10 +9,9 @@ import pytest
 
 import dask_p2p
 from dask_p2p import estimate, fft
-from dask_p2p.engine.task import AssembleTask
 from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
-from tests.ops.programs import INSTALLED, PROGRAMS, SECTIONS, VALUES
+from tests.ops.programs import PROGRAMS, SECTIONS, VALUES
 from tests.support import persisted, used
 
 pytestmark = pytest.mark.gpu(2)
@@ -65,33 +64,8 @@ def test_regions_move_between_gpus(client, x):
         assert declared(result)
 
 
-def exchange(y):
-    tasks = y.__dask_graph__().values()
-    return {task.index: task.plan for task in tasks if isinstance(task, AssembleTask)}
-
-
 #: `install` does not change the package `dask_array`.
 of_dask = pytest.mark.parametrize("library", ["dask.array"], indirect=True)
-
-
-@of_dask
-@pytest.mark.parametrize("name", INSTALLED)
-def test_the_methods_of_dask(name, client, library, x):
-    expected = INSTALLED[name](in_blocks(library).persist())
-    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as installation:
-        y = persisted(client, INSTALLED[name](x))
-    assert installation.count == 1
-    check(client, y, expected)
-
-
-@of_dask
-def test_a_transpose_and_a_rechunk_are_one_transpose(client, x):
-    """Their tasks are those of `dask_p2p.transpose`, so they move the same bytes."""
-    rows = (2, -1)
-    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install():
-        p2p_layers = exchange(x.T.rechunk(rows))
-    assert len(p2p_layers) == 10
-    assert p2p_layers == exchange(dask_p2p.transpose(x, chunks=rows))
 
 
 @of_dask

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dask
 import numpy as np
 import pytest
 
@@ -47,47 +46,6 @@ def test_arrays_go_from_gpu_to_gpu(client, elements, has_out):
     options = {"elements": elements, "has_out": has_out, "outputs": PerRank(np.zeros(2, int))}
     actual = spmd(there_and_back, on_gpu(X, (1, 4)), **options)
     assert actual.compute().tolist() == [[0, 0]] * 2
-    nothing_is_left(client)
-
-
-def test_without_ipc_they_go_through_host_memory(client):
-    options = {"elements": 1 << 16, "has_out": False, "outputs": PerRank(np.zeros(2, int))}
-    with dask.config.set({"p2p.transports.order": ["comm"]}):
-        actual = spmd(there_and_back, on_gpu(X, (1, 4)), **options).compute()
-    assert actual.tolist() == [[0, TURNS]] * 2
-
-
-def exchange_all_kinds(ctx, x):
-    """Exchange values of several kinds in several ways; return which of them are wrong."""
-    import cupy
-
-    peer = 1 - ctx.rank
-    arrays = [cupy.arange(60_000.0).reshape(200, 300) + rank for rank in range(2)]
-    a, b = arrays[ctx.rank], arrays[peer]
-    value = {"c": a, "f": a.T, "part": (a[::2, 3:], np.arange(9)), "small": a[0, :2], "rank": 1}
-    first, second = ctx.isend(value, peer), ctx.isend(a.astype("c8"), peer)
-    received = ctx.recv(peer)
-    group = ctx.along(ctx.grid.index(2))
-    pairs = [
-        (received["c"], b),
-        (received["f"], b.T),
-        (received["part"][0], b[::2, 3:]),
-        (received["small"], b[0, :2]),
-        (ctx.recv(peer), b.astype("c8")),
-        (ctx.bcast(a if ctx.rank else None, root=1), arrays[1]),
-        *zip(ctx.alltoall([a, a]), arrays, strict=True),
-        (group.sendrecv(a, 1 - group.rank, 1 - group.rank), b),
-    ]
-    first.wait()
-    second.wait()
-    same = [received["part"][1].tolist() == [*range(9)], received["rank"] == 1]
-    same += [isinstance(one, cupy.ndarray) and bool((one == like).all()) for one, like in pairs]
-    return np.array(same)
-
-
-def test_values_of_all_kinds(client):
-    actual = spmd(exchange_all_kinds, on_gpu(X, (1, 4)), outputs=PerRank(np.zeros(11, bool)))
-    assert actual.compute().tolist() == [[True] * 11] * 2
     nothing_is_left(client)
 
 

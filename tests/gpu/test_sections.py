@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from itertools import pairwise
 
 import dask
 import dask.array as da
@@ -14,12 +13,12 @@ from distributed import Client, get_worker, wait
 
 import dask_p2p
 from dask_p2p import estimate, iterate, spmd
-from dask_p2p.errors import InputError, SectionError
+from dask_p2p.errors import InputError
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
-from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
+from tests.sections.support import be_on_hosts, nothing_is_left
 from tests.support import die_once, own_client, persisted, result_of, tune, tune_here
 
 pytestmark = pytest.mark.gpu(2)
@@ -39,18 +38,6 @@ def nine(u, out):
     """A nine-point stencil, with points across corners."""
     out[...] = u[:-2, :-2] + 2 * u[:-2, 2:] + 3 * u[2:, :-2] + 4 * u[2:, 2:] + u[1:-1, 1:-1]
     out /= 11
-
-
-def wave(u, before, speed, factor, out):
-    """A stencil of 25 points and two time levels, with a speed for each point."""
-    center = u[4:-4, 4:-4]
-    out[...] = 2 * center - before
-    for by, weight in enumerate((-205 / 72, 8 / 5, -1 / 5, 8 / 315, -1 / 560)):
-        for axis in range(2):
-            for side in (-by, by) if by else (0,):
-                at = [slice(4, n - 4) for n in u.shape]
-                at[axis] = slice(4 + side, u.shape[axis] - 4 + side)
-                out += factor * weight * speed * u[tuple(at)]
 
 
 def check(y, expected, char="d"):
@@ -76,22 +63,6 @@ def test_a_rank_alone(char, boundary):
 
 
 @pytest.mark.gpu(1)
-def test_functions_may_work_on_for_long():
-    """Halos, copies to the host and outputs come after the work on the stream."""
-
-    def late(u, out):
-        import cupy
-
-        spin(cupy.cuda.get_current_stream(), 20_000_000)
-        heat(u, out)
-        return out.sum()
-
-    with dask.config.set(scheduler="sync"):
-        y = iterate(late, on_gpu(X, UNEVEN), 1, 5, until=lambda total: False, ranks=1)
-        check(y, reference(heat, [X], 1, 5, "periodic")[0])
-
-
-@pytest.mark.gpu(1)
 def test_two_workers_of_one_gpu():
     """They also read each other's windows, if the driver permits it."""
     with own_client(threads_per_worker=2):
@@ -111,30 +82,6 @@ def way(request):
         yield request.param
 
 
-def windows_of(ctx, x):
-    from dask_p2p.sections.gpu import halo_windows
-
-    read, opened = [], halo_windows.opened
-
-    def noted(*args):
-        windows, by_rank = opened(*args)
-        read.extend(by_rank)
-        return windows, by_rank
-
-    p = ctx.with_halo(x, boundary="periodic")
-    halo_windows.opened = noted  # a process has one rank
-    try:
-        ctx.update_halo(p)
-    finally:
-        halo_windows.opened = opened
-    return x, len(read)
-
-
-def test_windows_are_read(client, way):
-    _, counts = spmd(windows_of, on_gpu(X, (48, 70)), per_rank=[0])
-    assert counts.compute().tolist() == ([1, 1] if way == "windows" else [0, 0])
-
-
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
@@ -152,21 +99,6 @@ def test_heat(client, way, char, boundary, steps, options):
     y = iterate(heat, x, 1, steps, boundary=boundary, **options)
     check(y, reference(heat, [X], 1, steps, boundary)[0], char)
     nothing_is_left(client)
-
-
-@pytest.mark.parametrize("capture", [False, True])
-def test_a_wave_of_two_levels(client, way, capture):
-    speed = np.random.default_rng(1).random(X.shape)
-    fields = on_gpu(X, UNEVEN), on_gpu(X + 1, UNEVEN)
-    constants = on_gpu(speed, (40, 70)), 0.05
-    y, before = iterate(wave, fields, [4, 0], 60, constants=constants, capture=capture)
-
-    def leapfrog(u, old, speed, factor, out):
-        wave(u, old[4:-4, 4:-4], speed, factor, out)
-
-    expected = reference(leapfrog, [X, X + 1], 4, 60, "periodic", (speed, 0.05))
-    check(y, expected[0])
-    check(before, expected[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"check_every": 5, "capture": True}], ids=str)
@@ -345,24 +277,10 @@ def far(client):
     client.run(pretend, False)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("char", "fd")
-def test_halos_by_ucx(client, far, char, overlap):
-    y = iterate(heat, on_gpu(X.astype(char), UNEVEN), 1, 30, overlap=overlap)
-    check(y, reference(heat, [X], 1, 30, "periodic")[0], char)
-    assert all(client.run(endpoints_of_ucx).values())
-
-
 @pytest.mark.parametrize(("axes", "to"), [((0, 1, 2), (1,)), ((1, 0, 2), (0,)), ((2, 0, 1), (0,))])
 @pytest.mark.parametrize("char", ["f", "D", "b", "e"])
 def test_redistribute_by_ucx(client, far, char, axes, to):
     assert by_turned(char, axes, to) == [[True, False]] * 2
-
-
-@pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
-@pytest.mark.parametrize("char", "fFdD")
-def test_transforms_by_ucx(client, far, char, piece_bytes):
-    check_transforms(char, (0, 1, 2), False, piece_bytes)
 
 
 @pytest.mark.parametrize(
@@ -381,91 +299,12 @@ def test_redistribute_memory_of_other_allocators(settings):
             client.run(free_all_blocks)
 
 
-def test_memory_that_goes_back_to_the_driver():
-    """Memory that others have mapped is freed, and other memory has its address."""
-
-    def gives_memory_back(ctx, x):
-        for _ in range(10):
-            turned = ctx.redistribute(x, (1,))
-            x = ctx.redistribute(turned + 1, from_partition=(1,)) * 1
-            del turned
-            free_all_blocks()
-        return x
-
-    settings = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
-    x = np.random.default_rng(0).integers(0, 1000, (2000, 3000))
-    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster):
-        assert np.array_equal(on_host(spmd(gives_memory_back, on_gpu(x, (1000, 3000)))), x + 10)
-
-
-def test_late_kernels_and_redistributions(client, way):
-    """A local block is not read before it is written, and not overwritten before it is read."""
-
-    def late(ctx, x):
-        import cupy
-
-        for step in range(20):
-            if step % 2 == ctx.rank:
-                spin(cupy.cuda.get_current_stream(), 20_000_000)
-            turned = ctx.redistribute(x, (1,))
-            x[...] = -1
-            turned += 1
-            x = ctx.redistribute(turned, from_partition=(1,))
-            turned[...] = -1
-        return x
-
-    x = np.random.default_rng(0).integers(0, 1000, (96, 70))
-    assert np.array_equal(on_host(spmd(late, on_gpu(x, (48, 70)))), x + 20)
-
-
 def averaged(steps):
     """The values of steps that replace each row by the mean of its neighbours."""
     values = X
     for _ in range(steps):
         values = (np.roll(values, 1, 0) + np.roll(values, -1, 0)) / 2
     return values
-
-
-def test_late_kernels_and_windows(client, way):
-    """The GPU of one rank waits for the other rank, which is late."""
-
-    def late(ctx, x):
-        import cupy
-
-        p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
-        for step in range(20):
-            if step % 2 == ctx.rank:
-                spin(cupy.cuda.get_current_stream(), 20_000_000)
-            ctx.update_halo(p)
-            p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
-        return p.inner
-
-    check(spmd(late, on_gpu(X, (48, 70))), averaged(20))
-
-
-def test_a_function_that_raises(client, way):
-    def raises(u, out):
-        heat(u, out)
-        raise ValueError("no more")
-
-    for _ in range(3):
-        with pytest.raises(ValueError, match="no more"):
-            iterate(raises, on_gpu(X, UNEVEN), 1, 50).compute()
-    nothing_is_left(client)
-    check(iterate(heat, on_gpu(X, UNEVEN), 1, 5), reference(heat, [X], 1, 5, "periodic")[0])
-
-
-def test_calls_that_differ(client, way):
-    def differs(ctx, x):
-        p = ctx.with_halo(x, boundary="periodic")
-        for _ in range(5):
-            ctx.update_halo(p)
-        ctx.barrier() if ctx.rank else ctx.update_halo(p)
-        return x
-
-    with pytest.raises(SectionError, match="expected the same calls on all ranks"):
-        spmd(differs, on_gpu(X, (48, 70))).compute()
-    nothing_is_left(client)
 
 
 def test_estimate_has_the_memory_of_the_gpu(client):
@@ -519,23 +358,6 @@ def values_of_tries(client, function, path):
     wait([y, values])
     check(y, X + 20)
     return values.compute().tolist()
-
-
-def test_a_checkpoint_brings_states_back_to_the_gpu(client, tmp_path):
-    """Another rank ends an attempt. The next one continues from the last checkpoint."""
-
-    def tries(ctx, x, path):
-        p, steps = ctx.with_halo(x), f"{path}-{ctx.rank}"
-        for step in ctx.steps(20, ctx.state(p=p), every=5):
-            with open(steps, "a") as file:
-                file.write(f"{step}\n")
-            p.inner[...] += 1
-            end_attempt_once(ctx, step, path)
-        with open(steps) as file:
-            tries_so_far = [*map(int, file)]
-        return p.inner, [after for before, after in pairwise(tries_so_far) if after <= before][-1]
-
-    assert values_of_tries(client, tries, tmp_path / "tried") == [10, 10]
 
 
 def spills(ctx, x):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dask
 import dask.array as da
 import numpy as np
 import pytest
 
-import dask_p2p
 from tests.gpu.support import on_host
 from tests.gpu.test_fft import declared
 from tests.support import persisted
@@ -16,8 +14,6 @@ xr = pytest.importorskip("xarray")
 from tests.xarray.programs import (  # noqa: E402
     PROGRAMS,
     SECTIONS,
-    VALUES,
-    as_dataset,
     build,
     variables,
 )
@@ -79,48 +75,3 @@ def test_values_are_those_of_numpy(name, client, arrays):
     program = {**PROGRAMS, **SECTIONS}[name]
     actual, expected = map(program, arrays)
     check(actual, expected)
-
-
-CHUNKS = {
-    "chunk": lambda a: a.chunk(t=-1, x=2),
-    "transpose and chunk": lambda a: a.transpose("x", "t").chunk(x=2, t=-1),
-}
-
-
-@pytest.mark.parametrize("library", ["dask.array"], indirect=True)
-@pytest.mark.parametrize("name", CHUNKS)
-def test_chunk_of_xarray(name, client, arrays):
-    expected = CHUNKS[name](arrays[1]).persist()
-    with dask.config.set({"array.rechunk.method": "p2p"}), dask_p2p.install() as installation:
-        actual = CHUNKS[name](arrays[0]).persist()
-    assert installation.count
-    check(actual, expected)
-
-
-def test_arrays_in_memory(client):
-    cupy = pytest.importorskip("cupy")
-    a, expected = build(cupy.asarray), build(np.asarray)
-    check(a.p2p.fft("t").chunk(), expected.p2p.fft("t").chunk())
-    turned = a.p2p.transpose("x", "t")
-    assert isinstance(turned.data, cupy.ndarray)
-    np.testing.assert_array_equal(turned.data.get(), VALUES.T)
-
-
-def test_to_zarr(client, arrays, tmp_path):
-    pytest.importorskip("zarr")
-    a, expected = map(as_dataset, arrays)
-    a.p2p.transpose("x", "t").p2p.to_zarr(tmp_path / "a", chunks={"x": 7}, consolidated=False)
-    with xr.open_zarr(tmp_path / "a", consolidated=False) as stored:
-        xr.testing.assert_allclose(stored.compute(), expected.transpose("x", "t").compute())
-        assert stored.u.chunks[0] == (7, 7, 6)
-
-
-def test_arrays_of_cupy_xarray(client):
-    pytest.importorskip("cupy_xarray")
-    a = build(lambda values: da.from_array(values, chunks=(6, -1)[: values.ndim])).as_cupy()
-    assert a.cupy.is_cupy
-    turned = a.p2p.transpose("x", "t").p2p.fft("t").persist()
-    assert turned.cupy.is_cupy
-    actual = turned.cupy.as_numpy().compute()
-    expected = build(np.asarray).p2p.transpose("x", "t").p2p.fft("t")
-    np.testing.assert_allclose(actual.data, expected.compute().data, rtol=1e-9, atol=1e-9)

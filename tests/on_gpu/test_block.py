@@ -15,6 +15,7 @@ from distributed import Reschedule
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitError, P2PWarning
 from dask_p2p.on_gpu import block as module
+from tests.sections.emulated import kernel
 from tests.simulation.streams import HOST
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
@@ -38,21 +39,6 @@ def gpu(gpu, monkeypatch):
 @pytest.fixture
 def x():
     return da.from_array(VALUES, chunks=(12, 64))
-
-
-def kernel(gpu, function):
-    """A function that NumPy's does on the device."""
-
-    def run(*arrays, **kwargs):
-        name = gpu.current[-1].name
-        assert name != "null"
-        values = np.asarray(function(*(a.values for a in arrays), **kwargs))
-        result = gpu.empty(values.shape, values.dtype)
-        gpu.do(name, "the function", reads=arrays, writes=[result])
-        result.values[...] = values
-        return result
-
-    return run
 
 
 def on_gpu(gpu, function, *arrays, **kwargs):

@@ -29,17 +29,6 @@ def three_workers(client):
         client.wait_for_workers(3, timeout=BOUND_S)
 
 
-def stepping(ctx, x, steps, folder, kill):
-    """Kills its own worker once, at a step."""
-    for step in range(steps):
-        total = ctx.allreduce(x.sum())
-        x += total / (step + 1e6)
-        time.sleep(0.02)
-        if (ctx.rank, step) == kill:
-            die_once(folder / "killed")
-    return x
-
-
 def circling(ctx, x, steps, folder, kill):
     """Sends its block, of 1.6 MB, around a ring; kills its own worker once, before a message."""
     right, left = (ctx.rank + 1) % ctx.size, (ctx.rank - 1) % ctx.size
@@ -62,26 +51,6 @@ def test_a_killed_worker_ends_waits_for_messages(client, tmp_path, kill):
     future = client.compute(y)
     assert (result_of(client, future) == values + 36).all()
     assert (tmp_path / "killed").exists()
-
-
-@pytest.mark.parametrize("kill", mostly_slow([(0, 0), (1, 10), (3, 19)], [(1, 10)]))
-def test_a_killed_worker_brings_all_ranks_again(client, tmp_path, kill):
-    x = da.from_array(X, chunks=(2, 12)) + 0.5
-    folders = [tmp_path / name for name in ("undisturbed", "killed")]
-    for folder in folders:
-        folder.mkdir()
-    (folders[0] / "killed").touch()
-    undisturbed, disturbed = (
-        client.compute(spmd(stepping, x, ranks=4, steps=20, folder=folder, kill=kill))
-        for folder in folders
-    )
-    values = result_of(client, undisturbed)
-    began_s = time.monotonic()
-    assert np.array_equal(result_of(client, disturbed), values), "the same bits"
-    assert time.monotonic() - began_s < BOUND_S
-    assert (folders[1] / "killed").exists()
-    del undisturbed, disturbed
-    nothing_is_left(client)
 
 
 def test_a_worker_dies_when_only_some_blocks_are_handed_out(client, tmp_path):

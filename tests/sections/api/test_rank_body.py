@@ -40,17 +40,6 @@ def closure():
     return each(lambda ctx, x: (ctx.barrier(), count())[1])
 
 
-def scratch():
-    memory = np.zeros(4)
-
-    def function(ctx, x):
-        memory[:] = ctx.rank
-        ctx.barrier()
-        return memory[0] - ctx.rank + 1
-
-    return each(function)
-
-
 def stepped(**options):
     return iterate(lambda u: {"u": u[1:-1, 1:-1] + 1}, {"u": array()}, 1, 3, ranks=RANKS, **options)
 
@@ -109,7 +98,7 @@ def arguments():
     return spmd(count, array(), log=[], module=np, lock=NoCopy(), **options)
 
 
-PROGRAMS = [closure, scratch, record, boundary, two_functions, arguments]
+PROGRAMS = [closure, record, boundary, two_functions, arguments]
 
 
 @pytest.fixture(scope="module")

@@ -58,8 +58,6 @@ def test_steps_need_a_state(alone, state):
     ("name", "remedy"),
     [
         ("Get_rank", r"ctx\.rank\."),
-        ("Get_size", r"ctx\.size\."),
-        ("Sendrecv", r"ctx\.sendrecv\."),
         ("Barrier", r"ctx\.barrier\."),
         ("Allgatherv", r"ctx\.allgather\(value, ragged=True\)\."),
         ("Sub", r"ctx\.along\(axis\)\."),

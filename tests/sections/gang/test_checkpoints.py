@@ -15,7 +15,7 @@ from tests.sections.wire.support import Gang
 from tests.support import BOUND_S
 
 
-def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
+def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one(monkeypatch):
     """One rank has a state of step 7: its attempt ended before the others had theirs.
 
     Another attempt goes on at 3, and comes to step 5. If that ended in the middle, and 3 was gone,
@@ -25,15 +25,13 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one():
     for step, holders in ((2, memories), (3, memories), (7, memories[1:])):
         for saved in holders:
             saved.add(saved.open("x"), 1, step, [memoryview(b"%d" % step)])
-    seen = []
+    seen, add = [], SavedStates.add
 
-    class Watched(SavedStates):
-        def add(self, to, rank, step, state):
-            seen.append({step for states in to.values() for step in states})
-            super().add(to, rank, step, state)
+    def noted(saved, to, *state):
+        seen.append({step for states in to.values() for step in states})
+        add(saved, to, *state)
 
-    for saved in memories:
-        saved.__class__ = Watched
+    monkeypatch.setattr(SavedStates, "add", noted)
 
     def save(rank, connections):
         states = States(memories[rank], "x", 3, (0, 1), lambda: None)

@@ -15,10 +15,7 @@ from distributed import Reschedule
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import InputError, SectionError
-from dask_p2p.plugins.gangs.coordinator import Order
-from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.gang import rank
-from dask_p2p.sections.gang.worker import WorkerRanks
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.support import be_on_hosts, nothing_is_left, ranks_of, ranks_that_run
 from tests.support import BOUND_S, in_process, own_client, tls_client
@@ -158,27 +155,6 @@ def test_encrypted_clusters_have_encrypted_connections():
 
 def protocol(dask_worker):
     return ranks_of(dask_worker).reach.protocol
-
-
-async def test_the_scheduler_records_states_though_the_rank_ends(monkeypatch):
-    """Otherwise they would never be dropped."""
-
-    async with in_process(1) as (cluster, _):
-        ranks = await part_on(cluster.workers[0], WorkerRanks)
-        has_begun, may_end, recorded = (asyncio.Event() for _ in range(3))
-
-        async def call(op, **kwargs):
-            has_begun.set()
-            await may_end.wait()
-            recorded.set()
-
-        with ranks.rank_attempt("x", 0, 2) as own:
-            monkeypatch.setattr(own, "_call", call)
-            own.checkpoints(Order("running", peers=(("a", "", ""),) * 2))._states.notify()
-            await asyncio.wait_for(has_begun.wait(), BOUND_S)
-        await asyncio.sleep(0)  # the attempt's end comes first
-        may_end.set()
-        await asyncio.wait_for(recorded.wait(), BOUND_S)
 
 
 def test_dask_takes_fewer_samples_while_there_are_ranks():

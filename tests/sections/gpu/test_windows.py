@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
@@ -119,29 +120,21 @@ def test_memory_that_the_gpu_still_reads_is_closed_after_that(
         assert calls == ["01", "closed"]
 
 
-class Waiting:
-    """A GPU whose streams wait for events of a process, until another one has recorded these."""
+def waiting(monkeypatch, runtime, ends=True):
+    """Let streams wait for events of a process, until another one has recorded these.
 
-    def __init__(self, monkeypatch, runtime, ends=True):
-        self.ends, self.recorded, self.waited = ends, [], []
-        self.until_s = time.monotonic() + 60  # bounds the wait of a failing test
-        monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if self.is_done else 600)
-        monkeypatch.setattr(runtime, "eventRecord", self.record)
-        wait_for = runtime.streamWaitEvent
+    Return the calls that record events, and those that wait for them.
+    """
+    until_s = time.monotonic() + 60  # bounds the wait of a failing test
+    record, wait = mock.Mock(), mock.Mock(wraps=runtime.streamWaitEvent)
 
-        def wait(stream, event):
-            self.waited.append((stream, event))
-            wait_for(stream, event)
+    def query(stream):
+        assert time.monotonic() < until_s, "the GPU waits for ever"
+        return 0 if ends and record.call_count == 2 else 600
 
-        monkeypatch.setattr(runtime, "streamWaitEvent", wait)
-
-    @property
-    def is_done(self):
-        assert time.monotonic() < self.until_s, "the GPU waits for ever"
-        return self.ends and len(self.recorded) == 2
-
-    def record(self, event, stream):
-        self.recorded.append((event, stream))
+    for name, call in (("streamQuery", query), ("eventRecord", record), ("streamWaitEvent", wait)):
+        monkeypatch.setattr(runtime, name, call)
+    return record, wait
 
 
 @pytest.mark.parametrize("has_ended", [False, True])
@@ -154,13 +147,13 @@ def test_waits_for_a_process_that_ends_end_too(monkeypatch, calls, descriptor, s
         gpu.closing.append(memory.close)
         memory.mapped(handle(1, 5000), 100)
         memory.wait(gpu.stream, 0)
-        waiting = Waiting(monkeypatch, gpu.module.cuda.runtime)
+        record, wait = waiting(monkeypatch, gpu.module.cuda.runtime)
         sleeper.kill()
         with pytest.raises(AttemptEndedError):
             gpu.wait()
-        assert waiting.is_done
-        (stream,) = {stream for _, stream in waiting.recorded}
-        (probe,) = {stream for stream, _ in waiting.waited}
+        assert record.call_count == 2
+        (stream,) = {call.args[1] for call in record.call_args_list}
+        (probe,) = {call.args[0] for call in wait.call_args_list}
         assert len({stream, probe, gpu.stream.ptr, gpu.copies.ptr}) == 4
     wait_until(lambda: calls == ["01", "closed"])
 
@@ -173,7 +166,7 @@ def test_waits_that_do_not_end(monkeypatch, calls, descriptor, sleeper):
         with gpu.running([]):
             memory = PeerMemory(gpu, descriptor)
             gpu.peers.append(memory)
-            Waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
+            waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
             sleeper.kill()
 
     with pytest.raises(

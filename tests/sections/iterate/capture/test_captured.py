@@ -21,7 +21,6 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.gpu.stars import X, check
 from tests.sections.iterate.test_iterate import star
-from tests.support import tune
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 7, 10])
@@ -31,24 +30,6 @@ def test_steps(gpu, replayed, ranks, steps):
     # The first four are done one by one, and the last one has no exchange behind it. A graph is
     # tried when it is made.
     assert len(replayed) == (ranks * (1 + (steps - 5) // 2) if steps > 6 else 0)
-
-
-def noted_forks(monkeypatch):
-    """Return a list that gets an element for each fork of a captured stream."""
-    forks, original = [], Gpu.on_side_stream
-    monkeypatch.setattr(
-        Gpu, "on_side_stream", lambda device: (forks.append(1), original(device))[1]
-    )
-    return forks
-
-
-@pytest.mark.parametrize("steps", [6, 7, 10])
-def test_interiors_during_exchanges(gpu, replayed, monkeypatch, steps):
-    tune(monkeypatch, graph_overlap_bytes=1)
-    forks = noted_forks(monkeypatch)
-    check(gpu, steps, overlap=True, capture=True)
-    assert len(replayed) == (4 * (1 + (steps - 5) // 2) if steps > 6 else 0)
-    assert len(forks) == (8 if steps > 6 else 0)  # two steps of a cycle
 
 
 def test_a_function_that_allocates(gpu, replayed):

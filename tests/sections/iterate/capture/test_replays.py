@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
+from dask_p2p.sections.gpu.device import Gpu
 from dask_p2p.sections.iterate import capture as overlap
 from dask_p2p.sections.iterate import capture as replays
 from dask_p2p.sections.iterate.capture import Overlap, Replays
 from tests.sections.emulated import kernel
 from tests.sections.gpu.stars import X, check, compute
-from tests.sections.iterate.capture.test_captured import noted_forks
 from tests.sections.iterate.test_iterate import reference, star
 from tests.support import tune
 
@@ -66,7 +66,9 @@ def test_interiors_of_plain_functions_are_computed_during_exchanges(
     """Other exchanges are enqueued before the function."""
     monkeypatch.setattr(overlap, "is_replayable", lambda function: how != "unknown code")
     tune(monkeypatch, graph_overlap_bytes=2**20 if how == "small" else 1)
-    forks, comparisons, compare = noted_forks(monkeypatch), [], Overlap.check
+    forks, fork = [], Gpu.on_side_stream
+    monkeypatch.setattr(Gpu, "on_side_stream", lambda device: (forks.append(1), fork(device))[1])
+    comparisons, compare = [], Overlap.check
     monkeypatch.setattr(
         Overlap, "check", lambda *arguments: (comparisons.append(1), compare(*arguments))
     )

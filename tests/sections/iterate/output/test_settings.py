@@ -162,7 +162,7 @@ def test_keywords(tmp_path, value, changed):
 def test_constants(client, tmp_path):
     """Arrays of all kinds, divided and whole, by any number of ranks."""
 
-    def step(u, a, row, column, wide, whole, lazy):
+    def step(u, a, row, column, wide, whole, lazy, rate):
         return {"u": u[1:-1] + 0 * (a + row + column)}
 
     def values(shift):
@@ -173,6 +173,7 @@ def test_constants(client, tmp_path):
             "wide": Field(U + shift, depth={0: 1}, boundary="nearest"),
             "whole": Whole(np.arange(5.0) + shift),
             "lazy": Whole(da.arange(6.0, chunks=2) + shift),
+            "rate": 0.5 + shift,
         }
 
     constants = values(0)

@@ -123,29 +123,16 @@ def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path, has_files):
 
 
 def test_a_run_with_other_values_names_those_that_differ(tmp_path):
-    def scaled(u, v, rate, name):
-        return react(u, v)
-
-    def other(u, v, rate, name):
-        return react(u, v)
-
-    def run(steps, chunks=((8, 8, 8), (10, 10)), v=B, function=scaled, rate=0.5, name="a"):
+    def run(steps, chunks=((8, 8, 8), (10, 10)), v=B):
         fields = {"u": array(A, chunks), "v": array(v, chunks)}
-        options = {"checkpoint": Checkpoint(tmp_path, every=4), "constants": {"rate": rate}}
-        return run_here(function, fields, 1, steps, name=name, **options)["v"]
+        return run_here(react, fields, 1, steps, checkpoint=Checkpoint(tmp_path, every=4))["v"]
 
     with warnings.catch_warnings(action="error"):
         run(5)
         run(7, ((6,) * 4, (5,) * 4))
     with pytest.warns(P2PWarning, match=r"at step 4 of .* differs .* in v: the steps before are"):
-        warnings_seen = run(9, v=B * 2)
-    assert np.array_equal(warnings_seen, states(9)[-1]["v"])
-    for arguments, named in (
-        ({"function": other}, "the functions"),
-        ({"rate": 0.25, "name": "b"}, "rate, name"),
-    ):
-        with pytest.warns(P2PWarning, match=rf"differs from the first run there in {named}: the"):
-            run(9, **arguments)
+        result = run(9, v=B * 2)
+    assert np.array_equal(result, states(9)[-1]["v"])
 
 
 def test_a_run_with_other_records_names_those_without_values(tmp_path):
