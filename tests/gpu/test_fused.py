@@ -118,6 +118,27 @@ def test_blocks_that_are_made_on_the_host(client, way):
     check((dask_p2p.fused(y) + x).compute(), expected(overlaps, X, UNEVEN) + X)
 
 
+def test_late_kernels(client, way):
+    """Exchanges and outputs wait for the work of GPUs, which lasts for long here."""
+
+    def late(block):
+        import cupy
+
+        from tests.gpu.test_streams import spin
+
+        spin(cupy.cuda.get_current_stream(), 50_000_000)
+        return block + 1
+
+    def program(x, function):
+        for _ in range(4):
+            x = dask_p2p.transpose(x.map_blocks(function, dtype=x.dtype))
+        return x
+
+    x = persisted(client, on_gpu(X, (48, -1)))
+    reference = expected(lambda x: program(x, lambda block: block + 1), X, (48, -1))
+    check(on_host(dask_p2p.fused(program(x, late))), reference)
+
+
 def test_a_worker_is_killed(client, way, tmp_path):
     path = str(tmp_path / "died")
 
@@ -179,6 +200,18 @@ def test_a_resident_gang_and_a_killed_worker(client, way):
     check_killed(client, 20, 40)
 
 
+def normed(u):
+    return u / da.sqrt((u * u).sum())
+
+
+def turned(u):
+    return dask_p2p.transpose(dask_p2p.transpose(u) * 0.5)
+
+
+def transformed(u):
+    return dask_p2p.fft.ifftn(dask_p2p.fft.fftn(u) * 0.5).real
+
+
 @pytest.fixture
 def gangs(client, monkeypatch):
     """Return a function that sets the number of calls before GPUs replay them."""
@@ -191,6 +224,21 @@ def gangs(client, monkeypatch):
 
     yield replay_after
     replay_after(tuning.current.replay_after_calls)
+
+
+@pytest.mark.parametrize("function", [heat, overlaps, transposes, normed, turned, transformed])
+def test_replayed_calls_are_those_of_functions(client, gangs, function):
+    x = persisted(client, on_gpu(X, (48, -1)))
+    step = dask_p2p.compile(lambda u: function(u).rechunk((48, -1)), x)
+    replays = []
+    for first in (10**9, 4):
+        gangs(first)
+        with step.resident(x) as run:
+            u = x
+            for _ in range(12):
+                u = run(u)
+            replays.append(to_host(run.fetch(u)))
+    assert np.array_equal(*replays)
 
 
 def adds_noise(block):

@@ -5,15 +5,23 @@ The free memory of a GPU is that of all processes: a test beside these would be 
 
 from __future__ import annotations
 
+import gc
+
 import dask
+import numpy as np
 import pytest
 
 import dask_p2p
+from dask_p2p import iterate, spmd
 from dask_p2p.cli.cluster import indexed_array
 from tests.faults.test_soak import measure
-from tests.gpu.support import assert_right, gpu_client
+from tests.gpu.support import assert_right, gpu_client, on_gpu
 from tests.gpu.test_faults import PARTS, SHAPE, assert_flat
+from tests.gpu.test_sections import heat, way
+from tests.sections.support import nothing_is_left
 from tests.support import persisted
+
+__all__ = ["way"]
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -60,3 +68,45 @@ def test_nothing_grows(order):
         # Connections of Dask come and go; a file left open by each run would be 240 of them.
         assert grown["files"] < 5, grown
         assert grown["threads"] <= 2, grown
+
+
+def used_bytes(dask_worker):
+    """Return the size of the pool, and the free memory of the GPU."""
+    import rmm
+
+    gc.collect()
+    resource = rmm.mr.get_current_device_resource()
+    while not hasattr(resource, "pool_size"):
+        resource = resource.get_upstream()
+    import cupy
+
+    cupy.cuda.runtime.deviceSynchronize()
+    return resource.pool_size(), cupy.cuda.runtime.memGetInfo()[0]
+
+
+@pytest.mark.parametrize("program", ["iterate", "redistribute"])
+def test_no_memory_of_the_gpu_is_lost(client, way, program):
+    def there_and_back(ctx, x):
+        for _ in range(5):
+            x = ctx.redistribute(ctx.redistribute(x, (1,)), from_partition=(1,))
+        return x
+
+    def run():
+        if program == "iterate":
+            y = persisted(client, iterate(heat, x, 1, 30, checkpoint_every=10))
+        else:
+            y = persisted(client, spmd(there_and_back, x))
+        del y
+
+    x = persisted(client, on_gpu(np.zeros((2048, 2048), "f4"), (512, 2048)))
+    for _ in range(3):
+        run()
+    nothing_is_left(client)
+    before = client.run(used_bytes)
+    for _ in range(20):
+        run()
+    nothing_is_left(client)
+    after = client.run(used_bytes)
+    for worker, (pool_bytes, free_bytes) in after.items():
+        assert pool_bytes == before[worker][0]
+        assert free_bytes >= before[worker][1] - 2**26

@@ -123,6 +123,19 @@ def empty_pool(dask_worker):
     del dask_worker.filling
 
 
+def test_parts_are_read_in_place_where_there_is_no_memory_to_copy_them_into():
+    shape = (10000, 20000)
+    options = {"p2p.transports.order": ["ipc"], "p2p.transports.ipc.staging-bytes": "768 MiB"}
+    with dask.config.set(options), gpu_client(**SMALL_POOL) as client:
+        a = persisted(client, indexed_array(shape, (5000, 20000), "f4", kind="cupy"))
+        reader = sorted(addresses(client))[0]
+        client.run(fill_pool, 2**29, workers=[reader])  # for the output, 400 MB, and little more
+        y = persisted(client, dask_p2p.transpose(a))
+        assert used(client, y) == {"ipc"}
+        client.run(empty_pool, workers=[reader])
+        assert_right(client, y, shape)
+
+
 def count_blocks(dask_worker):
     return len(dask_worker.data)
 

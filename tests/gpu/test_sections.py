@@ -18,7 +18,7 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
 from tests.sections.iterate.test_iterate import reference
-from tests.sections.support import be_on_hosts, nothing_is_left
+from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
 from tests.support import die_once, own_client, persisted, result_of, tune, tune_here
 
 pytestmark = pytest.mark.gpu(2)
@@ -60,6 +60,22 @@ def test_a_rank_alone(char, boundary):
         check(y, reference(heat, [X], 1, 12, boundary)[0], char)
         y = spmd(lambda ctx, a: a / ctx.allreduce((a * a).sum()), on_gpu(x, UNEVEN), ranks=1)
         check(y, x / (x.astype("d") ** 2).sum(), char)
+
+
+@pytest.mark.gpu(1)
+def test_functions_may_work_on_for_long():
+    """Halos, copies to the host and outputs come after the work on the stream."""
+
+    def late(u, out):
+        import cupy
+
+        spin(cupy.cuda.get_current_stream(), 20_000_000)
+        heat(u, out)
+        return out.sum()
+
+    with dask.config.set(scheduler="sync"):
+        y = iterate(late, on_gpu(X, UNEVEN), 1, 5, until=lambda total: False, ranks=1)
+        check(y, reference(heat, [X], 1, 5, "periodic")[0])
 
 
 @pytest.mark.gpu(1)
@@ -277,10 +293,24 @@ def far(client):
     client.run(pretend, False)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("char", "fd")
+def test_halos_by_ucx(client, far, char, overlap):
+    y = iterate(heat, on_gpu(X.astype(char), UNEVEN), 1, 30, overlap=overlap)
+    check(y, reference(heat, [X], 1, 30, "periodic")[0], char)
+    assert all(client.run(endpoints_of_ucx).values())
+
+
 @pytest.mark.parametrize(("axes", "to"), [((0, 1, 2), (1,)), ((1, 0, 2), (0,)), ((2, 0, 1), (0,))])
 @pytest.mark.parametrize("char", ["f", "D", "b", "e"])
 def test_redistribute_by_ucx(client, far, char, axes, to):
     assert by_turned(char, axes, to) == [[True, False]] * 2
+
+
+@pytest.mark.parametrize("piece_bytes", [2**10, 2**30])
+@pytest.mark.parametrize("char", "fFdD")
+def test_transforms_by_ucx(client, far, char, piece_bytes):
+    check_transforms(char, (0, 1, 2), False, piece_bytes)
 
 
 @pytest.mark.parametrize(
@@ -299,12 +329,66 @@ def test_redistribute_memory_of_other_allocators(settings):
             client.run(free_all_blocks)
 
 
+def test_memory_that_goes_back_to_the_driver():
+    """Memory that others have mapped is freed, and other memory has its address."""
+
+    def gives_memory_back(ctx, x):
+        for _ in range(10):
+            turned = ctx.redistribute(x, (1,))
+            x = ctx.redistribute(turned + 1, from_partition=(1,)) * 1
+            del turned
+            free_all_blocks()
+        return x
+
+    settings = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
+    x = np.random.default_rng(0).integers(0, 1000, (2000, 3000))
+    with dask_p2p.local_cluster(2, gpus=True, **settings) as cluster, Client(cluster):
+        assert np.array_equal(on_host(spmd(gives_memory_back, on_gpu(x, (1000, 3000)))), x + 10)
+
+
+def test_late_kernels_and_redistributions(client, way):
+    """A local block is not read before it is written, and not overwritten before it is read."""
+
+    def late(ctx, x):
+        import cupy
+
+        for step in range(20):
+            if step % 2 == ctx.rank:
+                spin(cupy.cuda.get_current_stream(), 20_000_000)
+            turned = ctx.redistribute(x, (1,))
+            x[...] = -1
+            turned += 1
+            x = ctx.redistribute(turned, from_partition=(1,))
+            turned[...] = -1
+        return x
+
+    x = np.random.default_rng(0).integers(0, 1000, (96, 70))
+    assert np.array_equal(on_host(spmd(late, on_gpu(x, (48, 70)))), x + 20)
+
+
 def averaged(steps):
     """The values of steps that replace each row by the mean of its neighbours."""
     values = X
     for _ in range(steps):
         values = (np.roll(values, 1, 0) + np.roll(values, -1, 0)) / 2
     return values
+
+
+def test_late_kernels_and_windows(client, way):
+    """The GPU of one rank waits for the other rank, which is late."""
+
+    def late(ctx, x):
+        import cupy
+
+        p = ctx.with_halo(x, depth={0: 1}, boundary="periodic")
+        for step in range(20):
+            if step % 2 == ctx.rank:
+                spin(cupy.cuda.get_current_stream(), 20_000_000)
+            ctx.update_halo(p)
+            p.inner[...] = (p.data[:-2] + p.data[2:]) / 2
+        return p.inner
+
+    check(spmd(late, on_gpu(X, (48, 70))), averaged(20))
 
 
 def test_estimate_has_the_memory_of_the_gpu(client):

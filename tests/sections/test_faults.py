@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from functools import partial
 
 import dask.array as da
 import numpy as np
@@ -121,6 +123,27 @@ def test_a_plugin_that_is_taken_off(client, running, plugin):
         client.unregister_scheduler_plugin(plugin.name)
 
 
+@pytest.mark.slow
+def test_workers_that_are_paused(client, running):
+    """They begin no task, but their ranks go on."""
+    future, victim, _ = running
+
+    def set_fraction(fraction, dask_worker):
+        before = dask_worker.memory_manager.memory_pause_fraction
+        dask_worker.memory_manager.memory_pause_fraction = fraction
+        return before
+
+    def paused(dask_scheduler):
+        return len(dask_scheduler.workers) - len(dask_scheduler.running)
+
+    before = client.run(partial(set_fraction, 1e-9), workers=[victim])[victim]
+    wait_until(lambda: client.run_on_scheduler(paused) == 1)
+    result_of(client, future)
+    assert client.run_on_scheduler(paused) == 1
+    client.run(partial(set_fraction, before), workers=[victim])
+    wait_until(lambda: client.run_on_scheduler(paused) == 0)
+
+
 def test_a_client_that_dies(client, tmp_path):
     process = multiprocessing.get_context("forkserver").Process(
         target=as_client, args=(client.cluster.scheduler_address, tmp_path / "runs")
@@ -182,3 +205,16 @@ def checkpointing(ctx, x, folder):
             patch.setattr(ctx.device, "copy_to_host", copy_late)
         ctx.checkpoints.save(2, [x])
     return x
+
+
+def test_a_function_that_keeps_the_lock(client):
+    """Python's: its worker does not answer meanwhile."""
+
+    def keeping(ctx, x):
+        ctx.barrier()
+        if ctx.rank == 1:
+            ctypes.PyDLL(None).usleep(1_500_000)
+        return x + ctx.allreduce(1.0)
+
+    assert np.array_equal(spmd(keeping, array(), ranks=4).compute(), X + 4)
+    nothing_is_left(client)

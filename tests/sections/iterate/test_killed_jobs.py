@@ -1,87 +1,91 @@
-"""Jobs that are killed at any moment, also in the middle of writes: the next job loses nothing.
+"""Jobs that end by SIGKILL of every process, the scheduler included, also in the middle of writes.
 
-A job is a process with a scheduler, workers and a client. The next one goes on with another number
-of ranks. Programs are `iterate`, and a loop of `ctx.steps`. `--kills` is the number of killed jobs
-of each.
+The next job goes on with another number of ranks. Workers of it are killed and replaced. Programs
+are `iterate`, and a loop of `ctx.steps`. `--kills` is the number of ended jobs for each.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import json
+import os
 import random
 import signal
+import subprocess
+import sys
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
-import dask
 import numpy as np
 import pytest
 import zarr
-from distributed import Client, LocalCluster
 
-from dask_p2p import Checkpoint, LocalBlock, Same, Save, iterate, spmd
-from tests.sections.iterate.output.test_stores import MASS, fields, react, states
-from tests.support import BOUND_S, prepare_to_fork
+from tests.sections.iterate.job import EVERY_CHECKPOINT, EVERY_FRAME, PROGRAMS
+from tests.sections.iterate.output.test_stores import A, B, both, react
+from tests.support import import_path
 
 STAGES = ((4, 24), (2, 48), (3, 72))  # ranks, and steps of the whole run until then
-#: By number of ranks: chunks of the fields.
-CHUNKS = {4: ((8, 8, 8), (10, 10)), 2: ((12, 12), (20,)), 3: ((6, 6, 6, 6), (5, 5, 5, 5))}
-EVERY_FRAME, EVERY_CHECKPOINT = 3, 4
-STATES = states(STAGES[-1][1])
+
+
 _LOOK_S = 0.002  # between looks at the files
 
 
-# --- jobs
+class Jobs:
+    """The process that forks those of jobs."""
+
+    def __init__(self, log):
+        command = [sys.executable, "-m", "tests.sections.iterate.job"]
+        env = {**os.environ, "PYTHONPATH": import_path()}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "stderr": log}
+        self.process = subprocess.Popen(command, env=env, **pipes)
+        self.pids = []
+
+    def ask(self, line):
+        print(line, file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def start(self, *job):
+        self.pids = self.ask(json.dumps(job))
+
+    def replace_workers(self, draw):
+        """Kill some workers, or all, and start as many."""
+        _, _, *workers = self.pids
+        victims = draw.sample(workers, draw.randrange(1, len(workers) + 1))
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        self.pids += self.ask(json.dumps(len(victims)))
+        self.pids = [pid for pid in self.pids if pid not in victims]
+
+    @property
+    def runs(self):
+        """Whether the client of the job has not ended."""
+        with open(f"/proc/{self.pids[0]}/stat") as file:  # it is not waited for yet
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+
+    def kill(self, draw):
+        """Kill all processes, in any order; return the exit status of the client."""
+        for pid in draw.sample(self.pids, len(self.pids)):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        status, *_ = self.ask("wait")
+        self.pids = []
+        return status
+
+    def close(self):
+        if self.pids:
+            self.kill(random.Random(0))
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
 
 
-def by_iterate(ranks, steps, options):
-    """Return the fields after a number of steps, and the mass after each."""
-    return iterate(react, fields(CHUNKS[ranks]), 1, steps, record=MASS, ranks=ranks, **options)
-
-
-def by_steps(ranks, steps, options):
-    """Return the fields by a loop of `spmd`, and the sum of the masses after all steps."""
-    arrays = fields(CHUNKS[ranks])
-    outputs = {"u": LocalBlock(), "v": LocalBlock(), "mass": Same(0.0)}
-    keywords = {"outputs": outputs, "ranks": ranks, "steps": steps, "options": options}
-    return spmd(loop, arrays["u"], arrays["v"], **keywords)
-
-
-def loop(ctx, u, v, steps, options):
-    """Make the steps of one rank."""
-    s = ctx.state(u=u, v=v, mass=0.0, count=0)
-    for step in ctx.steps(steps, s, every=5, **options):
-        assert s.count == step
-        new = react(**ctx.pad({"u": s.u, "v": s.v}, 1, "periodic"))
-        s.u, s.v = new["u"], new["v"]
-        s.mass += float(ctx.allreduce(s.u.sum()))
-        s.count += 1
-    return {"u": s.u, "v": s.v, "mass": s.mass}
-
-
-PROGRAMS = {"iterate": by_iterate, "steps": by_steps}
-
-
-def run_job(folder, program, ranks, steps):
-    """Compute the fields after a number of steps; write them when all is done."""
-    stores = {
-        "save": Save(folder / "frames", EVERY_FRAME),
-        "checkpoint": Checkpoint(folder / "states", every=EVERY_CHECKPOINT),
-    }
-    options = {"threads_per_worker": 2, "processes": False, "dashboard_address": ":0"}
-    with LocalCluster(n_workers=ranks, **options) as cluster, Client(cluster):
-        (result,) = dask.compute(PROGRAMS[program](ranks, steps, stores))
-    np.savez(folder / f"result-{steps}.npz", **result)
-
-
-def started(*job):
-    """Begin a job; return its process."""
-    process = multiprocessing.get_context("forkserver").Process(target=run_job, args=job)
-    process.start()
-    return process
-
-
-# --- moments
+@contextmanager
+def jobs_of_a_process(path):
+    with open(path, "w") as log:
+        jobs = Jobs(log)
+        try:
+            yield jobs
+        finally:
+            jobs.close()
 
 
 def names(folder):
@@ -109,56 +113,78 @@ def at_any_moment(folder, before):
     return before["looks"] < 0
 
 
-def kill(process, folder, draw):
-    """Kill a job at a moment; return the name of the moment, or none if the job was quicker."""
-    is_there = draw.choice([in_a_checkpoint, in_a_frame, at_any_moment])
+def assert_same(arrays, state):
+    for name in "uv":
+        assert np.array_equal(arrays[name], state[name]), name
+
+
+def compared(folder, states):
+    """Compare all that the stores call complete with the states after each step."""
+    if (folder / "frames" / "zarr.json").exists():
+        group = zarr.open(folder / "frames", mode="r")  # it always opens
+        count = group.attrs.get("frames", 0)
+        for frame in range(count):
+            step = EVERY_FRAME * (frame + 1)
+            assert_same({name: group[name][frame] for name in "uv"}, states[step])
+            if "made" in group:
+                assert group["made"][frame] == step
+    for marker in names(folder / "states"):
+        if marker.endswith(".complete"):
+            name = marker.removesuffix(".complete")
+            group = zarr.open(folder / "states" / name, mode="r")
+            assert_same(group, states[int(name.removeprefix("step-"))])
+
+
+def begun(jobs, folder, *stage):
+    number = len(names(folder))
+    job = folder / f"job-{number}"
+    job.mkdir(parents=True)
+    jobs.start(str(job), *stage)
+    return job / "result.npz"
+
+
+def waited(jobs, folder, draw):
+    """Wait for a moment of a job, or its end; return the name of the moment."""
+    when = draw.choice([in_a_checkpoint, in_a_frame, at_any_moment])
     before = {
         "states": names(folder / "states"),
         "frames": len(names(folder / "frames" / "u" / "c")),
         "looks": draw.randrange(800),
         "others": draw.randrange(2),
     }
-    while process.is_alive() and not is_there(folder, before):
+    while jobs.runs and not when(folder, before):
         time.sleep(_LOOK_S)
-    process.kill()
-    process.join(BOUND_S)
-    assert process.exitcode in (0, -signal.SIGKILL), "the job itself did not fail"
-    return [is_there.__name__] if process.exitcode else []
+    return when.__name__
 
 
-# --- what is left
+def killed(jobs, folder, program, stage, draw, states):
+    """Begin a job and kill it; return the moment, or an empty text if the job was quicker."""
+    result = begun(jobs, folder, program, *stage)
+    when = waited(jobs, folder, draw)
+    status = jobs.kill(draw)
+    assert status in (0, -signal.SIGKILL), "the job itself did not fail"
+    compared(folder, states)
+    return "" if result.exists() else when
 
 
-def assert_same(arrays, state):
-    for name in "uv":
-        assert np.array_equal(arrays[name], state[name]), name
-
-
-def check_stores(folder):
-    """Compare all that the stores call complete with the states after each step."""
-    if (folder / "frames" / "zarr.json").exists():
-        group = zarr.open(folder / "frames", mode="r")  # it always opens
-        for frame in range(group.attrs.get("frames", 0)):
-            step = EVERY_FRAME * (frame + 1)
-            assert_same({name: group[name][frame] for name in "uv"}, STATES[step])
-            if "count" in group:
-                assert group["count"][frame] == step
-    for marker in names(folder / "states"):
-        if marker.endswith(".complete"):
-            name = marker.removesuffix(".complete")
-            group = zarr.open(folder / "states" / name, mode="r")
-            assert_same(group, STATES[int(name.removeprefix("step-"))])
-
-
-def check_end(folder, program, steps):
-    """Compare the results of a job that has ended."""
-    result = np.load(folder / f"result-{steps}.npz")
-    assert_same(result, STATES[steps])
-    mass = [state["u"].sum() for state in STATES[1 : steps + 1]]
+def finished(jobs, folder, program, stage, draw, states):
+    """Run a job to its end, while workers are replaced, and compare its results."""
+    result = begun(jobs, folder, program, *stage)
+    for _ in range(draw.randrange(3)):
+        waited(jobs, folder, draw)
+        jobs.replace_workers(draw)
+    while jobs.runs:
+        time.sleep(_LOOK_S)
+    assert jobs.kill(random.Random(0)) == 0
+    mass_of_run, (_, steps) = np.load(result), stage
+    assert_same(mass_of_run, states[steps])
+    mass = [state["u"].sum() for state in states[1 : steps + 1]]
     expected = mass if program == "iterate" else sum(mass)
-    np.testing.assert_allclose(result["mass"], expected, rtol=1e-13)
+    np.testing.assert_allclose(mass_of_run["mass"], expected, rtol=1e-13)
     group = zarr.open(folder / "frames", mode="r")
-    assert group.attrs["frames"] == group["u"].shape[0] == steps // EVERY_FRAME
+    assert group.attrs["frames"] == steps // EVERY_FRAME
+    assert group["u"].shape[0] == steps // EVERY_FRAME
+    compared(folder, states)
     assert {f"step-{steps:012}.complete"} <= names(folder / "states") or steps % EVERY_CHECKPOINT
 
 
@@ -166,23 +192,19 @@ def check_end(folder, program, steps):
 @pytest.mark.timeout(0)  # as many kills as wanted
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig, program):
-    prepare_to_fork()
     kill_count, draw = pytestconfig.getoption("--kills"), random.Random(0)
-    kills, number = [], 0
+    states, kills, number = [{"u": A, "v": B}], [], 0
+    for _ in range(STAGES[-1][1]):
+        states.append(both(states[-1], 1, 1, [(react, "uv")]))
     terminal = pytestconfig.get_terminal_writer()
-    while len(kills) < kill_count:
-        number += 1
-        folder = tmp_path / f"run-{number}"
-        folder.mkdir()
-        for ranks, steps in STAGES:
-            for _ in range(draw.randrange(1, 4)):
-                kills += kill(started(folder, program, ranks, steps), folder, draw)
-                check_stores(folder)
-            process = started(folder, program, ranks, steps)
-            process.join(BOUND_S)
-            assert process.exitcode == 0
-            check_end(folder, program, steps)
-            check_stores(folder)
-        counts = {moment: kills.count(moment) for moment in sorted({*kills})}
-        terminal.line(f"{len(kills)} kills: {counts}")
+    with jobs_of_a_process(tmp_path / "log") as jobs:
+        while len(kills) < kill_count:
+            number += 1
+            folder = tmp_path / f"run-{number}"
+            for stage in STAGES:
+                for _ in range(draw.randrange(1, 4)):
+                    kills += filter(None, [killed(jobs, folder, program, stage, draw, states)])
+                finished(jobs, folder, program, stage, draw, states)
+            counts = {when: kills.count(when) for when in sorted({*kills})}
+            terminal.line(f"{len(kills)} kills: {counts}")
     assert kills
