@@ -24,7 +24,6 @@ from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
     DeclaredBlocks,
     Program,
-    SourceElements,
     blocks_of_layers,
     peak_bytes,
     sizes_of,
@@ -159,8 +158,9 @@ def _check_memory(
             f"expected values of known sizes, got {key!r} of unknown size: ranks may need more "
             f"memory than Dask, which spills. Give chunk sizes, or call dask_p2p.fused(x)."
         )
-    elements = SourceElements() if kind == "numpy" else None
-    peak = max((peak_bytes(program, sizes_bytes, elements) for program in programs), default=0)
+    in_host_memory = kind == "numpy"
+    peaks = (peak_bytes(p, sizes_bytes, with_messages=in_host_memory) for p in programs)
+    peak = max(peaks, default=0)
     # Each thread may run a rank, of this gang or of another one at the same time.
     ranks = -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
     of_worker = peak * ranks

@@ -178,10 +178,16 @@ class GridPlan:
             self._sources[blocks] = sources
         return sources
 
+    @cached_property
+    def _elements(self) -> dict[Index, tuple[int, ...]]:
+        return {}
+
     def source_elements(self, index: Index) -> tuple[int, ...]:
         """Return the number of elements that an output block reads from each source."""
         if not self.has_corners:
             return self._read_without_corners(index)[1]
+        if index in self._elements:
+            return self._elements[index]
         lengths: list[dict[int, int]] = []  # by axis and source block
         for mapping, number in zip(self.mappings, index, strict=True):
             along: dict[int, int] = {}
@@ -189,7 +195,9 @@ class GridPlan:
                 if source is not None:
                     along[source] = along.get(source, 0) + stop - start
             lengths.append(along)
-        return tuple(map(prod, product(*(along.values() for along in lengths))))
+        elements = tuple(map(prod, product(*(along.values() for along in lengths))))
+        self._elements[index] = elements
+        return elements
 
     def block(self, index: Index) -> BlockPlan:
         rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]

@@ -19,7 +19,7 @@ from dask.task_spec import DataNode, GraphNode
 from dask.utils import key_split
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of
+from dask_p2p.fusing.planning.sizes import read_bytes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
@@ -105,7 +105,6 @@ def owners_of(
     size: int,
     sizes_bytes: Mapping[Key, int],
     pinned: Mapping[Key, int] = {},
-    source_elements: SourceElements | None = None,
     locations: Locations = UNKNOWN,
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
@@ -115,13 +114,12 @@ def owners_of(
     if size == 1:
         return dict.fromkeys((*tasks.inputs, *tasks.nodes), 0)
     by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
-    elements = source_elements or SourceElements()
 
     def choose_owners(inputs: Mapping[Key, int]) -> dict[Key, int]:
         owners, shares = dict(inputs), _Shares(tasks.nodes, size)
         for key, node in tasks.nodes.items():
             at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
-            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes)
             for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
                 if read_key in owners:
                     at[owners[read_key]] += count
@@ -142,8 +140,8 @@ def owners_of(
     is_moved = any(inputs[key] != rank for key, rank in located.items())
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
         following = choose_owners(inputs | located)
-        moved_bytes, most_bytes = _work_of(tasks, owners, sizes_bytes, elements)
-        other_moved_bytes, other_most_bytes = _work_of(tasks, following, sizes_bytes, elements)
+        moved_bytes, most_bytes = _work_of(tasks, owners, sizes_bytes)
+        other_moved_bytes, other_most_bytes = _work_of(tasks, following, sizes_bytes)
         is_even = other_most_bytes <= _EVEN * most_bytes
         if is_even and other_moved_bytes < _CLEARLY * moved_bytes:
             return following
@@ -195,10 +193,7 @@ def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
 
 
 def _work_of(
-    tasks: FusedTasks,
-    owners: Mapping[Key, int],
-    sizes_bytes: Mapping[Key, int],
-    elements: SourceElements,
+    tasks: FusedTasks, owners: Mapping[Key, int], sizes_bytes: Mapping[Key, int]
 ) -> tuple[int, int]:
     """Return the bytes that ranks send each other, and the most bytes that one of them makes."""
     moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
@@ -208,7 +203,7 @@ def _work_of(
             continue
         owner = owners[key]
         made_bytes[owner] += sizes_bytes.get(key, 1)
-        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes)
         for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
             if owners.get(read_key, owner) != owner:
                 moved[read_key, key if isinstance(node, AssembleTask) else owner] = count
