@@ -29,8 +29,6 @@ from dask_p2p.fusing.fused import (
 )
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
-    EXPECTED_VALUE,
-    OF_ARRAY,
     CallValue,
     Declared,
     DeclaredBlocks,
@@ -314,10 +312,6 @@ class CompiledFunction:
         arrays, values = dict[int, DaskArray](), dict[int, Any]()
         for number, (x, declared) in enumerate(zip(arguments, declarations, strict=True)):
             if isinstance(declared, DeclaredValue):
-                if not is_value(x):
-                    raise InputError(
-                        f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
-                    )
                 values[number] = declared.value_of(number, x)
             elif is_value(x) and declared.takes_values:
                 value = declared.value_of(number, x)

@@ -162,11 +162,6 @@ def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
 
 #: Largest size of a value that comes with a call: each rank gets a copy.
 MOST_VALUE_BYTES = 2**12
-#: Parts of the error for other arguments.
-EXPECTED_VALUE = "expected a number or a NumPy array of at most 4 KiB, as in compile"
-OF_ARRAY = (
-    "For results of calls compile the function with a Dask array: da.from_array(np.array(0.0))."
-)
 
 
 class DeclaredBlocks(NamedTuple):
@@ -266,9 +261,15 @@ class DeclaredValue:
     def value_of(self, number: int, x: Any) -> Any:
         """Return an argument, by its number, as a NumPy array.
 
-        Raises `InputError` for another shape, or for a value that the dtype cannot
-        hold.
+        Raises `InputError` for other arguments than values, for another shape, or for a value that
+        the dtype cannot hold.
         """
+        if not is_value(x):
+            raise InputError(
+                f"argument {number}: expected a number or a NumPy array of at most 4 KiB, as in "
+                f"compile, got {type(x).__name__}. For results of calls compile the function with "
+                f"a Dask array: da.from_array(np.array(0.0))."
+            )
         value = np.asarray(x)
         if value.shape != self.shape:
             raise InputError(

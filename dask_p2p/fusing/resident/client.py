@@ -17,9 +17,7 @@ from distributed.protocol.pickle import dumps, loads
 from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.fusing.planning.sizes import (
-    EXPECTED_VALUE,
     MOST_VALUE_BYTES,
-    OF_ARRAY,
     Declared,
     DeclaredValue,
     is_value,
@@ -298,13 +296,9 @@ class ResidentGang:
             if is_new and x.nbytes <= MOST_VALUE_BYTES:
                 value = as_array(x.compute())
                 x = backend_for(value).to_host(value)
-            if is_value(x):
+            if isinstance(declared, DeclaredValue) or is_value(x):
                 value = declared.value_of(number, x)
                 return quick_form(value) or dumps(value)
-        if isinstance(declared, DeclaredValue):
-            raise InputError(
-                f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
-            )
         if is_dask_array(x):
             if x.name != self._names[number]:
                 raise InputError(
