@@ -29,11 +29,8 @@ from dask_p2p.fusing.fused import (
 )
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
-    EXPECTED_VALUE,
-    OF_ARRAY,
     CallValue,
     Declared,
-    DeclaredBlocks,
     DeclaredValue,
     is_value,
     sizes_of,
@@ -272,9 +269,9 @@ class CompiledFunction:
         memory = HandleMemory(signature.results, [rank.outputs for rank in self._gang.ranks])
         annotations = dask.get_annotations()
         submit = partial(self._submit, client, [*arrays.values()], idle_s, annotations)
-        streams = ClientStreams(client, self.ranks, memory)
+        streams = ClientStreams(client, self.ranks, memory, submit)
         names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
-        return ResidentGang(streams, submit, signature, names)
+        return ResidentGang(streams, signature, names)
 
     def _submit(
         self,
@@ -289,8 +286,9 @@ class CompiledFunction:
         ranks = []
         for rank in gang.ranks:
             body = rank.body
-            of_first = body.dtype, body.shape, body.kind
-            resident = RunResident(name, body.program, self._names, *of_first, idle_s)
+            resident = RunResident(
+                name, body.program, self._names, body.dtype, body.shape, body.kind, idle_s
+            )
             ranks.append(rank._replace(body=resident))
         inputs = client.persist(arrays)
         futures = {key: future for x in inputs for key, future in x.__dask_graph__().items()}
@@ -314,10 +312,6 @@ class CompiledFunction:
         arrays, values = dict[int, DaskArray](), dict[int, Any]()
         for number, (x, declared) in enumerate(zip(arguments, declarations, strict=True)):
             if isinstance(declared, DeclaredValue):
-                if not is_value(x):
-                    raise InputError(
-                        f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
-                    )
                 values[number] = declared.value_of(number, x)
             elif is_value(x) and declared.takes_values:
                 value = declared.value_of(number, x)
@@ -349,24 +343,23 @@ def _compiled(
         drawn = [str(name) for name, layer in layers.items() if again.get(name, ()) is not layer]
         if drawn:
             warnings.warn(_RANDOM.format(", ".join(drawn)), P2PWarning, stacklevel=3)
-    check_reads(graph.read, names)
-    kind = kind_of(kinds_of((*placeholders, *outputs)), graph.read)
+    check_reads(graph.tasks, names)
+    kind = kind_of(kinds_of((*placeholders, *outputs)), graph.tasks)
     values = {
         x.name: CallValue(number, backend_for(x._meta).name)
         for number, x in enumerate(placeholders)
         if are_values[number]
     }
     arrays = [x for x in placeholders if x.name not in values]
-    read = with_call_values(graph.read, values)
-    size = min(size_limit, read.tasks.widest)
+    tasks = with_call_values(graph.tasks, values)
+    size = min(size_limit, tasks.widest)
     # Without locations: arguments differ, and results, which lie in order, become arguments.
     owners = pinned(arrays, outputs, graph.keys, size)
-    programs = programs_of(read.tasks, size, sizes_of(read.tasks, graph.declared), owners)
-    kept_tasks = {key: task for key, task in read.dask_tasks.items() if name_of(key) not in names}
-    first = DeclaredBlocks(outputs[0].chunks, outputs[0].dtype)
+    programs = programs_of(tasks, size, sizes_of(tasks, graph.declared), owners)
+    kept_tasks = {key: task for key, task in tasks.dask_tasks.items() if name_of(key) not in names}
+    arguments = [x.name for x in arrays]
     gang = fused_gang(
-        read.tasks, programs, [x.name for x in outputs], first, kind, options, outputs, kept_tasks,
-        arguments=[x.name for x in arrays],
-    )  # fmt: skip
+        tasks, programs, kind, options, outputs, dask_tasks=kept_tasks, arguments=arguments
+    )
     signature = Signature(declared, gang.arrays, returns_several, arrays[0])
     return CompiledFunction(func, signature, gang, names)

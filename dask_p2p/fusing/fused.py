@@ -26,7 +26,7 @@ from dask_p2p.fusing.planning.sizes import (
     sizes_of,
 )
 from dask_p2p.fusing.planning.tasks import (
-    ReadGraph,
+    FusedTasks,
     check_annotations,
     check_arrays,
     check_tasks,
@@ -128,18 +128,18 @@ def _fused(arrays: Sequence[DaskArray], size_limit: int) -> list[DaskArray]:
     """Return the arrays that a gang of at most this number of ranks computes."""
     options = checked_options()
     graph = graph_of(arrays, options)
-    read = graph.read
-    size = min(size_limit, read.tasks.widest)
-    sizes_bytes = sizes_of(read.tasks, graph.declared)
-    locations = _locations(read) if size > 1 else UNKNOWN
-    programs = programs_of(read.tasks, size, sizes_bytes, locations=locations)
-    names, kind = [x.name for x in arrays], kind_of(kinds_of(arrays), read)
-    first = DeclaredBlocks(arrays[0].chunks, arrays[0].dtype)
-    gang_arguments = read.tasks, programs, names, first, kind, options, arrays
+    tasks = graph.tasks
+    size = min(size_limit, tasks.widest)
+    sizes_bytes = sizes_of(tasks, graph.declared)
+    locations = _locations(tasks) if size > 1 else UNKNOWN
+    programs = programs_of(tasks, size, sizes_bytes, locations=locations)
+    kind = kind_of(kinds_of(arrays), tasks)
+    # An expression has no other layers, for the tasks that stay with Dask.
+    dask_tasks = tasks.dask_tasks if is_expression(arrays[0]) else {}
+    work = fused_gang(tasks, programs, kind, options, arrays, dask_tasks=dask_tasks)
     if is_expression(arrays[0]):
-        work = fused_gang(*gang_arguments, dask_tasks=read.dask_tasks)
         return [array_of_layer(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
-    gang = GangTasks.for_inputs(fused_gang(*gang_arguments))
+    gang = GangTasks.for_inputs(work)
     inputs, dependencies = _input_layers(graph, gang.token)
     dependencies[gang.name] = {*inputs}
     inputs[gang.name] = MaterializedLayer(gang.tasks)
@@ -147,10 +147,10 @@ def _fused(arrays: Sequence[DaskArray], size_limit: int) -> list[DaskArray]:
     return [gang.array(number, before) for number in range(len(arrays))]
 
 
-def _locations(read: ReadGraph) -> Locations:
+def _locations(tasks: FusedTasks) -> Locations:
     """Return the workers that have inputs now. The scheduler is asked if any are computed."""
     client = current_client()
-    input_tasks = {key: read.dask_tasks[key] for key in read.tasks.inputs if key in read.dask_tasks}
+    input_tasks = {key: tasks.dask_tasks[key] for key in tasks.inputs if key in tasks.dask_tasks}
     futures = {key: f for key, f in input_tasks.items() if getattr(f, "status", "") == "finished"}
     if not futures or client is None or client.asynchronous:
         return UNKNOWN
@@ -164,7 +164,7 @@ def _input_layers(graph: ArraysGraph, token: str) -> tuple[dict[str, Any], dict[
 
     Their names are new, since a layer of another array may have more tasks under the old name.
     """
-    layers, names, kept_tasks = {}, {}, graph.read.dask_tasks
+    layers, names, kept_tasks = {}, {}, graph.tasks.dask_tasks
     for name, layer in graph.layers.layers.items():
         tasks = {key: kept_tasks[key] for key in graph.tasks_of[name] if key in kept_tasks}
         if tasks:
@@ -214,16 +214,17 @@ def _without_copies(task: Any, argument_tasks: Container[Any]) -> Any:
     return Task(task.key, task.func, inner, last, names, *inputs, *map(TaskRef, copies))
 
 
-def with_call_values(read: ReadGraph, values: Mapping[str, CallValue]) -> ReadGraph:
-    """Return a graph whose arguments of these names are literals that come with each call."""
-    of_values = {key: values[name_of(key)] for key in read.dask_tasks if name_of(key) in values}
-    tasks = read.tasks
+def with_call_values(tasks: FusedTasks, values: Mapping[str, CallValue]) -> FusedTasks:
+    """Return tasks whose arguments of these names are literals that come with each call."""
+    of_values = {key: values[name_of(key)] for key in tasks.dask_tasks if name_of(key) in values}
     literals = {key: DataNode(key, of_call) for key, of_call in of_values.items()}
-    nodes = {**literals, **tasks.nodes}
-    reads = {**dict.fromkeys(literals, ()), **tasks.reads}
-    inputs = tuple(key for key in tasks.inputs if key not in literals)
-    kept_tasks = {key: task for key, task in read.dask_tasks.items() if key not in literals}
-    return ReadGraph(replace(tasks, nodes=nodes, reads=reads, inputs=inputs), kept_tasks)
+    return replace(
+        tasks,
+        nodes={**literals, **tasks.nodes},
+        reads={**dict.fromkeys(literals, ()), **tasks.reads},
+        inputs=tuple(key for key in tasks.inputs if key not in literals),
+        dask_tasks={key: task for key, task in tasks.dask_tasks.items() if key not in literals},
+    )
 
 
 def array_of_value(like: DaskArray, declared: Declared, value: Any) -> DaskArray:
@@ -260,13 +261,13 @@ def pinned(
     }
 
 
-def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
+def check_reads(tasks: FusedTasks, arguments: Container[Any]) -> None:
     """Refuse tasks that cannot read an argument: `UnsupportedArrayError`.
 
     These are tasks that stay with Dask, and those with a copy of an argument's task, as Dask makes
     them where it optimises a graph before the end.
     """
-    for key, task in {**read.tasks.nodes, **read.dask_tasks}.items():
+    for key, task in {**tasks.nodes, **tasks.dask_tasks}.items():
         if name_of(key) not in arguments and _has_copy(task):
             raise UnsupportedArrayError(
                 f"expected only lazy arrays between arguments and results, got the task {key!r} of "
@@ -274,7 +275,7 @@ def check_reads(read: ReadGraph, arguments: Container[Any]) -> None:
                 f"arrays by position, map_blocks(f, x, y). Call delayed functions outside of the "
                 f"compiled function."
             )
-    for key, task in read.dask_tasks.items():
+    for key, task in tasks.dask_tasks.items():
         reads = getattr(task, "dependencies", ())
         if name_of(key) not in arguments and any(name_of(source) in arguments for source in reads):
             raise UnsupportedArrayError(
@@ -299,11 +300,11 @@ class ArraysGraph:
     tasks_of: Mapping[str, Mapping[Key, Any]]  # by layer; expressions have one
     keys: Sequence[Sequence[Key]]  # of the blocks of each array
     layers: HighLevelGraph  # without layers where arrays are expressions
-    read: ReadGraph  # all tasks, with those that ranks run set apart
+    tasks: FusedTasks  # of all layers
     declared: Mapping[str, DeclaredBlocks]  # blocks of all arrays, by name
 
     def random_layers(self) -> dict[Any, Any]:
-        nodes = {**self.read.tasks.nodes, **self.read.dask_tasks}
+        nodes = {**self.tasks.nodes, **self.tasks.dask_tasks}
         names = {name_of(key) for key, node in nodes.items() if is_random(node)}
         return {name: self.layers.layers.get(name) for name in names}
 
@@ -331,7 +332,7 @@ def graph_of(
     # out of the graph.
     value_tasks = {key: task for x in values for key, task in x.__dask_graph__().items()}
     without_copies = {key: _without_copies(task, value_tasks) for key, task in tasks.items()}
-    read = read_graph(value_tasks | without_copies, keys)
-    check_tasks(read)
-    check_annotations(layers.layers, read.tasks)
-    return ArraysGraph(tasks_of, keys, layers, read, declared)
+    fused_tasks = read_graph(value_tasks | without_copies, keys)
+    check_tasks(fused_tasks)
+    check_annotations(layers.layers, fused_tasks)
+    return ArraysGraph(tasks_of, keys, layers, fused_tasks, declared)

@@ -24,14 +24,12 @@ from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
     DeclaredBlocks,
     Program,
-    SourceElements,
     blocks_of_layers,
     peak_bytes,
     sizes_of,
 )
 from dask_p2p.fusing.planning.tasks import (
     FusedTasks,
-    ReadGraph,
     before_stores,
     check_annotations,
     check_tasks,
@@ -159,8 +157,9 @@ def _check_memory(
             f"expected values of known sizes, got {key!r} of unknown size: ranks may need more "
             f"memory than Dask, which spills. Give chunk sizes, or call dask_p2p.fused(x)."
         )
-    elements = SourceElements() if kind == "numpy" else None
-    peak = max((peak_bytes(program, sizes_bytes, elements) for program in programs), default=0)
+    in_host_memory = kind == "numpy"
+    peaks = (peak_bytes(p, sizes_bytes, with_messages=in_host_memory) for p in programs)
+    peak = max(peaks, default=0)
     # Each thread may run a rank, of this gang or of another one at the same time.
     ranks = -(-max(len(programs), cluster.threads) // max(1, cluster.workers))
     of_worker = peak * ranks
@@ -235,7 +234,7 @@ class Known:
 class Choice:
     """The programs that run a graph; none if all of its tasks stay with Dask."""
 
-    read: ReadGraph
+    tasks: FusedTasks
     programs: Sequence[Program] = ()
     kind: Kind = "numpy"  # of the blocks that ranks compute with
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
@@ -247,7 +246,7 @@ class Choice:
         if not self.programs:
             return "by Dask's tasks: all tasks stay with Dask"
         return (
-            f"by one gang: {len(self.read.tasks.nodes):,} tasks, {len(self.programs)} ranks, "
+            f"by one gang: {len(self.tasks.nodes):,} tasks, {len(self.programs)} ranks, "
             f"{exchanges_of(self.programs)} exchanges"
         )
 
@@ -272,31 +271,31 @@ def choice_of(
     if isinstance(graph, HighLevelGraph):
         layers = graph.layers
         tasks_of = [tasks_of_layer(layer, options) for layer in layers.values()]
-        tasks = {key: task for layer_tasks in tasks_of for key, task in layer_tasks.items()}
+        all_tasks = {key: task for layer_tasks in tasks_of for key, task in layer_tasks.items()}
     else:
-        tasks = unfused(graph)
-    tasks |= known_tasks.tasks
-    fused_keys, after = before_stores(tasks, list(flatten([keys])))
-    read = read_graph(tasks, [fused_keys], known_tasks.tasks)
+        all_tasks = unfused(graph)
+    all_tasks |= known_tasks.tasks
+    fused_keys, after = before_stores(all_tasks, list(flatten([keys])))
+    tasks = read_graph(all_tasks, [fused_keys], known_tasks.tasks)
     # Outputs that stay with Dask have their tasks already.
-    outputs = tuple(key for key in read.tasks.outputs[0] if key in read.tasks.nodes)
-    read = replace(read, tasks=replace(read.tasks, outputs=(outputs,)))
+    outputs = tuple(key for key in tasks.outputs[0] if key in tasks.nodes)
+    tasks = replace(tasks, outputs=(outputs,))
     if not outputs:
-        return Choice(read, is_known=bool(known_tasks.tasks) and not after)
-    check_tasks(read)
-    check_annotations(layers, read.tasks)
+        return Choice(tasks, is_known=bool(known_tasks.tasks) and not after)
+    check_tasks(tasks)
+    check_annotations(layers, tasks)
     declared = declared or blocks_of_layers(layers)
-    sizes_bytes = sizes_of(read.tasks, declared, known_tasks.sizes_bytes)
-    kind = kind_of(kinds, read)
-    size = ranks_for(read.tasks, sizes_bytes, cluster, kind)
+    sizes_bytes = sizes_of(tasks, declared, known_tasks.sizes_bytes)
+    kind = kind_of(kinds, tasks)
+    size = ranks_for(tasks, sizes_bytes, cluster, kind)
     if is_auto:
-        check_count(read.tasks)
-    programs = programs_of(read.tasks, size, sizes_bytes, locations=known_tasks.locations)
+        check_count(tasks)
+    programs = programs_of(tasks, size, sizes_bytes, locations=known_tasks.locations)
     most_bytes = None
     if is_auto:
-        most_bytes = check_suitable(read.tasks, programs, sizes_bytes, cluster, kind)
+        most_bytes = check_suitable(tasks, programs, sizes_bytes, cluster, kind)
     first = declared.get(name_of(outputs[0]))
-    return Choice(read, programs, kind, after, most_bytes, first=first)
+    return Choice(tasks, programs, kind, after, most_bytes, first=first)
 
 
 def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[Any, str | None]:
@@ -304,15 +303,23 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
 
     Without a gang it is the same graph by Dask's own tasks, and the name is None.
     """
-    read = choice.read
+    tasks = choice.tasks
     if not choice.programs:
-        return optimize(dict(read.dask_tasks) if choice.is_known else graph, keys), None
-    names = [read.tasks.outputs, sorted(map(str, read.dask_tasks))]
-    described = read.tasks, choice.programs, names, choice.first, choice.kind, options
-    gang = GangTasks.for_inputs(work := fused_gang(*described, (), {}, choice.most_bytes))
+        return optimize(dict(tasks.dask_tasks) if choice.is_known else graph, keys), None
+    names = [tasks.outputs, sorted(map(str, tasks.dask_tasks))]
+    work = fused_gang(
+        tasks,
+        choice.programs,
+        choice.kind,
+        options,
+        names=names,
+        first=choice.first,
+        most_bytes=choice.most_bytes,
+    )
+    gang = GangTasks.for_inputs(work)
     output_layer = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
     layers = {
-        f"{gang.name}-inputs": MaterializedLayer(dict(read.dask_tasks)),
+        f"{gang.name}-inputs": MaterializedLayer(dict(tasks.dask_tasks)),
         gang.name: MaterializedLayer(gang.tasks),
         f"{gang.name}-outputs": MaterializedLayer(output_layer),
         f"{gang.name}-after": MaterializedLayer(dict(choice.after)),

@@ -175,7 +175,7 @@ def estimate_exchanges(y: DaskArray, workers: int | None) -> MemoryEstimate:
         if isinstance(task, AssembleTask):
             tasks.setdefault(key[0], task)
     cluster = cluster_size() if workers is None else (workers, 1)
-    blocks = (prod(map(len, _input_chunks(task.plan))) for task in tasks.values())
+    blocks = (prod(map(len, task.plan.src_chunks)) for task in tasks.values())
     n_workers, threads = cluster or (max(blocks, default=1), 1)
     checked_count("workers", workers=n_workers)
     estimates = [_exchange_need(t.plan, t.output, n_workers, threads) for t in tasks.values()]
@@ -187,7 +187,7 @@ def estimate_exchanges(y: DaskArray, workers: int | None) -> MemoryEstimate:
 
 
 def _exchange_need(plan: Plan, output: OutputSpec, workers: int, threads: int) -> MemoryEstimate:
-    before, options, kind = _input_chunks(plan), output.options, output.kind
+    before, options, kind = plan.src_chunks, output.options, output.kind
     item_bytes = output.dtype.itemsize
     input_bytes, _ = even_share(before, workers, item_bytes)
     output_bytes, blocks = even_share(plan.chunks, workers, item_bytes)
@@ -201,11 +201,6 @@ def _exchange_need(plan: Plan, output: OutputSpec, workers: int, threads: int) -
         staged_bytes += min(idle_bytes(options, kind), staged_bytes + packed)
     moved_bytes = _count_moved_elements(plan, before, workers) * item_bytes
     return MemoryEstimate(workers, input_bytes, output_bytes, staged_bytes, packed, 1, moved_bytes)
-
-
-def _input_chunks(plan: Any) -> Chunks:
-    chunks: Chunks = getattr(plan, "plan", plan).src_chunks
-    return chunks
 
 
 def _count_moved_elements(plan: Plan, before: Chunks, workers: int) -> int:

@@ -199,6 +199,10 @@ class ReorderedPlan:
         return tuple(self.plan.chunks[self.order.index(a)] for a in range(len(self.order)))
 
     @property
+    def src_chunks(self) -> Chunks:
+        return self.plan.src_chunks
+
+    @property
     def largest_piece(self) -> int:
         return self.plan.largest_piece
 

@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from itertools import count, pairwise, product
 from math import ceil, prod
 from operator import getitem, itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dask_p2p.geometry import Chunks, Index, block_bounds, block_shape, box_size, split_evenly
 from dask_p2p.plans.base import BlockPlan, Fill, Piece
@@ -34,9 +34,31 @@ class AxisSegment(NamedTuple):
     value: Any = None  # value of a filled segment
 
 
+class AxisMapping(Protocol):
+    """The division of one axis of the output's blocks into segments of the source's blocks."""
+
+    @property
+    def src_sizes(self) -> tuple[int, ...]:
+        """Sizes of the source's blocks."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the output's blocks."""
+
+    @property
+    def largest_segment(self) -> int:
+        """Length of the longest segment from one source block, or an upper bound."""
+
+    def blocks(self, number: int) -> tuple[int, ...]:
+        """Return the distinct indices of the source blocks that an output block reads."""
+
+    def segments(self, number: int) -> list[AxisSegment]:
+        """Return the segments of an output block, in order."""
+
+
 @dataclass(frozen=True)
 class SplitAxis:
-    """The mapping of an axis that is divided at other bounds. Others have the same attributes.
+    """The mapping of an axis that is divided at other bounds.
 
     >>> SplitAxis((4, 4), (3, 5)).segments(1)
     [AxisSegment(block=0, src=(3, 4), dst=(0, 1), is_halo=False, value=None), \
@@ -56,12 +78,10 @@ AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
 
     @cached_property
     def largest_segment(self) -> int:
-        """Length of the longest segment from one source block."""
         bounds = sorted({*self._src_bounds, *self._bounds})
         return max((b - a for a, b in pairwise(bounds)), default=0)
 
     def blocks(self, number: int) -> tuple[int, ...]:
-        """Return the distinct indices of the source blocks that an output block reads."""
         start, stop = self._bounds[number : number + 2]
         if start == stop:
             return ()
@@ -69,7 +89,6 @@ AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
         return tuple(b for b in range(first, last) if self.src_sizes[b])
 
     def segments(self, number: int) -> list[AxisSegment]:
-        """Return the segments of an output block, in order."""
         start, stop = self._bounds[number : number + 2]
         return segments_of_range(self._src_bounds, start, stop, 0)
 
@@ -110,7 +129,7 @@ class GridPlan:
     """The assembly of one grid's blocks from another's, axis by axis."""
 
     axes: tuple[int, ...]  # output axis i is input axis axes[i]
-    mappings: tuple[Any, ...]  # by output axis: a mapping such as `SplitAxis`
+    mappings: tuple[AxisMapping, ...]  # by output axis
     has_corners: bool = True  # true if a halo's corners (of several axes) are read
     unread: Any = 0  # value of corners that are not read
 
@@ -178,10 +197,16 @@ class GridPlan:
             self._sources[blocks] = sources
         return sources
 
+    @cached_property
+    def _elements(self) -> dict[Index, tuple[int, ...]]:
+        return {}
+
     def source_elements(self, index: Index) -> tuple[int, ...]:
         """Return the number of elements that an output block reads from each source."""
         if not self.has_corners:
             return self._read_without_corners(index)[1]
+        if index in self._elements:
+            return self._elements[index]
         lengths: list[dict[int, int]] = []  # by axis and source block
         for mapping, number in zip(self.mappings, index, strict=True):
             along: dict[int, int] = {}
@@ -189,7 +214,9 @@ class GridPlan:
                 if source is not None:
                     along[source] = along.get(source, 0) + stop - start
             lengths.append(along)
-        return tuple(map(prod, product(*(along.values() for along in lengths))))
+        elements = tuple(map(prod, product(*(along.values() for along in lengths))))
+        self._elements[index] = elements
+        return elements
 
     def block(self, index: Index) -> BlockPlan:
         rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]

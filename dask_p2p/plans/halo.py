@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 from dask_p2p.geometry import Box, Chunks, Index, block_bounds, box_size, whole_box
 from dask_p2p.plans.base import Fill
 from dask_p2p.plans.grid import (
+    AxisMapping,
     AxisSegment,
     GridPlan,
     SplitAxis,
@@ -256,7 +257,7 @@ _HaloPiece: TypeAlias = tuple[Index, Box, Box]
 class _HaloBlocks:
     """The local blocks of all ranks with their halos."""
 
-    mappings: tuple[Halo | SplitAxis, ...]  # by axis
+    mappings: tuple[AxisMapping, ...]  # by axis
     widths: tuple[tuple[tuple[int, int], ...], ...]  # halo widths by axis and index along it
     groups: list[list[int]]  # groups of axes, one for each phase of an exchange
     has_corners: bool

@@ -143,8 +143,13 @@ class DaskWorkerContext(TaskContext):
         warn_client(self._worker, text)
 
     def record_fallback(self, holder: str, transport: str, obstacle: Obstacle) -> None:
-        event = {"worker": self.address, "holder": holder, "transport": transport}
-        event |= {"reason": obstacle.text, "remedy": obstacle.remedy}
+        event = {
+            "worker": self.address,
+            "holder": holder,
+            "transport": transport,
+            "reason": obstacle.text,
+            "remedy": obstacle.remedy,
+        }
         self._worker.log_event(FALLBACK_TOPIC, event)
 
     def publish(self, blocks: Mapping[Any, Any], kind: Kind, options: Options) -> None:

@@ -233,8 +233,12 @@ class PoolThread:
     def _give_up_slot(self) -> None:
         """Mark the task as long-running on the worker. On the event loop."""
         now_s = time.time()
-        times = {"compute_duration": now_s - self._start_s, "stimulus_id": f"secede-{now_s}"}
-        self._worker.handle_stimulus(SecedeEvent(key=self._key, **times))
+        event = SecedeEvent(
+            key=self._key,
+            compute_duration=now_s - self._start_s,
+            stimulus_id=f"secede-{now_s}",
+        )
+        self._worker.handle_stimulus(event)
 
 
 # Resource units of a rank's task: lent to other tasks while the rank waits.

@@ -145,8 +145,14 @@ def _fail(scheduler: Any, ts: Any, ws: Any, error: Exception, stimulus_id: str) 
     """Set a task that was just placed to "erred", as Dask's own check does."""
     from distributed.protocol.pickle import dumps
 
-    details = {"exception": dumps(error), "cause": ts.key, "worker": ws.address}
-    return scheduler._transition(ts.key, "erred", stimulus_id=stimulus_id, **details)
+    return scheduler._transition(
+        ts.key,
+        "erred",
+        stimulus_id=stimulus_id,
+        exception=dumps(error),
+        cause=ts.key,
+        worker=ws.address,
+    )
 
 
 # Placement of a gang's ranks: spread over all workers, and within the workers' resources.

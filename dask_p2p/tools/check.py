@@ -388,7 +388,7 @@ def _measure_link(
 ) -> Link:
     """Return the measured link, with a transport that takes less than half the time, if any."""
     order, repeats = options.order(kind), tuning.current.check_repeats
-    router, pair = context.router, (context, holder, kind)
+    router = context.router
 
     def obstacle_to(transport: str) -> Obstacle | None:
         obstacle: Obstacle | None = router.transports[transport].obstacle(holder, kind, PROBE_DTYPE)
@@ -396,8 +396,8 @@ def _measure_link(
 
     try:
         router.find_routes([holder], kind, PROBE_DTYPE, order)  # probes them before any timing
-        latency_s, _ = _time_read(*pair, _LATENCY_BYTES, options, repeats)
-        time_s, transport = _time_read(*pair, nbytes, options, repeats)
+        latency_s, _ = _time_read(context, holder, kind, _LATENCY_BYTES, options, repeats)
+        time_s, transport = _time_read(context, holder, kind, nbytes, options, repeats)
     except P2PError as exc:
         error = f"{type(exc).__name__}: {exc}"
         return Link(context.address, holder, None, 0.0, 0.0, error=error)
@@ -406,7 +406,7 @@ def _measure_link(
         if obstacle_to(name) is None:
             alone = replace(options, transports=(name,))
             with contextlib.suppress(P2PError):
-                times_s[name], _ = _time_read(*pair, nbytes, alone, _FEW_REPEATS)
+                times_s[name], _ = _time_read(context, holder, kind, nbytes, alone, _FEW_REPEATS)
     best = min(times_s, key=lambda name: times_s[name], default=None)
     if best is not None and tuning.current.check_speed_up * times_s[best] >= time_s:
         best = None

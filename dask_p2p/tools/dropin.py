@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
 from importlib import import_module
 from typing import Any, Literal
@@ -35,8 +35,7 @@ from dask_p2p.tools import zarr_stores
 from dask_p2p.tools.zarr_stores import ACTIVE, LACKING, LOCK, is_taken_in_any_case, try_replace
 from dask_p2p.types import DaskArray
 
-_replaced: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, replacement
-_watched: list[Callable[[], None]] = []  # functions that stop waiting for the import of a package
+_restoring = ExitStack()  # restores all functions, and waits for no further imports of packages
 
 
 class Installation(AbstractContextManager["Installation"]):
@@ -67,12 +66,13 @@ class Installation(AbstractContextManager["Installation"]):
         with LOCK:
             self.depth = 0
             ACTIVE.discard(self)
-            _restore_unless_needed()
+            if not ACTIVE:
+                _restoring.close()
+                LACKING.clear()
 
     def __enter__(self) -> Installation:
         with LOCK:
-            _put_in_place()
-            ACTIVE.add(self)
+            _activate(self)
             self.depth += 1
         return self
 
@@ -155,8 +155,7 @@ def install(*, rechunk: Literal["p2p", "all"] = "p2p") -> Installation:
         )
     installation = Installation(rechunk)
     with LOCK:
-        _put_in_place()
-        ACTIVE.add(installation)
+        _activate(installation)
     return installation
 
 
@@ -181,15 +180,16 @@ def uninstall() -> None:
                 installation.uninstall()
 
 
-def _put_in_place() -> None:
-    """Replace all of Dask's functions, or none if an error occurs."""
-    if _replaced:
-        return
-    try:
-        _replace_all()
-    except BaseException:
-        _restore_unless_needed()
-        raise
+def _activate(installation: Installation) -> None:
+    """Begin an installation. The first one replaces all functions, or none if an error occurs."""
+    is_first = not ACTIVE
+    ACTIVE.add(installation)
+    if is_first:
+        try:
+            _replace_all()
+        except BaseException:
+            installation.uninstall()
+            raise
 
 
 def _replace_all() -> None:
@@ -212,8 +212,8 @@ def _replace_all() -> None:
             _replace(import_module("dask.array.fft"), name, transform)
     if not is_expression:  # there Dask has no function of these
         _replace_stores(da, import_module("dask.array.core"))
-        _watched.append(call_when_imported("xarray", _replace_writers))
-    _watched.append(call_when_imported("dask_array", _replace_package_stores))
+        _restoring.callback(call_when_imported("xarray", _replace_writers))
+    _restoring.callback(call_when_imported("dask_array", _replace_package_stores))
     if is_expression:
         from dask.array._array_expr._expr import ArrayExpr  # private
 
@@ -228,30 +228,16 @@ def _replace_stores(*owners: Any) -> None:
 
 def _replace_writers(package: Any) -> None:
     with LOCK:
-        if not _replaced:  # uninstalled by another thread
-            return
-        for owner in (package.Dataset, package.DataArray):
-            _replace(owner, "to_zarr", zarr_stores.xarray_to_zarr, calls_original=True)
+        if ACTIVE:  # not uninstalled by another thread
+            for owner in (package.Dataset, package.DataArray):
+                _replace(owner, "to_zarr", zarr_stores.xarray_to_zarr, calls_original=True)
 
 
 def _replace_package_stores(package: Any) -> None:
     """Replace public functions of the package `dask_array`, which xarray calls too."""
     with LOCK:
-        if _replaced:  # not uninstalled by another thread
+        if ACTIVE:  # not uninstalled by another thread
             _replace_stores(package, package.io)
-
-
-def _restore_unless_needed() -> None:
-    if ACTIVE:
-        return
-    for owner, name, original, replacement in _replaced:
-        if getattr(owner, name) is replacement:  # not replaced by other code
-            setattr(owner, name, original)
-    for forget in _watched:
-        forget()
-    _watched.clear()
-    _replaced.clear()
-    LACKING.clear()
 
 
 def _replace(
@@ -267,13 +253,17 @@ def _replace(
     @wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         # Other code may have wrapped this function, and still call it after `uninstall`.
-        if _replaced and calls_original:
+        if ACTIVE and calls_original:
             return make(original, *args, **kwargs)
-        result = make(*args, **kwargs) if _replaced else None
+        result = make(*args, **kwargs) if ACTIVE else None
         return original(*args, **kwargs) if result is None else result
 
+    def restore() -> None:
+        if getattr(owner, name) is replacement:  # not replaced by other code
+            setattr(owner, name, original)
+
     setattr(owner, name, replacement)
-    _replaced.append((owner, name, original, replacement))
+    _restoring.callback(restore)
 
 
 def rechunked(x: DaskArray, chunks: Any, **_: Any) -> Any:

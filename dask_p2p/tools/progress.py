@@ -244,11 +244,6 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
     --------
     progress : The steps of a section.
 
-    Notes
-    -----
-    When a rank has waited for `p2p.timeouts.request`, the scheduler writes these reports to a JSON
-    file in Dask's temporary directory, once for each section, and logs a warning with its path.
-
     Examples
     --------
     >>> for report in dask_p2p.stalled():  # doctest: +SKIP

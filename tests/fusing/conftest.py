@@ -12,8 +12,8 @@ def gangs(monkeypatch):
     """The gangs that the scheduler, in this process, has made."""
     gang_names = []
 
-    def counted(*arguments):
-        gang_names.append(fused_gang(*arguments))
+    def counted(*arguments, **options):
+        gang_names.append(fused_gang(*arguments, **options))
         return gang_names[-1]
 
     monkeypatch.setattr(suitability, "fused_gang", counted)

@@ -45,9 +45,9 @@ def pytest_sessionstart(session):
     session.config.stash[GANGS] = gangs = []
     fused_gang = graph.fused_gang
 
-    def counted(*arguments):
+    def counted(*arguments, **options):
         gangs.append(1)
-        return fused_gang(*arguments)
+        return fused_gang(*arguments, **options)
 
     graph.fused_gang = counted
 

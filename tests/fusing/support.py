@@ -116,7 +116,7 @@ def read_arrays(*arrays):
 
 def tasks_and_sizes(*arrays):
     """Return the tasks of arrays that ranks run, and the sizes of all values."""
-    tasks = read_arrays(*arrays)[1].tasks
+    tasks = read_arrays(*arrays)[1]
     layers = HighLevelGraph.merge(*(x.__dask_graph__() for x in arrays)).layers
     return tasks, sizes_of(tasks, blocks_of_layers(layers))
 

@@ -62,7 +62,7 @@ def test_balance():
 
 
 def test_very_many_tasks(monkeypatch):
-    tasks = read_arrays(smoothed(array(), 6))[1].tasks
+    tasks = read_arrays(smoothed(array(), 6))[1]
     check_count(tasks)
     tune(monkeypatch, fused_tasks=40)
     with pytest.raises(UnsupportedArrayError, match="at most 40 tasks, got"):

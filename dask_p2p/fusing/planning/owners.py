@@ -10,16 +10,16 @@ exchange.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from dask.task_spec import DataNode, GraphNode
+from dask.task_spec import DataNode
 from dask.utils import key_split
 
 from dask_p2p.engine.task import AssembleTask
-from dask_p2p.fusing.planning.sizes import SourceElements, read_bytes_of
+from dask_p2p.fusing.planning.sizes import read_bytes_of
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.types import Key
 
@@ -105,7 +105,6 @@ def owners_of(
     size: int,
     sizes_bytes: Mapping[Key, int],
     pinned: Mapping[Key, int] = {},
-    source_elements: SourceElements | None = None,
     locations: Locations = UNKNOWN,
 ) -> dict[Key, int]:
     """Return the owner of each task and input, by key. Small literals have none.
@@ -115,20 +114,27 @@ def owners_of(
     if size == 1:
         return dict.fromkeys((*tasks.inputs, *tasks.nodes), 0)
     by_position = {**positions((*tasks.inputs, *tasks.nodes), size), **pinned}
-    elements = source_elements or SourceElements()
+    block_counts = Counter(
+        name_of(key) for key, node in tasks.nodes.items() if isinstance(node, AssembleTask)
+    )
 
     def choose_owners(inputs: Mapping[Key, int]) -> dict[Key, int]:
-        owners, shares = dict(inputs), _Shares(tasks.nodes, size)
+        owners, owned = dict(inputs), {name: [0] * size for name in block_counts}
         for key, node in tasks.nodes.items():
             at: defaultdict[int, int] = defaultdict(int)  # bytes that the task reads, by rank
-            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+            read_bytes = read_bytes_of(node, key, tasks, sizes_bytes)
             for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
                 if read_key in owners:
                     at[owners[read_key]] += count
             if key in pinned:
                 owners[key] = pinned[key]
+            elif isinstance(node, AssembleTask):
+                name = name_of(key)
+                block_limit = -(-block_counts[name] // size)
+                owners[key] = _with_room(at, by_position[key], owned[name], block_limit)
+                owned[name][owners[key]] += 1
             elif not isinstance(node, DataNode) or sizes_bytes[key] > MOST_LITERAL_BYTES:
-                owners[key] = shares.chosen(key, node, at, by_position[key])
+                owners[key] = _with_most(at, by_position[key])
         if size <= _FEW_RANKS:
             _move_to_readers(tasks, owners, sizes_bytes, pinned)
         return owners
@@ -142,8 +148,8 @@ def owners_of(
     is_moved = any(inputs[key] != rank for key, rank in located.items())
     if is_moved and len(tasks.nodes) <= _FEW_TASKS * len(inputs):
         following = choose_owners(inputs | located)
-        moved_bytes, most_bytes = _work_of(tasks, owners, sizes_bytes, elements)
-        other_moved_bytes, other_most_bytes = _work_of(tasks, following, sizes_bytes, elements)
+        moved_bytes, most_bytes = _work_of(tasks, owners, sizes_bytes)
+        other_moved_bytes, other_most_bytes = _work_of(tasks, following, sizes_bytes)
         is_even = other_most_bytes <= _EVEN * most_bytes
         if is_even and other_moved_bytes < _CLEARLY * moved_bytes:
             return following
@@ -195,10 +201,7 @@ def positions(keys: Iterable[Key], size: int) -> dict[Key, int]:
 
 
 def _work_of(
-    tasks: FusedTasks,
-    owners: Mapping[Key, int],
-    sizes_bytes: Mapping[Key, int],
-    elements: SourceElements,
+    tasks: FusedTasks, owners: Mapping[Key, int], sizes_bytes: Mapping[Key, int]
 ) -> tuple[int, int]:
     """Return the bytes that ranks send each other, and the most bytes that one of them makes."""
     moved = dict[tuple[Key, Key | int], int]()  # by key, and block or reader's rank
@@ -208,33 +211,21 @@ def _work_of(
             continue
         owner = owners[key]
         made_bytes[owner] += sizes_bytes.get(key, 1)
-        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes)
         for read_key, count in zip(tasks.reads[key], read_bytes, strict=True):
             if owners.get(read_key, owner) != owner:
                 moved[read_key, key if isinstance(node, AssembleTask) else owner] = count
     return sum(moved.values()), max(made_bytes.values(), default=0)
 
 
-class _Shares:
-    """The number of assembled blocks of each array that each rank has so far."""
-
-    def __init__(self, nodes: Mapping[Key, GraphNode], size: int) -> None:
-        counts = Counter(name_of(key) for key, n in nodes.items() if isinstance(n, AssembleTask))
-        self._block_limits = {name: -(-count // size) for name, count in counts.items()}
-        self._owned = {name: [0] * size for name in counts}
-
-    def chosen(self, key: Key, node: GraphNode, at: Mapping[int, int], preferred: int) -> int:
-        """Return the owner of a task, from the bytes that it reads of each rank."""
-        if not isinstance(node, AssembleTask):
-            return _with_most(at, preferred)
-        name = name_of(key)
-        owned, block_limit = self._owned[name], self._block_limits[name]
-        free = {rank: count for rank, count in at.items() if owned[rank] < block_limit}
-        owner = _with_most(free, preferred)
-        if owned[owner] >= block_limit:  # none of its sources' owners is free
-            owner = owned.index(min(owned))
-        owned[owner] += 1
-        return owner
+def _with_room(
+    at: Mapping[int, int], preferred: int, owned: Sequence[int], block_limit: int
+) -> int:
+    """Return a rank that owns fewer assembled blocks of an array than the limit."""
+    free = {rank: count for rank, count in at.items() if owned[rank] < block_limit}
+    owner = _with_most(free, preferred)
+    # If none of its sources' owners is free, any rank.
+    return owner if owned[owner] < block_limit else owned.index(min(owned))
 
 
 def _with_most(at: Mapping[int, int], preferred: int) -> int:

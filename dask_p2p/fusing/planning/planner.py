@@ -19,7 +19,6 @@ from dask_p2p.fusing.planning.sizes import (
     Item,
     Program,
     Regions,
-    SourceElements,
     Superstep,
     WholeValue,
     peak_bytes,
@@ -48,9 +47,7 @@ def programs_of(
     locations: Locations = UNKNOWN,
 ) -> list[Program]:
     """Return the program of each rank, by rank; for the other arguments see `owners_of`."""
-    elements = SourceElements()
-    owners = owners_of(tasks, size, sizes_bytes, pinned, elements, locations)
-
+    owners = owners_of(tasks, size, sizes_bytes, pinned, locations)
     supersteps = supersteps_of(tasks, owners)
     programs = _Writer(tasks, size, owners, supersteps).programs(sizes_bytes)
     # Ranks on GPUs read regions in place, so they need no smaller exchanges.
@@ -59,25 +56,23 @@ def programs_of(
         for node in tasks.nodes.values()
     )
     if size > 1 and len(programs[0].supersteps) <= _FEW_EXCHANGES and not is_on_gpu:
-        most_bytes = _most_bytes(programs, sizes_bytes, elements)
+        most_bytes = _most_bytes(programs, sizes_bytes)
         if most_bytes >= _LARGE_EXCHANGES_BYTES:
             part_bytes = max(_EXCHANGED_BYTES * size, most_bytes // _PARTS)
-            parts = divided(tasks, owners, supersteps, sizes_bytes, elements, part_bytes)
+            parts = divided(tasks, owners, supersteps, sizes_bytes, part_bytes)
             smaller = _Writer(tasks, size, owners, parts).programs(sizes_bytes)
-            if _most_bytes(smaller, sizes_bytes, elements) < _WORTHWHILE * most_bytes:
+            if _most_bytes(smaller, sizes_bytes) < _WORTHWHILE * most_bytes:
                 programs = smaller
     return [replace(p, declared_bytes=peak_bytes(p, sizes_bytes)) for p in programs]
 
 
-def _most_bytes(
-    programs: Sequence[Program], sizes_bytes: Mapping[Key, int], elements: SourceElements
-) -> int:
+def _most_bytes(programs: Sequence[Program], sizes_bytes: Mapping[Key, int]) -> int:
     """Return the most bytes of a rank, if each had as many inputs, which Dask keeps in any case."""
     inputs_bytes, most_bytes, present_sizes = 0, 0, {**sizes_bytes}
     for program in programs:
         input_sizes = {key: sizes_bytes.get(key, 1) for key in program.inputs}
         present_sizes |= dict.fromkeys(input_sizes, 0)
-        most_bytes = max(most_bytes, peak_bytes(program, present_sizes, elements))
+        most_bytes = max(most_bytes, peak_bytes(program, present_sizes, with_messages=True))
         present_sizes |= input_sizes  # other ranks may receive them
         inputs_bytes += sum(input_sizes.values())
     return most_bytes + inputs_bytes // len(programs)
@@ -211,7 +206,6 @@ def divided(
     owners: Mapping[Key, int],
     supersteps: Mapping[Key, int],
     sizes_bytes: Mapping[Key, int],
-    elements: SourceElements,
     most_bytes: int,
 ) -> dict[Key, int]:
     """Return supersteps whose exchanges bring a rank about so many bytes of others at most.
@@ -228,7 +222,7 @@ def divided(
             continue
         owner, superstep = owners[key], supersteps[key]
         at, come_bytes, part = (owner, superstep), 0, 0
-        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes, elements)
+        read_bytes = read_bytes_of(node, key, tasks, sizes_bytes)
         for read_key, size_bytes in zip(tasks.reads[key], read_bytes, strict=True):
             if owners.get(read_key, owner) == owner:
                 read_superstep, number = parts.get(read_key, (0, 0))

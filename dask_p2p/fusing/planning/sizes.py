@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -97,45 +97,22 @@ def _size_of(
     return max(1, max(read) // _REDUCED) if "keepdims" in _keywords(node) else max(read)
 
 
-class SourceElements:
-    """The number of elements that assembled blocks read of each source, computed once."""
-
-    def __init__(self) -> None:
-        #: By plan and index of a block. Equal plans share one dictionary.
-        self._by_plan: dict[Plan, dict[Index, Sequence[int]]] = {}
-        #: By identity: each plan with its dictionary. The hash of a plan takes long.
-        self._by_id: dict[int, tuple[Plan, dict[Index, Sequence[int]]]] = {}
-
-    def count(self, plan: Plan, index: Index) -> Sequence[int]:
-        plan_counts = self._by_id.get(id(plan))
-        if plan_counts is None:
-            plan_counts = self._by_id[id(plan)] = plan, self._by_plan.setdefault(plan, {})
-        counts = plan_counts[1].get(index)
-        if counts is None:
-            counts = plan_counts[1][index] = plan.source_elements(index)
-        return counts
-
-
 def read_bytes_of(
-    node: GraphNode,
-    key: Key,
-    tasks: FusedTasks,
-    sizes_bytes: Mapping[Key, int],
-    elements: SourceElements,
+    node: GraphNode, key: Key, tasks: FusedTasks, sizes_bytes: Mapping[Key, int]
 ) -> Iterable[int]:
     """Return the number of bytes that a task reads of each key."""
     if not isinstance(node, AssembleTask):
         return (sizes_bytes.get(read_key, 1) for read_key in tasks.reads[key])
     item_bytes = int(node.output.dtype.itemsize)
-    return (count * item_bytes for count in elements.count(node.plan, node.index))
+    return (count * item_bytes for count in node.plan.source_elements(node.index))
 
 
 def peak_bytes(
-    program: Program, sizes_bytes: Mapping[Key, int], elements: SourceElements | None = None
+    program: Program, sizes_bytes: Mapping[Key, int], *, with_messages: bool = False
 ) -> int:
     """Return the most bytes that a rank has at the same time, by the sizes of its values.
 
-    With `elements` they include the regions in messages, as for blocks in host memory.
+    `with_messages` they include the regions in messages, as for blocks in host memory.
     """
     uses = dict(program.uses)
     live = sum(sizes_bytes.get(key, 1) for key in (*program.inputs, *program.literals))
@@ -148,7 +125,7 @@ def peak_bytes(
     for superstep in program.supersteps:
         items = [item for items in superstep.receives.values() for item in items]
         live += sum(sizes_bytes.get(key, 1) for key in {item.received_key for item in items})
-        copied_bytes = 0 if elements is None else _copied_bytes(program, superstep, elements)
+        copied_bytes = _copied_bytes(program, superstep) if with_messages else 0
         peak = max(peak, live + copied_bytes)
         live -= sum(used(item.key) for items in superstep.sends.values() for item in items)
         begun = {item.block.key for item in items if not isinstance(item, WholeValue)}
@@ -161,7 +138,7 @@ def peak_bytes(
     return peak
 
 
-def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElements) -> int:
+def _copied_bytes(program: Program, superstep: Superstep) -> int:
     """Return the bytes of regions that an exchange copies into and out of messages."""
     read_bytes = tuning.current.lent_read_bytes if program.reads_memory else inf
     total = 0
@@ -170,7 +147,7 @@ def _copied_bytes(program: Program, superstep: Superstep, elements: SourceElemen
             if isinstance(item, Regions):
                 block = item.block
                 item_bytes = int(block.dtype.itemsize)
-                size_bytes = elements.count(block.plan, block.position)[item.number] * item_bytes
+                size_bytes = block.plan.source_elements(block.position)[item.number] * item_bytes
                 total += size_bytes if size_bytes < read_bytes else 0
     return total
 
@@ -185,11 +162,6 @@ def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
 
 #: Largest size of a value that comes with a call: each rank gets a copy.
 MOST_VALUE_BYTES = 2**12
-#: Parts of the error for other arguments.
-EXPECTED_VALUE = "expected a number or a NumPy array of at most 4 KiB, as in compile"
-OF_ARRAY = (
-    "For results of calls compile the function with a Dask array: da.from_array(np.array(0.0))."
-)
 
 
 class DeclaredBlocks(NamedTuple):
@@ -289,9 +261,15 @@ class DeclaredValue:
     def value_of(self, number: int, x: Any) -> Any:
         """Return an argument, by its number, as a NumPy array.
 
-        Raises `InputError` for another shape, or for a value that the dtype cannot
-        hold.
+        Raises `InputError` for other arguments than values, for another shape, or for a value that
+        the dtype cannot hold.
         """
+        if not is_value(x):
+            raise InputError(
+                f"argument {number}: expected a number or a NumPy array of at most 4 KiB, as in "
+                f"compile, got {type(x).__name__}. For results of calls compile the function with "
+                f"a Dask array: da.from_array(np.array(0.0))."
+            )
         value = np.asarray(x)
         if value.shape != self.shape:
             raise InputError(

@@ -50,7 +50,7 @@ _CREATING_NUMPY: tuple[Any, ...] = (
 
 @dataclass(frozen=True)
 class FusedTasks:
-    """The tasks that the ranks of a gang run, and the keys of their inputs and outputs."""
+    """The tasks that the ranks of a gang run, and those of the same graph that stay with Dask."""
 
     nodes: Mapping[Key, GraphNode]  # tasks by key, in an order that they can run in
     reads: Mapping[Key, Sequence[Key]]  # distinct keys that each task reads
@@ -58,6 +58,7 @@ class FusedTasks:
     inputs: tuple[Key, ...]
     #: By array: keys of its blocks, in their order.
     outputs: tuple[tuple[Key, ...], ...]
+    dask_tasks: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
 
     @property
     def widest(self) -> int:
@@ -66,19 +67,11 @@ class FusedTasks:
         return max(names.values(), default=1)
 
 
-@dataclass(frozen=True)
-class ReadGraph:
-    """The graph of some arrays: the tasks for ranks, and all that stays with Dask."""
-
-    tasks: FusedTasks
-    dask_tasks: Mapping[Key, Any]  # by key: tasks and futures that stay with Dask
-
-
 def read_graph(
     graph: Mapping[Key, Any],
     outputs: Sequence[Iterable[Key]],
     known_keys: Container[Key] = (),  # keys of tasks that the scheduler has already
-) -> ReadGraph:
+) -> FusedTasks:
     """Return the tasks of a graph that some outputs need, with those that ranks run set apart."""
     nodes = nodes_of(graph)
     output_keys = tuple(tuple(keys) for keys in outputs)
@@ -91,7 +84,7 @@ def read_graph(
     used = [key for keys in (*read.values(), *output_keys) for key in keys]
     inputs = tuple(dict.fromkeys(key for key in used if key not in of_ranks))
     stays = {key: graph[key] for key in (*staying, *inputs) if key in graph}
-    return ReadGraph(FusedTasks(of_ranks, read, inputs, output_keys), stays)
+    return FusedTasks(of_ranks, read, inputs, output_keys, stays)
 
 
 def before_stores(
@@ -351,12 +344,12 @@ def check_arrays(arrays: Sequence[DaskArray]) -> None:
     check_one_library(arrays)
 
 
-def kind_of(kinds: Iterable[Kind], read: ReadGraph) -> Kind:
+def kind_of(kinds: Iterable[Kind], tasks: FusedTasks) -> Kind:
     """Return the kind of the blocks that ranks compute with: CuPy's if any of them are.
 
     `kinds` are those of some arrays in the graph.
     """
-    nodes = read.tasks.nodes.values()
+    nodes = tasks.nodes.values()
     assembled = {node.output.kind for node in nodes if isinstance(node, AssembleTask)}
     return "cupy" if "cupy" in {*kinds, *assembled} else "numpy"
 
@@ -366,9 +359,9 @@ def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
     return {backend_for(x._meta).name for x in arrays}
 
 
-def check_tasks(read: ReadGraph) -> None:
+def check_tasks(tasks: FusedTasks) -> None:
     """Refuse tasks that ranks cannot run: `UnsupportedArrayError`."""
-    for key, node in read.tasks.nodes.items():
+    for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):
             _check_dtype(node.output.dtype, f"task {key!r}")
 

@@ -17,14 +17,12 @@ from distributed.protocol.pickle import dumps, loads
 from dask_p2p.backends import as_array, backend_for
 from dask_p2p.errors import InputError, SectionError
 from dask_p2p.fusing.planning.sizes import (
-    EXPECTED_VALUE,
     MOST_VALUE_BYTES,
-    OF_ARRAY,
     Declared,
     DeclaredValue,
     is_value,
 )
-from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
+from dask_p2p.fusing.resident.client_streams import ClientStreams
 from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES, register_blocks
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.fusing.running.messages import quick_form
@@ -144,12 +142,10 @@ class ResidentGang:
     def __init__(
         self,
         streams: ClientStreams,
-        submit: Submit,
         signature: Signature,
         names: Sequence[str | None],  # of the arrays that the gang begins with; None: a value
     ) -> None:
-        self._streams, self._submit, self._signature = streams, submit, signature
-        self._names = names
+        self._streams, self._signature, self._names = streams, signature, names
         self._calls = count()
         self._has_begun = False
         self._end = finalize(self, streams.close)
@@ -162,7 +158,7 @@ class ResidentGang:
                 "expected a resident gang that has not begun: it begins once. Call step.resident."
             )
         self._has_begun = True
-        self._streams.start(self._submit)
+        self._streams.start()
         return self
 
     def __exit__(self, kind: Any, *exc: Any) -> None:
@@ -300,13 +296,9 @@ class ResidentGang:
             if is_new and x.nbytes <= MOST_VALUE_BYTES:
                 value = as_array(x.compute())
                 x = backend_for(value).to_host(value)
-            if is_value(x):
+            if isinstance(declared, DeclaredValue) or is_value(x):
                 value = declared.value_of(number, x)
                 return quick_form(value) or dumps(value)
-        if isinstance(declared, DeclaredValue):
-            raise InputError(
-                f"argument {number}: {EXPECTED_VALUE}, got {type(x).__name__}. {OF_ARRAY}"
-            )
         if is_dask_array(x):
             if x.name != self._names[number]:
                 raise InputError(

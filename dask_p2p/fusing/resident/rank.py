@@ -1,6 +1,6 @@
 """A rank of a resident gang: it runs its program at each call of the client, and keeps the results.
 
-The client sends commands (`command_log`) to all ranks in the same order. So ranks exchange data in
+The client sends commands (`commands`) to all ranks in the same order. So ranks exchange data in
 the same order, too.
 """
 

@@ -399,7 +399,7 @@ class HandleTable:
     def read(self, arguments: Sequence[Any]) -> list[Any]:
         """Return the inputs of the program for a call, whose values come last.
 
-        Arguments are numbers of handles, or values as `message_of` has them.
+        Arguments are numbers of handles, or values as `ResidentGang` sends them.
         """
         inputs = []
         for position, block in zip(self._inputs, self._blocks, strict=True):

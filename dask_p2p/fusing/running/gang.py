@@ -397,11 +397,11 @@ def array_of_tasks(
 def fused_gang(
     tasks: FusedTasks,
     programs: Sequence[Program],  # by rank
-    names: Sequence[Any],  # that distinguish gangs of the same tasks
-    first: DeclaredBlocks | None,  # blocks of the first array; None: unknown
     kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
     arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
+    names: Sequence[Any] = (),  # without arrays: they distinguish gangs of the same tasks
+    first: DeclaredBlocks | None = None,  # without arrays: blocks of the first one, if known
     dask_tasks: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
     most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
     arguments: Sequence[str] | None = None,  # see `FusedGang`; None: the gang runs once
@@ -409,13 +409,15 @@ def fused_gang(
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     keys = str([list(tasks.nodes), [program.inputs for program in programs]])
-    token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
-    dtype = None if first is None else first.dtype
-    shape = None if first is None else tuple(map(sum, first.chunks))
-    how = dtype, shape, kind, arguments is not None, most_bytes
-    ranks = [
-        RankProgram(_RunProgram(dumps(program), *how), program.inputs, program.outputs)
-        for program in programs
-    ]
+    names = [x.name for x in arrays] or list(names)
+    token = tokenize(PREFIX, names, len(programs), options, keys, most_bytes)
     declared = [Declared.from_array(x) for x in arrays]
+    like = declared[0] if declared else first
+    dtype = None if like is None else like.dtype
+    shape = None if like is None else tuple(map(sum, like.chunks))
+    runs_again = arguments is not None
+    ranks = []
+    for program in programs:
+        body = _RunProgram(dumps(program), dtype, shape, kind, runs_again, most_bytes)
+        ranks.append(RankProgram(body, program.inputs, program.outputs))
     return FusedGang(token, ranks, options, declared, tuple(arguments or ()), dict(dask_tasks))

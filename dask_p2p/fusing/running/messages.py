@@ -21,7 +21,7 @@ from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from distributed.protocol.pickle import dumps, loads
+from distributed.protocol.pickle import dumps
 
 from dask_p2p import tuning
 from dask_p2p.backends import memory_order
@@ -318,7 +318,7 @@ def array_at(memory: Any, start: int, shape: Sequence[int], dtype: DType) -> Arr
 #
 # A header of a superstep's message is one pickle of all its values. Pickles of arrays take up to 20
 # us, since they contain dtypes. A pickle of text and bytes takes 1 us. Messages of `ctx.send` hold
-# one value each, as bytes without a pickle: see `sections.exchange.small_values`.
+# one value each, as bytes without a pickle: see `sections.exchange.values`.
 
 _MOST_BYTES = 2**8
 _NUMBERS = {bool, int, float, complex}
@@ -372,7 +372,3 @@ class FailedValue:
         error, _ = pickled_error(exc, rank)
         traceback.clear_frames(exc.__traceback__)  # their arrays are not used any more
         return cls(error)
-
-    def exception(self) -> Exception:
-        error: Exception = loads(self.error)
-        return error

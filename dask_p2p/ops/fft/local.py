@@ -56,47 +56,39 @@ def find_input_chunks(x: DaskArray) -> Chunks | None:
 
     The search goes up the graph through the tasks that changed the spectrum.
     """
-    if is_expression(x):
-        return _find_input_chunks_of_expression(x.expr)
-    layers = getattr(x.dask, "layers", {})
-    waiting = deque([x.name])
-    visited = {x.name}
+    has_layers = not is_expression(x)
+    waiting: deque[Any] = deque([x.name if has_layers else x.expr])  # names of layers, or parts
+    visited = set[str]()
     while waiting:
-        name = waiting.popleft()
-        input_chunks = None
-        while name.startswith(PREFIX) and name in layers:
-            task = next(iter(layers[name].values()))
-            if not isinstance(task, AssembleTask) or not isinstance(task.plan, ReorderedPlan):
-                break
-            input_chunks, (name,) = task.plan.plan.src_chunks, task.output.array
+        part, input_chunks = waiting.popleft(), None
+        while (stage := _find_stage(x, part)) is not None:
+            plan, part = stage
+            input_chunks = plan.src_chunks
         if input_chunks is not None:
             return input_chunks
-        new = x.dask.dependencies.get(name, set()) - visited if layers else set()
-        visited |= new
-        waiting += sorted(new)
+        before = sorted(x.dask.dependencies.get(part, ())) if has_layers else part.dependencies()
+        for source in before:
+            name = source if has_layers else source._name
+            if name not in visited:
+                visited.add(name)
+                waiting.append(source)
     return None
 
 
-def _find_input_chunks_of_expression(expr: Any) -> Chunks | None:
-    waiting, visited = deque([expr]), {expr._name}
-    while waiting:
-        input_chunks, expr = None, waiting.popleft()
-        while (plan := _reordered_plan(expr)) is not None:
-            input_chunks, (expr,) = plan.plan.src_chunks, expr.dependencies()
-            while type(expr).__name__ == "ChunksFreeze":
-                (expr,) = expr.dependencies()
-        if input_chunks is not None:
-            return input_chunks
-        new = [dependency for dependency in expr.dependencies() if dependency._name not in visited]
-        visited.update(dependency._name for dependency in new)
-        waiting += new
-    return None
-
-
-def _reordered_plan(expr: Any) -> ReorderedPlan | None:
-    layer = getattr(expr, "lazy_layer", None)
-    plan = layer.plan if isinstance(layer, PlannedLayer) and layer.prefix == PREFIX else None
-    return plan if isinstance(plan, ReorderedPlan) else None
+def _find_stage(x: Any, part: Any) -> tuple[ReorderedPlan, Any] | None:
+    """Return the plan and the input of a layer, or expression, if it is a stage of a transform."""
+    plan, source = None, None
+    if not isinstance(part, str):
+        layer = getattr(part, "lazy_layer", None)
+        if isinstance(layer, PlannedLayer) and layer.prefix == PREFIX:
+            plan, (source,) = layer.plan, part.dependencies()
+            while type(source).__name__ == "ChunksFreeze":
+                (source,) = source.dependencies()
+    elif part.startswith(PREFIX) and part in x.dask.layers:
+        task = next(iter(x.dask.layers[part].values()))
+        if isinstance(task, AssembleTask):
+            plan, (source,) = task.plan, task.output.array
+    return (plan, source) if isinstance(plan, ReorderedPlan) else None
 
 
 TO_COMPLEX = ("rfft", "ihfft")  # from real numbers, along the first transformed axis

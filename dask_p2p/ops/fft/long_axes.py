@@ -104,7 +104,9 @@ def _transform_as_matrix(x: DaskArray, long: LongAxis, norm: str, is_inverse: bo
     x = redistribute(x, tuple(range(x.ndim)), (*before, of_rows, *after))
     grid = (*before, row_sizes, (columns,), *after)
     x = x.map_blocks(
-        FoldAxis(axis, columns),
+        fold_axis,
+        axis,
+        columns,
         chunks=grid,
         new_axis=axis + 1,
         meta=meta_from_array(x._meta, x.ndim + 1),
@@ -124,30 +126,21 @@ def _transform_as_matrix(x: DaskArray, long: LongAxis, norm: str, is_inverse: bo
     x = redistribute(x, swapped, (*before, column_sizes, (rows,), *after))
     sizes = tuple(rows * size for size in column_sizes)
     return x.map_blocks(
-        FoldAxis(axis, None),
+        fold_axis,
+        axis,
+        None,
         chunks=(*before, sizes, *after),
         drop_axis=axis + 1,
         meta=meta_from_array(x._meta, x.ndim - 1),
     )
 
 
-@dataclass(frozen=True)
-class FoldAxis:
-    """Splits an axis into two, the second with `columns` elements; None merges the two axes."""
-
-    axis: int
-    columns: int | None
-
-    @property
-    def __name__(self) -> str:
-        return "fft-fold"
-
-    def __call__(self, block: Array) -> Any:
-        shape, axis = block.shape, self.axis
-        if self.columns is None:
-            return block.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
-        rows = shape[axis] // self.columns
-        return block.reshape(*shape[:axis], rows, self.columns, *shape[axis + 1 :])
+def fold_axis(block: Array, axis: int, columns: int | None) -> Any:
+    """Split an axis into two, the second with `columns` elements; None merges the two axes."""
+    shape = block.shape
+    if columns is None:
+        return block.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+    return block.reshape(*shape[:axis], shape[axis] // columns, columns, *shape[axis + 1 :])
 
 
 @dataclass(frozen=True)

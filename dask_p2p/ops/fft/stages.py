@@ -446,7 +446,7 @@ def _roll(x: DaskArray, axes: int | Axes, sign: int, chunks: ChunksLike) -> Dask
     along = range(x.ndim) if axes is None else checked_numbered_axes(np.atleast_1d(axes), x.ndim)
     before = tuple(tuple(map(int, sizes)) for sizes in x.chunks)
     after = before if chunks is None else checked_chunks(chunks, before, x.dtype)
-    mappings: list[Any] = []
+    mappings: list[SplitAxis] = []
     for axis, (old, new) in enumerate(zip(before, after, strict=True)):
         shift = sign * (sum(old) // 2) if axis in along else 0
         mappings.append(RolledAxis(old, new, shift) if shift else SplitAxis(old, new))

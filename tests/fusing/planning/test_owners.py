@@ -169,7 +169,7 @@ def test_tasks_stay_with_their_inputs_if_these_are_spread_evenly(holders, expect
 
 
 def test_large_inputs_are_read_in_place():
-    tasks = read_arrays(dask_p2p.fft.fft(made_by_dask(n=1024), axis=1))[1].tasks
+    tasks = read_arrays(dask_p2p.fft.fft(made_by_dask(n=1024), axis=1))[1]
     locations = Locations(dict.fromkeys(tasks.inputs, "a"), 2)
     sizes = dict.fromkeys((*tasks.inputs, *tasks.nodes), 2**20)
     assert not programs_of(tasks, 2, sizes)[0].reads_memory

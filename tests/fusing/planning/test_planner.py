@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.fusing.planning import planner
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import AssembleStep, SourceElements, peak_bytes
+from dask_p2p.fusing.planning.sizes import AssembleStep, peak_bytes
 from tests.fusing.support import check_blocks, graphs, run_programs, smoothed, tasks_and_sizes
 
 
@@ -94,9 +94,9 @@ def test_a_transpose_that_is_reduced_holds_few_blocks(workers):
 def test_messages_of_two_ranks_are_small():
     """Otherwise two ranks with four blocks of 1 MiB each would take a quarter more memory."""
     tasks, sizes = tasks_and_sizes(dask_p2p.transpose(da.ones((1024, 1024), chunks=(128, 1024))))
-    elements = SourceElements()
     for program in programs_of(tasks, 2, sizes):
-        copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
+        with_messages = peak_bytes(program, sizes, with_messages=True)
+        copies_bytes = with_messages - peak_bytes(program, sizes)
         assert 0 < copies_bytes <= 2**20  # half of them sent, half of them received
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import SourceElements, blocks_of_expression, peak_bytes
+from dask_p2p.fusing.planning.sizes import blocks_of_expression, peak_bytes
 from tests.fusing.support import tasks_and_sizes
 from tests.support import tune
 
@@ -87,9 +87,9 @@ def test_regions_in_messages(monkeypatch, lent_read_bytes, copies):
     """One is sent and one is received, unless they are large enough to be read in place."""
     tune(monkeypatch, lent_read_bytes=lent_read_bytes, read_bytes=1)
     tasks, sizes = tasks_and_sizes(dask_p2p.transpose(da.ones((64, 64), chunks=(32, 64))))
-    elements = SourceElements()
     for program in programs_of(tasks, 2, sizes):
-        copies_bytes = peak_bytes(program, sizes, elements) - peak_bytes(program, sizes)
+        with_messages = peak_bytes(program, sizes, with_messages=True)
+        copies_bytes = with_messages - peak_bytes(program, sizes)
         assert copies_bytes == copies * 32 * 32 * 8
 
 

@@ -60,7 +60,7 @@ WITH_DASK = {
 def test_arrays_of_few_numbers_are_made_by_ranks(kind):
     _, read = read_arrays(IN_RANKS[kind]() + 1)
     assert not read.dask_tasks
-    assert not read.tasks.inputs
+    assert not read.inputs
 
 
 @pytest.mark.parametrize("kind", WITH_DASK)
@@ -68,10 +68,10 @@ def test_reads_and_unknown_functions_stay_with_dask(kind):
     x = WITH_DASK[kind]()
     y = dask_p2p.transpose(x + 1)
     _, read = read_arrays(y)
-    assert names(read.tasks.inputs) == {x.name} or kind == "a delayed function"
-    assert names(read.tasks.nodes) >= {(x + 1).name, y.name}
-    assert not read.dask_tasks.keys() & read.tasks.nodes.keys()
-    assert read.dask_tasks.keys() >= set(read.tasks.inputs)
+    assert names(read.inputs) == {x.name} or kind == "a delayed function"
+    assert names(read.nodes) >= {(x + 1).name, y.name}
+    assert not read.dask_tasks.keys() & read.nodes.keys()
+    assert read.dask_tasks.keys() >= set(read.inputs)
 
 
 def test_copies_of_tasks_have_keys_of_their_own():
@@ -79,7 +79,7 @@ def test_copies_of_tasks_have_keys_of_their_own():
     x = da.from_array(np.arange(4), chunks=-1).rechunk(2) * 2
     y = clone(x)
     arrays = [y == x]
-    read = read_arrays(*arrays)[1].tasks
+    read = read_arrays(*arrays)[1]
     assert all(node.key == key for key, node in read.nodes.items())
     check_blocks(arrays, run_programs(arrays, 2))
 
@@ -93,8 +93,8 @@ def test_sections_and_all_before_them_stay():
     y = dask_p2p.spmd(halved, dask_p2p.transpose(x + 1), ranks=2)
     _, read = read_arrays(dask_p2p.transpose(y) + x)
     assert {x.name, y.name, (x + 1).name} <= names(read.dask_tasks)
-    assert names(read.tasks.inputs) == {x.name, y.name}
-    assert (dask_p2p.transpose(y) + x).name in names(read.tasks.nodes)
+    assert names(read.inputs) == {x.name, y.name}
+    assert (dask_p2p.transpose(y) + x).name in names(read.nodes)
 
 
 def test_shuffles_of_dask_stay():
@@ -102,7 +102,7 @@ def test_shuffles_of_dask_stay():
     y = x.rechunk((8, 2), method="p2p")
     graph = {k: t for layer in y.__dask_graph__().layers.values() for k, t in layer.items()}
     _, read = read_arrays(da.Array(graph, y.name, y.chunks, y.dtype) + 1)
-    assert names(read.tasks.inputs) == {y.name}
+    assert names(read.inputs) == {y.name}
     assert x.name in names(read.dask_tasks)
 
 
@@ -128,7 +128,7 @@ def test_dask_reads_only_the_slices_that_ranks_need():
         read[way.name] = list(file.read_indices)
     assert [*read.values()] == [[(slice(2, 4), slice(1, 8))]] * 2
     z = x[2:4] + x.sum(axis=0)  # the block has another reader
-    assert names(read_arrays(z)[1].tasks.inputs) == {x.name}
+    assert names(read_arrays(z)[1].inputs) == {x.name}
     z = dask_p2p.fused(z, ranks=1)
     file.read_indices.clear()
     assert z.compute(scheduler="sync").shape == (2, 8)
@@ -141,8 +141,8 @@ def test_tasks_that_the_scheduler_has_stay():
     graph = y.__dask_graph__().to_dict()
     read = read_graph(graph, [keys_of(y)], known_keys={(x.name, 0, 0)})
     assert (x.name, 0, 0) in read.dask_tasks
-    assert (x.name, 0, 1) in read.tasks.nodes
-    assert read.tasks.inputs == ((x.name, 0, 0),)
+    assert (x.name, 0, 1) in read.nodes
+    assert read.inputs == ((x.name, 0, 0),)
 
 
 def fused(key):

@@ -100,7 +100,7 @@ class Calls:
         assert y.chunks == chunks
         owners = {key: number * ranks // 4 for number, key in enumerate(keys)}
         pinned = owners | {key: owners["u", *key[1:]] for key in keys_of(y)}
-        self.tasks = read_graph(dict(y.__dask_graph__()), [keys_of(y)]).tasks
+        self.tasks = read_graph(dict(y.__dask_graph__()), [keys_of(y)])
         self.programs = programs_of(self.tasks, ranks, sizes_of(self.tasks, {}), pinned)
         self.blocks = {key: values[rows * n : rows * (n + 1)] for n, key in enumerate(keys)}
 
