@@ -54,6 +54,7 @@ class Residents(RuleBasedStateMachine):
         self.numbers = itertools.count()  # of handles
         self.pending = {}  # handle and value by unanswered request
         self.checkpoint = None  # the number of the one under way
+        self.unsent = []
         self.begin(0)
 
     def begin(self, resume):
@@ -61,12 +62,8 @@ class Residents(RuleBasedStateMachine):
         self.ranks = [Rank({-1: "argument", **saved_state}) for saved_state in handles]
 
     def add(self, kind, *arguments):
-        self.send(self.log.add(kind, *arguments))
+        self.unsent.append(self.log.add(kind, *arguments))
         return self.log.last
-
-    def send(self, *commands):
-        for rank in self.ranks:
-            rank.commands += commands
 
     def pick(self, choice):
         return sorted(self.values)[choice % len(self.values)]
@@ -96,6 +93,12 @@ class Residents(RuleBasedStateMachine):
         if not self.log.is_keeping:
             self.checkpoint = self.add(KEEP)
 
+    @rule()
+    def commands_are_sent(self):
+        for rank in self.ranks:
+            rank.commands += self.unsent
+        self.unsent = []
+
     @rule(rank=ranks, count=st.integers(1, 9))
     def a_rank_works(self, rank, count):
         for _ in range(count):
@@ -104,6 +107,7 @@ class Residents(RuleBasedStateMachine):
 
     @rule()
     def all_ranks_work(self):
+        self.commands_are_sent()
         for rank in range(SIZE):
             self.a_rank_works(rank, 1_000)
 
@@ -129,7 +133,7 @@ class Residents(RuleBasedStateMachine):
         resume = max(complete_states, default=0)
         self.saved = [{resume: states[resume]} if resume else {} for states in self.saved]
         self.begin(resume)
-        self.send(*self.log.restart(resume))
+        self.unsent = self.log.restart(resume)
         if resume == self.checkpoint:  # complete before its last answer
             self.checkpoint = None
 
@@ -141,7 +145,7 @@ class Residents(RuleBasedStateMachine):
             return
         self.saved = [{} for _ in range(SIZE)]
         self.begin(0)
-        self.send(*self.log.restart(0))
+        self.unsent = self.log.restart(0)
 
     @invariant()
     def one_checkpoint_is_under_way(self):
@@ -155,6 +159,7 @@ class Residents(RuleBasedStateMachine):
 
     def teardown(self):
         for _ in range(3):
+            self.commands_are_sent()
             for rank in range(SIZE):
                 self.a_rank_works(rank, 10_000)
                 self.messages_arrive(rank)
