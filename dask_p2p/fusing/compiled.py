@@ -269,9 +269,9 @@ class CompiledFunction:
         memory = HandleMemory(signature.results, [rank.outputs for rank in self._gang.ranks])
         annotations = dask.get_annotations()
         submit = partial(self._submit, client, [*arrays.values()], idle_s, annotations)
-        streams = ClientStreams(client, self.ranks, memory, submit)
+        streams = ClientStreams(client, self.ranks, memory)
         names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
-        return ResidentGang(streams, signature, names)
+        return ResidentGang(streams, submit, signature, names)
 
     def _submit(
         self,

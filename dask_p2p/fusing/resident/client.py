@@ -22,7 +22,7 @@ from dask_p2p.fusing.planning.sizes import (
     DeclaredValue,
     is_value,
 )
-from dask_p2p.fusing.resident.client_streams import ClientStreams
+from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES, register_blocks
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.fusing.running.messages import quick_form
@@ -142,10 +142,12 @@ class ResidentGang:
     def __init__(
         self,
         streams: ClientStreams,
+        submit: Submit,
         signature: Signature,
         names: Sequence[str | None],  # of the arrays that the gang begins with; None: a value
     ) -> None:
-        self._streams, self._signature, self._names = streams, signature, names
+        self._streams, self._submit, self._signature = streams, submit, signature
+        self._names = names
         self._calls = count()
         self._has_begun = False
         self._end = finalize(self, streams.close)
@@ -158,7 +160,7 @@ class ResidentGang:
                 "expected a resident gang that has not begun: it begins once. Call step.resident."
             )
         self._has_begun = True
-        self._streams.start()
+        self._streams.start(self._submit)
         return self
 
     def __exit__(self, kind: Any, *exc: Any) -> None:

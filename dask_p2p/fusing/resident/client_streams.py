@@ -14,11 +14,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from math import inf, isnan, prod
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import uuid4
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dask.utils import format_bytes
 from distributed.comm import connect
@@ -33,10 +31,10 @@ from dask_p2p.fusing.resident.commands import (
     DROP,
     END,
     KEEP,
-    TOPIC,
     CommandLog,
     CommandStream,
     Ranks,
+    receive,
 )
 from dask_p2p.fusing.running.gang import PREFIX
 from dask_p2p.geometry import block_shape
@@ -62,17 +60,16 @@ class ClientStreams:
         client: Any,
         size: int,  # number of ranks
         memory: HandleMemory,
-        submit: Submit,
     ) -> None:
-        self.client, self._memory, self._submit = client, memory, submit
+        self.client, self._memory = client, memory
         self._loop: asyncio.AbstractEventLoop = client.loop.asyncio_loop
         self._streams: Sequence[CommandStream] = ()
         self._attempt: asyncio.Future[None] | None = None
         self._future: Any = None  # of the gang's commit task
         self._inputs: Sequence[Any] = ()  # Dask arrays on workers, until the gang has ended
-        self._drops_soon = False  # whether `_send_dropped` will run
-        #: By number of a request whose answers a thread awaits; None: not all have come.
-        self._replies: dict[int, Mapping[int, Any] | None] = {}
+        self._is_awake = self._drops_soon = False  # whether `_send` will run
+        self._awaited_requests = set[int]()  # requests whose answers a thread awaits
+        self._replies: dict[int, Mapping[int, Any]] = {}  # by number of the request
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
@@ -85,13 +82,10 @@ class ClientStreams:
 
     # --- in any thread
 
-    def start(self) -> None:
+    def start(self, submit: Submit) -> None:
         token = uuid4().hex  # each gang has its own ranks
-        by_gang = _streams.setdefault(self.client, WeakValueDictionary())
-        by_gang[name_of_gang(PREFIX, token)] = self
-        # Once more for each gang: the client may have connected to another scheduler.
-        self.client.subscribe_topic(TOPIC, partial(_record_ranks, by_gang))
-        self._future, self._inputs = self._submit(token)
+        receive(self.client, name_of_gang(PREFIX, token), self)
+        self._future, self._inputs = submit(token)
         self._future.add_done_callback(self._record_end)
 
     def call(self, arguments: Sequence[Any], first: int) -> None:
@@ -121,28 +115,26 @@ class ClientStreams:
 
     def _add_dropped(self) -> None:
         if dropped := [self._dropped.popleft() for _ in range(len(self._dropped))]:
-            self._send(DROP, dropped)
+            self.log.add(DROP, dropped)
             self._memory.drop(dropped)
 
     def _add(self, kind: str, *arguments: Any) -> int:
         self._check_runs()
-        return self._send(kind, *arguments)
-
-    def _send(self, kind: str, *arguments: Any) -> int:
-        """Send a command to all ranks, now or when they are there; return its number."""
-        command = self.log.add(kind, *arguments)
-        for stream in self._streams:
-            stream.send(command)
-        return self.log.last
+        number = self.log.add(kind, *arguments)
+        if not self._is_awake:
+            self._is_awake = True
+            self._loop.call_soon_threadsafe(self._send)
+        return number
 
     def request(self, kind: str, *arguments: Any) -> list[Any]:
         with self._changed:
             number = self._add(kind, *arguments)
-            self._replies[number] = None
+            self._awaited_requests.add(number)
             try:
-                self._wait_until(lambda: self._replies[number] is not None)
+                self._wait_until(lambda: number in self._replies)
             finally:
-                replies = self._replies.pop(number) or {}
+                self._awaited_requests.discard(number)
+                replies = self._replies.pop(number, {})
         return [replies[rank] for rank in range(len(replies))]
 
     def drop(self, handle: int) -> None:
@@ -218,12 +210,11 @@ class ClientStreams:
         try:
             await self._connect(ranks, streams)
             with self._changed:
-                commands = self.log.restart(resume)
+                self.log.restart(resume)
                 if self.attempt:  # soon: Dask bounds the losses of workers between two checkpoints
                     self._kept_s = -inf
                 self.attempt, self.ranks, self._streams = self.attempt + 1, ranks, streams
-                for stream in streams:
-                    stream.send(*commands)
+            self._send()
             reading += [
                 asyncio.ensure_future(self._read(rank, stream))
                 for rank, stream in enumerate(streams)
@@ -270,24 +261,23 @@ class ClientStreams:
             self.log.record_done(number)
             return
         replies = self.log.record_answer(rank, number, reply)
-        if replies is not None and number in self._replies:
+        if replies is not None and number in self._awaited_requests:
             self._replies[number] = replies
 
     def _send_dropped(self) -> None:
         self._drops_soon = False
+        self._send()
+
+    def _send(self) -> None:
+        """Send all that is unsent, once the ranks are there."""
+        self._is_awake = False  # first: later commands call this again
         with self._changed:
+            if not self._streams:
+                return
             self._add_dropped()
-
-
-_StreamsByGang: TypeAlias = WeakValueDictionary[str, ClientStreams]
-_streams: WeakKeyDictionary[Any, _StreamsByGang] = WeakKeyDictionary()  # by client
-
-
-def _record_ranks(by_gang: _StreamsByGang, event: tuple[float, Mapping[str, Any]]) -> None:
-    """Pass the ranks of a gang to its streams when all of them have begun."""
-    _, message = event
-    if (streams := by_gang.get(message["gang"])) is not None:
-        streams.record_ranks(message["ranks"], message["resume"])
+            commands = self.log.take_unsent()
+        for stream in self._streams:
+            stream.send(*commands)
 
 
 _MOST_MEMORY = 0.8  # part of a worker's memory limit: beyond it Dask pauses the worker

@@ -15,9 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import inf
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from uuid import uuid4
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from distributed import Future, Worker
 from distributed.core import Status
@@ -28,6 +30,10 @@ from dask_p2p.geometry import Index
 from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import Key
+
+if TYPE_CHECKING:
+    from dask_p2p.fusing.resident.client_streams import ClientStreams
+
 
 #: The number of a handle, or a value, for each argument of a call; its first new handle.
 CALL = "call"
@@ -71,6 +77,7 @@ class CommandLog:
         self._forgotten = 0
 
         self._commands: dict[int, Command] = {}  # by number
+        self._unsent: deque[Command] = deque()  # not sent in this attempt
         self._running: deque[int] = deque()  # calls that rank 0 has not completed
         self._replies: dict[int, dict[int, Any]] = {}  # by request and rank
         #: Number of the last complete checkpoint.
@@ -82,13 +89,20 @@ class CommandLog:
     def calls_ahead(self) -> int:
         return len(self._running)
 
-    def add(self, kind: str, *arguments: Any) -> Command:
+    def add(self, kind: str, *arguments: Any) -> int:
         self.last += 1
         self._commands[self.last] = command = (self.last, kind, *arguments)
+        self._unsent.append(command)
         if kind == CALL:
             self._running.append(self.last)
         self.is_keeping = self.is_keeping or kind == KEEP
-        return command
+        return self.last
+
+    def take_unsent(self) -> list[Command]:
+        """Return the commands that were not sent in this attempt; they count as sent."""
+        commands = list(self._unsent)
+        self._unsent.clear()
+        return commands
 
     def record_done(self, number: int) -> None:
         while self._running and self._running[0] <= number:
@@ -106,8 +120,8 @@ class CommandLog:
             self._record_kept(number)
         return replies
 
-    def restart(self, resume: int) -> list[Command]:
-        """Return the commands of another attempt so far, which begins at a checkpoint; 0: at none.
+    def restart(self, resume: int) -> None:
+        """Begin another attempt, whose ranks have the handles of a checkpoint; 0: those at first.
 
         Raises `SectionError` if the log has dropped commands after that checkpoint.
         """
@@ -118,11 +132,11 @@ class CommandLog:
             )
         self._record_kept(resume)
         self._replies.clear()
-        return [
+        self._unsent = deque(
             command
             for number, command in self._commands.items()
             if number > resume or command[1] in REQUESTS  # without an answer
-        ]
+        )
 
     def _record_kept(self, number: int) -> None:
         """Record the newest complete checkpoint; drop older commands if there are very many."""
@@ -206,6 +220,26 @@ async def register_blocks(client: Any, name: str, sizes: Sequence[Sizes], ranks:
 
 #: Address, token and memory limit of each rank.
 Ranks: TypeAlias = Sequence[tuple[str, str, int]]
+
+
+#: Streams of a client, by the name of the gang.
+_Streams: TypeAlias = "WeakValueDictionary[str, ClientStreams]"
+_streams: WeakKeyDictionary[Any, _Streams] = WeakKeyDictionary()  # by client
+
+
+def receive(client: Any, gang: str, streams: ClientStreams) -> None:
+    """Record the ranks of a gang in its streams when all of them have begun."""
+    client_streams = _streams.setdefault(client, WeakValueDictionary())
+    client_streams[gang] = streams
+    # Once more for each gang: the client may have connected to another scheduler.
+    client.subscribe_topic(TOPIC, partial(_pass_on, client_streams))
+
+
+def _pass_on(client_streams: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
+    _, message = event
+    if (streams := client_streams.get(message["gang"])) is not None:
+        streams.record_ranks(message["ranks"], message["resume"])
+
 
 #: Request of a client to a worker, which begins the stream of commands to a rank there.
 COMMANDS = "p2p_resident_commands"

@@ -54,16 +54,11 @@ class Residents(RuleBasedStateMachine):
         self.numbers = itertools.count()  # of handles
         self.pending = {}  # handle and value by unanswered request
         self.checkpoint = None  # the number of the one under way
-        self.unsent = []
         self.begin(0)
 
     def begin(self, resume):
         handles = [saved_states.get(resume, {}) for saved_states in self.saved]
         self.ranks = [Rank({-1: "argument", **saved_state}) for saved_state in handles]
-
-    def add(self, kind, *arguments):
-        self.unsent.append(self.log.add(kind, *arguments))
-        return self.log.last
 
     def pick(self, choice):
         return sorted(self.values)[choice % len(self.values)]
@@ -73,7 +68,7 @@ class Residents(RuleBasedStateMachine):
         read = [self.pick(first), self.pick(second)]
         call_number = next(self.numbers)
         self.values[call_number] = (call_number, *(self.values[handle] for handle in read))
-        self.add(CALL, read, call_number)
+        self.log.add(CALL, read, call_number)
         assert self.log.calls_ahead
 
     @rule(choice=whiches)
@@ -81,23 +76,23 @@ class Residents(RuleBasedStateMachine):
         handle = self.pick(choice)
         if handle >= 0 and handle not in {handle for handle, _ in self.pending.values()}:
             del self.values[handle]
-            self.add(DROP, [handle])
+            self.log.add(DROP, [handle])
 
     @rule(choice=whiches)
     def the_user_fetches(self, choice):
         handle = self.pick(choice)
-        self.pending[self.add(FETCH, handle)] = handle, self.values[handle]
+        self.pending[self.log.add(FETCH, handle)] = handle, self.values[handle]
 
     @rule()
     def a_checkpoint_is_due(self):
         if not self.log.is_keeping:
-            self.checkpoint = self.add(KEEP)
+            self.checkpoint = self.log.add(KEEP)
 
     @rule()
     def commands_are_sent(self):
+        commands = self.log.take_unsent()
         for rank in self.ranks:
-            rank.commands += self.unsent
-        self.unsent = []
+            rank.commands += commands
 
     @rule(rank=ranks, count=st.integers(1, 9))
     def a_rank_works(self, rank, count):
@@ -133,7 +128,7 @@ class Residents(RuleBasedStateMachine):
         resume = max(complete_states, default=0)
         self.saved = [{resume: states[resume]} if resume else {} for states in self.saved]
         self.begin(resume)
-        self.unsent = self.log.restart(resume)
+        self.log.restart(resume)
         if resume == self.checkpoint:  # complete before its last answer
             self.checkpoint = None
 
@@ -145,7 +140,7 @@ class Residents(RuleBasedStateMachine):
             return
         self.saved = [{} for _ in range(SIZE)]
         self.begin(0)
-        self.unsent = self.log.restart(0)
+        self.log.restart(0)
 
     @invariant()
     def one_checkpoint_is_under_way(self):
@@ -177,7 +172,7 @@ TestResidents.settings = settings(max_examples=150, stateful_step_count=50, dead
 def test_answers_of_an_attempt_that_has_ended_do_not_count():
     """Otherwise a checkpoint would seem complete that a rank of this attempt has not saved."""
     log = CommandLog(2, MOST)
-    number, _ = log.add(KEEP)
+    number = log.add(KEEP)
     log.record_answer(0, number, None)
     log.restart(0)
     assert log.record_answer(1, number, None) is None
