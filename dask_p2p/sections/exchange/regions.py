@@ -29,13 +29,8 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import process_memory
 from dask_p2p.types import Array, DType
 
-# Exchanges as collective calls, and the interfaces of the objects that move their data.
-#
-# Halos have movers of their own. A function may write to its local block while a halo is in flight,
-# so each halo array keeps memory for packed halos, which is prepared once. Regions of a
-# redistribution are larger. They are read or sent in place where possible, and all redistributions
-# share the memory for packing. In host memory, a halo moved as such regions took 5 to 20 µs for
-# each neighbour, in place of 1 µs.
+# Exchanges as collective calls, and the interfaces of the objects that move their data. Halos have
+# movers of their own: see "Deliberate duplication" in docs/design.md.
 
 
 @dataclass(frozen=True)
