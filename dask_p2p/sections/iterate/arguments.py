@@ -88,9 +88,9 @@ def checked_arguments(
     else:
         _check_unnamed(record, stores)
         spec, levels = make_field_spec(UNNAMED, field)
-        specs, scalars, constants = [spec], (), name_constants(constants, levels[0])
+        specs, scalars, constants = [spec], {}, name_constants(constants, levels[0])
     plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
-    arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
+    arrays_of, numbers = [spec.name for spec in specs], [*scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
     all_names = [*arrays_of, *numbers, *read, *kwargs]
     twice = sorted({name for name in all_names if all_names.count(name) > 1})
@@ -103,8 +103,7 @@ def checked_arguments(
     def bind(function: Callable[..., Any]) -> Binding:
         if is_named:
             return bind_by_name(function, all_names)
-        level_numbers = range(len(levels)) if specs[0].is_list else [None]
-        return bind_by_position(function, level_numbers, read, kwargs)
+        return bind_by_position(function, specs[0].is_list, read, kwargs)
 
     phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers, library)
     of_ranks = (
@@ -115,25 +114,24 @@ def checked_arguments(
     divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
     names = [*arrays_of, *numbers]
     series = checked_series(record, names, all_names, divided, library)
-    written = checked_stores(*stores, names, all_names, levels[0].chunks, library)
+    frames, checkpoint = checked_stores(*stores, names, all_names, levels[0].chunks, library)
     _check_library(library, phases, plain)
-    bindings = [phase.binding for phase in phases] + [spec.binding for spec in series]
-    used = written.names.union(*(binding.names for binding in bindings))
-    if unused := [name for name in kwargs if name not in used]:
-        raise InputError(
-            f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
-            f"it, or add a parameter of that name."
-        )
-    check_computed(*(constant.value for constant in plain), *kwargs.values())
     arguments = Arguments(
         phases,
         fields=(*specs, *with_halo),
         scalars=scalars,
         constants=tuple(plain),
         series=series,
-        stores=written,
+        frames=frames,
+        checkpoint=checkpoint,
         names=tuple(field.value) if is_named else (),
     )
+    if unused := [name for name in kwargs if name not in arguments.read_names]:
+        raise InputError(
+            f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
+            f"it, or add a parameter of that name."
+        )
+    check_computed(*(constant.value for constant in plain), *kwargs.values())
     return arguments, [*levels, *halo_arrays, *arrays]
 
 
@@ -215,7 +213,7 @@ def checked_capture(option: Any, library: str | None, arguments: Arguments) -> b
     if capture and arguments.scalars:
         raise InputError(
             f"capture: expected fields that are arrays, as all replayed steps have the same "
-            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
+            f"numbers, got the number {next(iter(arguments.scalars))!r}. Leave out capture=True."
         )
     return capture
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_p2p.geometry import Box
+from dask_p2p.geometry import Box, move_box
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
@@ -14,7 +14,7 @@ from dask_p2p.sections.context.grids import Grid, LocalPoints, Points
 from dask_p2p.sections.exchange.boundaries import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
-from dask_p2p.sections.iterate.functions import AT, VALUES
+from dask_p2p.sections.iterate.functions import AT, VALUES, Binding
 from dask_p2p.types import Array
 
 
@@ -206,8 +206,7 @@ class LocalFields:
 
     def _in_whole(self, box: Box) -> Box:
         """Return the position of a box of the local block in the whole array."""
-        pairs = zip(self._ctx.box, box, strict=True)
-        return tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
+        return move_box(box, [low for low, _ in self._ctx.box])
 
     @staticmethod
     def _of_box(value: Any, ndim: int | None, box: Box) -> Any:
@@ -220,3 +219,19 @@ class LocalFields:
         """Return the position of a box of the local block; `step` returns the step's number."""
         ctx, global_box = self._ctx, self._in_whole(box)
         return StepAt(ctx.rank, self.shape, global_box, ctx.device.module, step, last=self._last)
+
+    def arguments(
+        self,
+        step: Callable[[str], int],  # returns the step's number
+        scalars: Mapping[str, Any],  # the newest numbers
+    ) -> Callable[[Binding, Box], dict[str, Any]]:
+        """Return a function of all arguments of a binding for a box of the local block."""
+
+        def arguments(binding: Binding, box: Box) -> dict[str, Any]:
+            return {**self.values(binding.names, box, self.at(box, step)), **scalars}
+
+        return arguments
+
+    def newest_step(self, name: str) -> int:
+        """Return the number of the newest step; `name` is that of the value in errors."""
+        return max(0, self._ctx.step_for(name) - 1)

@@ -72,16 +72,15 @@ class RankWork:
             self.steps = FieldSteps(iteration, ctx, local, scalars)
         else:
             self.steps = StreamedSteps(iteration, ctx, local, plan)
-        stores = iteration.stores
-        self._values = values = FieldValues(ctx, local, scalars, series, stores.chunks)
+        self._values = values = FieldValues(ctx, local, scalars, series)
         self._frames = [
             Frames(spec, ctx, values.newest, iteration.steps, local, self.steps.current)
-            for spec in stores.frames
+            for spec in iteration.frames
         ]
         self._files: list[CheckpointFiles] = []
-        if stores.checkpoint is not None:
+        if iteration.checkpoint is not None:
             options = local.constant_arrays(), iteration.settings, series.kinds
-            self._files.append(CheckpointFiles(stores.checkpoint, ctx, values, *options))
+            self._files.append(CheckpointFiles(iteration.checkpoint, ctx, values, *options))
         ctx.stores = [*self._frames, *self._files]  # frames before checkpoints
 
     def resume(self) -> int:
@@ -196,13 +195,8 @@ class FieldSteps:
         }
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
-
-        def arguments(binding: Binding, box: Box) -> dict[str, Any]:
-            at = local.at(box, ctx.step_for)
-            return {**local.values(binding.names, box, at), **scalars.values}
-
         # Calls have it. As a method it would make a cycle, which keeps the fields in memory.
-        self._arguments = arguments
+        self._arguments = local.arguments(ctx.step_for, scalars.values)
 
     def make(self, step: int, loop: Loop) -> int:
         """Make a step, or replay a cycle of them; return their number."""
@@ -318,15 +312,7 @@ class FieldSteps:
         """Update the halos of some fields after a step; return a function of all their values."""
         # One message updates halos for the next step, too.
         self._update_halos(self._iteration.phases[0].binding.names.union(names))
-
-        def step(name: str) -> int:
-            return max(0, self._ctx.step_for(name) - 1)
-
-        def values(binding: Binding, box: Box) -> dict[str, Any]:
-            at = self._local.at(box, step)
-            return {**self._local.values(binding.names, box, at), **self._scalars.values}
-
-        return values
+        return self._local.arguments(self._local.newest_step, self._scalars.values)
 
     # --- the first step
 

@@ -14,7 +14,7 @@ import numpy as np
 from dask.base import is_dask_collection
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_slices, split_box
+from dask_p2p.geometry import Box, box_slices, move_box, split_box
 from dask_p2p.loading import is_library
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
@@ -23,7 +23,7 @@ from dask_p2p.sections.gang.checkpoints import host_arrays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import codes_in
 from dask_p2p.sections.iterate.local_fields import LocalFields
-from dask_p2p.sections.iterate.output.groups import CONFIG, open_array, store_chunks
+from dask_p2p.sections.iterate.output.groups import CONFIG, open_array
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.types import Array
 
@@ -39,10 +39,8 @@ class FieldValues:
         local: LocalFields,
         scalars: Scalars,
         series: Series,
-        chunks: tuple[int, ...],  # of the arrays in a store
     ) -> None:
         self._ctx, self._local, self._scalars, self._series = ctx, local, scalars, series
-        self.chunks = chunks
 
     def newest(self) -> dict[str, SavedValue]:
         """Return the newest level of each field, and the numbers, by the names of the fields."""
@@ -134,10 +132,6 @@ class StateValues:
             for leaf, is_divided in zip(leaves.values(), on_all, strict=True)
         ]
 
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        return store_chunks(self.grid.chunks)
-
     def _is_divided(self, leaf: Leaf) -> bool:
         return leaf.kind == "array" and leaf.array.shape == self.grid.shape(self._ctx.rank)
 
@@ -183,12 +177,11 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
     total = np.zeros((), np.uint64)
     if not box:
         block, box = block.reshape(1), ((0, 1),)
-    starts = [start for start, _ in box]
     for copied in split_box(box, _COPIED_ELEMENTS):
-        host = device.to_host(block[box_slices(_relative(copied, starts))])
-        copied_starts = [start for start, _ in copied]
+        host = device.to_host(block[box_slices(move_box(copied, [-start for start, _ in box]))])
+        before = [-start for start, _ in copied]
         for piece in split_box(copied, _PIECE_ELEMENTS):
-            total += _of_piece(host[box_slices(_relative(piece, copied_starts))], piece)
+            total += _of_piece(host[box_slices(move_box(piece, before))], piece)
     return np.uint64(total)
 
 
@@ -250,10 +243,6 @@ def _weights(axis: int, start: int, stop: int) -> Any:
         weights *= np.uint64(factor)
     weights ^= weights >> np.uint64(_LAST_SHIFT)
     return weights | np.uint64(1)
-
-
-def _relative(box: Box, origin: list[int]) -> Box:
-    return tuple((lo - at, hi - at) for (lo, hi), at in zip(box, origin, strict=True))
 
 
 # The settings of a run, as texts that a later run compares: functions and their arguments.

@@ -53,7 +53,10 @@ class Frames:
     """The frames of one rank: a thread writes them while steps go on.
 
     The next frame that is due waits for all ranks, and then the thread of rank 0 records the
-    previous one. Ranks that share chunks write in turn, without a thread.
+    previous one. Ranks that share chunks write in turn, without a thread::
+
+        steps    | 1 .. 50 |copy| 51 .. 100  |wait for all ranks, copy| 101 ..
+        thread                  | frame 0 |                           | record 0, frame 1 |
     """
 
     def __init__(

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
@@ -205,15 +204,15 @@ def checked_stores(
     value_names: Collection[str],  # names of all values that functions can read
     chunks: Chunks,  # of the first field
     library: str | None,  # of the arrays that functions receive
-) -> StoreSpecs:
-    """Return the stores of a run with absolute paths.
+) -> tuple[tuple[FramesSpec, ...], Checkpoint | None]:
+    """Return the frames and the checkpoints of a run, with absolute paths.
 
     Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
     without Zarr, or without a package for a URL.
     """
     saves = list(save) if isinstance(save, Iterable) else [save]
     if not saves and checkpoint is None:
-        return StoreSpecs()
+        return (), None
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
     for store in saves:
@@ -225,10 +224,11 @@ def checked_stores(
     frames = tuple(checked_frames(save, names, value_names, chunks, library) for save in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
+        store_chunks(chunks)  # refuses chunks that no store can have
     paths = [store.path for store in (*frames, *([checkpoint] if checkpoint else ()))]
     if len({*paths}) < len(paths):
         raise InputError("expected another path for each store, got one twice. Rename it.")
-    return StoreSpecs(frames, checkpoint, store_chunks(chunks) if checkpoint else ())
+    return frames, checkpoint
 
 
 def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
@@ -243,26 +243,6 @@ def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
         checked_count("checkpoints", keep=checkpoint.keep),
         checked_flag("resume", checkpoint.resume),
     )
-
-
-# Zarr stores that ranks of `iterate` write while they run: frames, and checkpoints in files.
-#
-# All ranks write their own local blocks, whole chunks of the store. Rank 0 creates arrays before,
-# and after all ranks it records in the store that a frame or a checkpoint is complete::
-#
-#     frames.zarr/            checkpoints/
-#       zarr.json  frames: 3    step-000000000400/  u  v
-#       u  (frame, y, x)        step-000000000400.complete
-#       v  (frame, y, x)        step-000000000600/  u  v
-#       step  frame             step-000000000600.incomplete       not used
-#
-# A thread writes a copy of a frame while the next steps are made. The next frame that is due waits
-# for all ranks, and then the thread of rank 0 records the previous one::
-#
-#     steps    | 1 .. 50 |copy| 51 .. 100  |wait for all ranks, copy| 101 ..
-#     thread                  | frame 0 |                           | record 0, frame 1 |
-#
-# Ranks that share chunks write in turn, without a thread.
 
 
 @dataclass(frozen=True)
@@ -298,20 +278,6 @@ class FramesSpec:
 
     def slices(self, ndim: int) -> tuple[slice, ...]:
         return self.region or (slice(None),) * ndim
-
-
-@dataclass(frozen=True)
-class StoreSpecs:
-    """All stores of a run."""
-
-    frames: tuple[FramesSpec, ...] = ()
-    checkpoint: Checkpoint | None = None
-    chunks: tuple[int, ...] = ()  # of the arrays of checkpoints
-
-    @property
-    def names(self) -> set[str]:
-        computed = [field for frames in self.frames for field in frames.computed]
-        return set().union(*(field.binding.names for field in computed))
 
 
 def checked_frames(
@@ -386,12 +352,9 @@ def _checked_region(region: Any, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _is_slice(value: Any) -> bool:
-    if not isinstance(value, slice):
-        return False
     try:
-        numbers = [as_int(n) for n in (value.start, value.stop) if n is not None]
-        return len(numbers) <= 2 and (value.step is None or as_int(value.step) > 0)
-    except TypeError:
+        return isinstance(value, slice) and value.indices(0)[2] > 0
+    except (TypeError, ValueError):  # of ends that are no integers, of a step of 0
         return False
 
 
