@@ -27,9 +27,12 @@ class LocalField:
         levels: Sequence[HaloArray],
         ranks: RankGrid,  # decomposition of its arrays
         rank: int,
-        extra: tuple[int, ...],  # by axis: elements that only this rank has, at the end
+        first_shape: Sequence[int],  # of the local block of the first field
     ) -> None:
-        self.spec, self.levels, self._extra = spec, list(levels), extra
+        self.spec, self.levels = spec, list(levels)
+        pairs = zip(ranks.shape(rank), first_shape, strict=True)
+        #: By axis: elements at the end that the local block of the first field does not have.
+        self._extra = [length - first_length for length, first_length in pairs]
         self.shape, self.box = tuple(map(sum, ranks.chunks)), ranks.box(rank)
         self.has_halo = any(map(any, spec.widest))
         self._next_level: HaloArray | None = None
@@ -121,14 +124,7 @@ class LocalFields:
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
         for level in levels:
             local_blocks.copy_into(next(self._numbers), level.inner)
-        pairs = zip(ranks.shape(rank), first_ranks.shape(rank), strict=True)
-        return LocalField(
-            spec,
-            levels,
-            ranks,
-            rank,
-            tuple(length - first_length for length, first_length in pairs),
-        )
+        return LocalField(spec, levels, ranks, rank, first_ranks.shape(rank))
 
     def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
         if spec.is_whole:

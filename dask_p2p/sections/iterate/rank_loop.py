@@ -67,6 +67,7 @@ class RankWork:
             series.last,
             iteration.kwargs,
         )
+        self._keeping = ValueKeeping(iteration, ctx, local.keywords)
         self.steps: FieldSteps | StreamedSteps
         if plan is None:
             self.steps = FieldSteps(iteration, ctx, local, scalars)
@@ -157,7 +158,7 @@ class RankWork:
         return True
 
     def _save(self, step: int) -> None:
-        if not self.steps.keep_values():
+        if not self._keeping.check():
             self._ctx.flush_stores()  # a run that resumes here must find all frames
             self._values.save(step)
 
@@ -177,7 +178,6 @@ class FieldSteps:
         self.block_box = next(iter(self._fields.values())).layout.local_box
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._checks = StepChecks(iteration, ctx, local)
-        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
         self._overlap = Overlap(iteration, ctx.device, self.block_box)
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)

@@ -37,7 +37,7 @@ from dask_p2p.errors import MemoryLimitError, P2PWarning
 from dask_p2p.geometry import Box, box_size, box_slices, move_box
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.checks import ValueKeeping, check_call
+from dask_p2p.sections.checks import check_call
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.loop import Loop
 from dask_p2p.sections.exchange.boundaries import At, Ends, functions_of, planned
@@ -109,7 +109,6 @@ class StreamedSteps:
             local.fields[spec.name].spec = spec
         self._fields = list(local.fields.values())
         self.block_box = self._fields[0].layout.local_box
-        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
         self._device: Host = HOST if plan.kind == HOST.kind else SlabGpu()
         self._is_stale, self._is_checked = True, False
         step = self._number = SimpleNamespace(value=0)
