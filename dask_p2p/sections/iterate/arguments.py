@@ -29,7 +29,8 @@ from dask_p2p.sections.iterate.fields import (
 from dask_p2p.sections.iterate.functions import (
     OUT,
     UNNAMED,
-    Binding,
+    Bind,
+    BoundFunction,
     bind_by_name,
     bind_by_position,
 )
@@ -100,12 +101,14 @@ def checked_arguments(
             f"Rename one of them."
         )
 
-    def bind(function: Callable[..., Any]) -> Binding:
+    def bind(function: Callable[..., Any]) -> BoundFunction:
         if is_named:
-            return bind_by_name(function, all_names)
-        return bind_by_position(function, specs[0].is_list, read, kwargs)
+            binding = bind_by_name(function, all_names)
+        else:
+            binding = bind_by_position(function, specs[0].is_list, read, kwargs)
+        return BoundFunction(wrap_in_library(function, library), binding)
 
-    phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers, library)
+    phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers)
     of_ranks = (
         constant
         for constant in plain
@@ -113,8 +116,8 @@ def checked_arguments(
     )
     divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
     names = [*arrays_of, *numbers]
-    series = checked_series(record, names, all_names, divided, library)
-    frames, checkpoint = checked_stores(*stores, names, all_names, levels[0].chunks, library)
+    series = checked_series(record, names, bind, divided)
+    frames, checkpoint = checked_stores(*stores, names, bind, levels[0].chunks)
     _check_library(library, phases, plain)
     arguments = Arguments(
         phases,
@@ -283,10 +286,9 @@ def no_names() -> InputError:
 def _make_phases(
     func: Any,
     names: Sequence[str],  # of the fields that are arrays
-    bound: Callable[[Any], Binding],
+    bind: Bind,
     until: Any,
     numbers: Sequence[str],  # names of the fields that are numbers
-    library: str | None,
 ) -> tuple[Phase, ...]:
     """Return the phases of a step; only the last one returns the numbers of `until`."""
     functions, phases = _phases_of(func), []
@@ -305,6 +307,5 @@ def _make_phases(
         scalars = tuple(name for name in changed_names if name in numbers)
         is_last = number == len(functions) - 1
         has_until = until is not None and is_last
-        wrapped = wrap_in_library(function, library)
-        phases.append(Phase(wrapped, bound(function), arrays, has_until, scalars))
+        phases.append(Phase(*bind(function), arrays, has_until, scalars))
     return tuple(phases)

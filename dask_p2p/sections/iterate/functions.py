@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from dask.utils import has_keyword
@@ -53,6 +53,17 @@ class Binding:
             positional[:1] = positional[0]
         keywords = {to: values[name] for to, name in self.keywords.items()}
         return partial(function, *positional, **keywords)
+
+
+class BoundFunction(NamedTuple):
+    """A function of the user, and the parameters of it that get a value."""
+
+    function: Callable[..., Any]  # of NumPy and CuPy arrays
+    binding: Binding
+
+
+#: Returns a user's function with its binding. Raises `InputError` for unknown parameters.
+Bind: TypeAlias = Callable[[Callable[..., Any]], BoundFunction]
 
 
 def bind_by_position(

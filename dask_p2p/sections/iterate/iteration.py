@@ -69,7 +69,7 @@ class Arguments:
         """Names of all values that functions have as parameters."""
         bindings = [phase.binding for phase in self.phases]
         bindings += [spec.binding for spec in self.series]
-        bindings += [field.binding for frames in self.frames for field in frames.computed]
+        bindings += [field.binding for frames in self.frames for field in frames.computed.values()]
         return set().union(*(binding.names for binding in bindings))
 
 
@@ -123,7 +123,7 @@ class Iteration(Arguments):
         return [
             *(phase.function for phase in self.phases),
             *(spec.record.function for spec in self.series),
-            *(field.function for frames in self.frames for field in frames.computed),
+            *(field.function for frames in self.frames for field in frames.computed.values()),
             *(end for spec in self.fields for end in functions_of(spec.boundary)),
             *([] if self.until is None else [self.until]),
         ]

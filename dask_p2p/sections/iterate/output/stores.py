@@ -9,7 +9,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from dask_p2p.backends.dlpack import wrap_in_library
 from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
@@ -17,7 +16,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.state import DIVIDED, NUMBER
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
+from dask_p2p.sections.iterate.functions import OUT, Bind, BoundFunction
 from dask_p2p.sections.iterate.output.groups import (
     Coordinate,
     absolute,
@@ -120,9 +119,8 @@ class Save:
                 "save: expected a state with an array of the local block's shape, got none. Give "
                 "ctx.state the array."
             )
-        return Frames(
-            checked_frames(self, names, (), values.grid.chunks), ctx, values.current, steps
-        )
+        spec = checked_frames(self, names, None, values.grid.chunks)
+        return Frames(spec, ctx, values.current, steps)
 
 
 @dataclass(frozen=True)
@@ -201,9 +199,8 @@ def checked_stores(
     save: Any,
     checkpoint: Any,
     names: Sequence[str],  # of the fields
-    value_names: Collection[str],  # names of all values that functions can read
+    bind: Bind,
     chunks: Chunks,  # of the first field
-    library: str | None,  # of the arrays that functions receive
 ) -> tuple[tuple[FramesSpec, ...], Checkpoint | None]:
     """Return the frames and the checkpoints of a run, with absolute paths.
 
@@ -221,7 +218,7 @@ def checked_stores(
                 f"save: expected Save objects, got {type(store).__name__}. Give "
                 f"[dask_p2p.Save('frames.zarr', every=100)]."
             )
-    frames = tuple(checked_frames(save, names, value_names, chunks, library) for save in saves)
+    frames = tuple(checked_frames(save, names, bind, chunks) for save in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
         store_chunks(chunks)  # refuses chunks that no store can have
@@ -246,22 +243,13 @@ def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class ComputedField:
-    """A field that a function computes for frames."""
-
-    name: str
-    function: Callable[..., Any]
-    binding: Binding
-
-
-@dataclass(frozen=True)
 class FramesSpec:
     """The checked arguments of a `Save`."""
 
     path: str
     every: int
     fields: tuple[str, ...]
-    computed: tuple[ComputedField, ...]
+    computed: Mapping[str, BoundFunction]  # by name of the field
     region: tuple[slice, ...]  # empty: all
     chunks: tuple[int, ...]  # of the store's arrays, without the axis of frames
     dims: tuple[str, ...]  # names of the axes
@@ -283,9 +271,8 @@ class FramesSpec:
 def checked_frames(
     save: Save,
     names: Sequence[str],
-    value_names: Collection[str],
+    bind: Bind | None,  # None: there are no functions
     chunks: Chunks,
-    library: str | None = None,
 ) -> FramesSpec:
     """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
     is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))
@@ -295,7 +282,7 @@ def checked_frames(
             f"fields={save.fields!r:.80}. Give fields=[{names[0]!r}]."
         )
     fields = tuple(names if save.fields is None else save.fields)
-    computed = _checked_computed(save.compute, names, value_names, library)
+    computed = {} if bind is None else _checked_computed(save.compute, names, bind)
     if not (fields or computed) or not {*fields} <= {*names}:
         raise InputError(
             f"save: expected names of fields, {[*names]}, got {list(fields)}. Rename them."
@@ -305,30 +292,29 @@ def checked_frames(
     sizes = _region_chunks(chunks, region) if region else store_chunks(chunks)
     dims = checked_dims(save.dims, len(chunks))
     along_axes = dict(zip(dims, [sum(along) for along in chunks], strict=True))
-    coords = checked_coords(save.coords, along_axes, {*fields, *(field.name for field in computed)})
+    coords = checked_coords(save.coords, along_axes, {*fields, *computed})
     return FramesSpec(absolute(save.path), every, fields, computed, region, sizes, dims, coords)
 
 
 def _checked_computed(
-    functions: Any, names: Collection[str], value_names: Collection[str], library: str | None
-) -> tuple[ComputedField, ...]:
+    functions: Any, names: Collection[str], bind: Bind
+) -> dict[str, BoundFunction]:
     if not isinstance(functions, Mapping):
         raise InputError(
             f"compute: expected a mapping of functions by name, got {type(functions).__name__}. "
             f"Give {{'speed': lambda u, v: (u**2 + v**2) ** 0.5}}."
         )
-    computed = []
+    computed = {}
     for name, function in functions.items():
         check_name(name, "a computed field")
         check_function(function, "fields", "compute={'square': lambda u: u**2}")
-        binding = bind_by_name(function, value_names)
-        if name in names or binding.fills_out:
+        computed[name] = bind(function)
+        if name in names or computed[name].binding.fills_out:
             raise InputError(
                 f"compute: expected a name that no field has, and a function that returns a local "
                 f"block, without a parameter {OUT}, got {name!r}. Change it."
             )
-        computed.append(ComputedField(name, wrap_in_library(function, library), binding))
-    return tuple(computed)
+    return computed
 
 
 # --- regions and chunks
