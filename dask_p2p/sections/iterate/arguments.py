@@ -109,12 +109,8 @@ def checked_arguments(
         return BoundFunction(wrap_in_library(function, library), binding)
 
     phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers)
-    of_ranks = (
-        constant
-        for constant in plain
-        if constant.ndim is not None or isinstance(constant.value, Points)
-    )
-    divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
+    divided = [spec.name for spec in (*specs, *with_halo)]
+    divided += [constant.name for constant in plain if constant.is_divided]
     names = [*arrays_of, *numbers]
     series = checked_series(record, names, bind, divided)
     frames, checkpoint = checked_stores(*stores, names, bind, levels[0].chunks)
@@ -260,10 +256,7 @@ def check_streaming(
         "no overlap within slabs, got overlap=True": overlap is True,
         f"functions of NumPy and CuPy arrays, got as_library={library!r}": library is not None,
         "constants with one value for each element as fields, dask_p2p.Field(c, depth=0), by "
-        "name, got an array": any(
-            constant.ndim is not None or isinstance(constant.value, Points)
-            for constant in arguments.constants
-        ),
+        "name, got an array": any(constant.is_divided for constant in arguments.constants),
     }
     for axis in range(first.ndim):
         reading = [spec for spec in fields if any(spec.widest[axis])]

@@ -294,6 +294,11 @@ class ConstantSpec:
     shape: tuple[int, ...] = ()  # of a divided array
     is_whole: bool = False  # whether each rank receives all blocks of an array
 
+    @property
+    def is_divided(self) -> bool:
+        """True if each rank has a part of an array, or of points."""
+        return self.ndim is not None or isinstance(self.value, Points)
+
 
 def name_constants(constants: Any, field: DaskArray) -> dict[str, Any]:
     """Return constants by names, in the form of those of named fields.

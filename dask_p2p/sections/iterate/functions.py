@@ -206,11 +206,10 @@ def _is_plain(value: Any, visited: set[int]) -> bool:
 def _is_plain_function(function: FunctionType, visited: set[int]) -> bool:
     code = function.__code__
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values += closure_values(function)
     if code.co_flags & _GENERATORS or vars(function):
         return False
     if not all(_is_plain(value, visited) for value in values):
-        return False
-    if not all(_is_plain(value, visited) for value in closure_values(function)):
         return False
     return all(_is_plain_code(inner_code, function, visited) for inner_code in codes_in(code))
 

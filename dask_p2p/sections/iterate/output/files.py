@@ -124,13 +124,13 @@ class StateValues:
         leaves = state.leaves()
         texts = [re.sub(r"\W+", ".", text).strip(".") for text in leaves]  # fields['h']: fields.h
         is_unique = len({*texts}) == len(texts) and all(texts)
-        self._names = texts if is_unique else [f"value-{n}" for n, _ in enumerate(texts)]
+        names = texts if is_unique else [f"value-{n}" for n, _ in enumerate(texts)]
         divided = np.array([self._is_divided(leaf) for leaf in leaves.values()], bool)
         on_all = ctx.allreduce(divided, "all") if divided.size else divided
-        self._kinds = [
-            DIVIDED if is_divided else NUMBER if leaf.kind in ("number", "python") else OWN
-            for leaf, is_divided in zip(leaves.values(), on_all, strict=True)
-        ]
+        self._kinds = {
+            name: DIVIDED if is_divided else NUMBER if leaf.kind in ("number", "python") else OWN
+            for name, leaf, is_divided in zip(names, leaves.values(), on_all, strict=True)
+        }
 
     def _is_divided(self, leaf: Leaf) -> bool:
         return leaf.kind == "array" and leaf.array.shape == self.grid.shape(self._ctx.rank)
@@ -138,7 +138,8 @@ class StateValues:
     def current(self) -> dict[str, SavedValue]:
         """Return the current values by name. Raises `InputError` if one has another kind now."""
         leaves, values = self._state.leaves(), dict[str, SavedValue]()
-        for name, (text, leaf), kind in zip(self._names, leaves.items(), self._kinds, strict=True):
+        items = zip(self._kinds.items(), leaves.items(), strict=True)
+        for (name, kind), (text, leaf) in items:
             if kind == DIVIDED and not self._is_divided(leaf):
                 raise InputError(
                     f"state: expected {text} of the local block's shape, "
@@ -152,7 +153,7 @@ class StateValues:
     def load(self, step: int, values: Iterable[tuple[str, Any]]) -> None:
         """Take over the values of a checkpoint, by name, in host memory."""
         arrays = dict(values)
-        self._state.fill([arrays[name] for name in self._names])
+        self._state.fill([arrays[name] for name in self._kinds])
 
 
 # Numbers that distinguish the values of arrays, for any division of the arrays between ranks.
