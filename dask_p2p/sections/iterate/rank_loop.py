@@ -263,19 +263,16 @@ class FieldSteps:
 
         is_due = checks.are_due
         returned: Returned = checks.compare(call, self._arguments, apply) if is_due else apply()
-        if not self._iteration.is_staggered and not is_asked:
+        if not is_asked:
             is_due = overlap.is_due(call) and self._replays.is_worthwhile(step)
             if is_due or (overlap.is_wanted(call) and not overlap.is_checked(call)):
                 overlap.check(call)
-        if not is_asked:
             self._settle(call)
         return returned
 
     def _settle(self, call: Call) -> None:
         """Let a call overlap if its function may; later steps do not check the call."""
-        overlap = self._overlap
-        is_possible = not self._iteration.is_staggered and overlap.is_wanted(call)
-        call.is_overlapped = is_possible and overlap.is_checked(call)
+        call.is_overlapped = self._overlap.is_wanted(call) and self._overlap.is_checked(call)
         call.is_settled = call.is_overlapped or not self._checks.are_due
 
     def _stale_before(self, number: int) -> set[str]:
