@@ -185,7 +185,7 @@ class Ends:
             where = box_slices(move_box(part, [-low for low in lows]))
             function = _function(end)
             if function is not None and (function is _odd or not device.has_read_only):
-                inside = device.empty(tuple(stop - start for start, stop in part), dtype)
+                inside = device.empty(box_shape(part), dtype)
                 position = _RimAt(at, part, axis, boundary)
                 self._fills.append(partial(_call, function, inside, position, where))
             elif function is not None:

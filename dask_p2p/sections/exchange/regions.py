@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.geometry import Box, Layout, box_shape, box_slices
+from dask_p2p.geometry import Box, Layout, box_shape, box_size, box_slices
 from dask_p2p.inputs import checked_choice
 from dask_p2p.plans.ranks import ORDERS, Exchange, schedule_partners
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
@@ -309,7 +308,7 @@ class PackedLayout:
     @cached_property
     def positions(self) -> Layout:
         sizes = zip(self.boxes, self.dtypes, strict=True)
-        parts = [(elements_of(boxes) * dtype.itemsize,) for boxes, dtype in sizes]
+        parts = [(sum(map(box_size, boxes)) * dtype.itemsize,) for boxes, dtype in sizes]
         largest = max(dtype.itemsize for dtype in self.dtypes)
         return Layout(parts, alignment=min(1 << (largest - 1).bit_length(), _MOST_ALIGNMENT_BYTES))
 
@@ -340,11 +339,6 @@ class Packed:
     def unpack(self, arrays: Sequence[Array]) -> None:
         for number, index, region in self._regions:
             arrays[number][index] = region
-
-
-def elements_of(boxes: Sequence[Box]) -> int:
-    """Count the elements in boxes."""
-    return sum(prod(box_shape(box)) for box in boxes)
 
 
 def send_layouts(calls: Sequence[ExchangeCall]) -> dict[int, PackedLayout]:

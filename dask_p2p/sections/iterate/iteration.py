@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ from dask_p2p.backends.base import SLOTS as STREAM_SLOTS
 from dask_p2p.backends.cupy import free_bytes
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import InputError, MemoryLimitError
+from dask_p2p.geometry import box_size
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.boundaries import functions_of, planned
-from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec
@@ -225,8 +225,8 @@ def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int, is_streamed: bool) ->
         work=(levels + (not spec.is_constant and not is_streamed)) * level_bytes,
         returned=results * level_bytes,
         state=results * prod(ranks.shape(rank)) * item_bytes,
-        sent=sum(map(elements_of, exchange.sends.values())) * item_bytes,
-        received=sum(map(elements_of, exchange.receives.values())) * item_bytes,
+        sent=sum(map(box_size, chain(*exchange.sends.values()))) * item_bytes,
+        received=sum(map(box_size, chain(*exchange.receives.values()))) * item_bytes,
     )
 
 
@@ -349,7 +349,7 @@ class VisitPlan:
 
     def _most_rows(self, ctx: Context) -> int:
         """Return the number of rows, with halos, that fit into a slot or a cache."""
-        across = prod(stop - start for start, stop in ctx.box[1:])
+        across = box_size(ctx.box[1:])
         row_bytes = sum(levels_of(spec) * spec.dtype.itemsize * across for spec in self._specs)
         limit_bytes = _CACHE_BYTES
         if self.kind == "cupy":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_p2p.geometry import Box, move_box
+from dask_p2p.geometry import Box, move_box, whole_box
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
@@ -148,7 +148,7 @@ class LocalFields:
         for spec in self._specs:
             block, ndim = self._constants[spec.name]
             if spec.is_whole:
-                yield spec.name, block, tuple((0, n) for n in block.shape), self._ctx.rank == 0
+                yield spec.name, block, whole_box(block.shape), self._ctx.rank == 0
             elif ndim is not None:
                 bounds = self._ctx.box
                 lengths = *(1 for _ in bounds[ndim:]), *spec.shape  # 1: all ranks have it

@@ -34,7 +34,7 @@ from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
 from dask_p2p.errors import MemoryLimitError, P2PWarning
-from dask_p2p.geometry import Box, box_size, box_slices, move_box
+from dask_p2p.geometry import Box, box_shape, box_size, box_slices, move_box, round_up
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.checks import check_call
@@ -52,10 +52,6 @@ from dask_p2p.types import Array
 
 _ALIGNMENT_BYTES = 512
 _FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass
@@ -89,7 +85,8 @@ class _SlabField:
 
 def _slot_bytes(slab_fields: Sequence[_SlabField]) -> int:
     return sum(
-        _aligned(slab.host_rows(slab.start, slab.stop)[0].nbytes) * levels_of(slab.local.spec)
+        levels_of(slab.local.spec)
+        * round_up(slab.host_rows(slab.start, slab.stop)[0].nbytes, _ALIGNMENT_BYTES)
         for slab in slab_fields
     )
 
@@ -180,7 +177,7 @@ class StreamedSteps:
             rows = slab.host_rows(slab.start, slab.stop)[0]
             for _ in range(levels_of(slab.local.spec)):
                 slab.levels.append(slots.array(part, index, rows))
-                index += _aligned(rows.nbytes)
+                index += round_up(rows.nbytes, _ALIGNMENT_BYTES)
             if not slab.local.spec.is_constant:
                 slab.next_level = slab.levels.pop()
 
@@ -403,7 +400,7 @@ class StreamedSteps:
             for (start, stop), (low, high) in zip(region, limits, strict=True)
         )
         position = region if functions_of(spec.boundary) else None
-        key = spec.name, tuple(stop - start for start, stop in region), touches, position
+        key = spec.name, box_shape(region), touches, position
         if key not in self._layouts:
             self._layouts[key] = self._layout(spec, region, touches)
         layout = self._layouts[key]

@@ -14,7 +14,7 @@ import numpy as np
 from dask.base import is_dask_collection
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_slices, move_box, split_box
+from dask_p2p.geometry import Box, box_slices, move_box, split_box, whole_box
 from dask_p2p.loading import is_library
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
@@ -214,7 +214,7 @@ class Parts:
         return block
 
     def _add(self, array: Any, name: str, block: Array, box: Box | None = None) -> None:
-        box = tuple((0, length) for length in array.shape) if box is None else box
+        box = whole_box(array.shape) if box is None else box
         text = f"{name} {array.dtype.str} {array.shape}".encode()
         weight = np.uint64(int.from_bytes(blake2b(text, digest_size=8).digest()) | 1)
         part = fingerprint(HOST, block, box) if block.size else np.uint64(0)
