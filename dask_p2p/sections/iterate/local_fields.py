@@ -89,7 +89,6 @@ class LocalFields:
     def __init__(
         self,
         ctx: Context,
-        shape: tuple[int, ...],  # of the whole array
         local_blocks: LocalBlocks,  # levels of all fields, then the divided constants
         specs: Sequence[FieldSpec],
         constants: Sequence[ConstantSpec],
@@ -100,7 +99,7 @@ class LocalFields:
         self._last = last
         #: Arguments that calls may change: keywords, and constants that are no arrays.
         self.keywords = {**keywords}
-        self._ctx, self.shape = ctx, shape
+        self._ctx = ctx
         self._numbers = iter(range(len(local_blocks)))
         self.fields: dict[str, LocalField] = {}
         for spec in specs:
@@ -214,7 +213,7 @@ class LocalFields:
     def at(self, box: Box, step: Callable[[str], int]) -> StepAt:
         """Return the position of a box of the local block; `step` returns the step's number."""
         ctx, global_box = self._ctx, self._in_whole(box)
-        return StepAt(ctx.rank, self.shape, global_box, ctx.device.module, step, last=self._last)
+        return StepAt(ctx.rank, ctx.shape, global_box, ctx.device.module, step, last=self._last)
 
     def arguments(
         self,

@@ -59,7 +59,6 @@ class RankWork:
         plan = VisitPlan(iteration, ctx) if iteration.is_streamed else None
         self._local = local = LocalFields(
             ctx,
-            iteration.shape,
             local_blocks,
             iteration.fields if plan is None else plan.specs,
             iteration.constants,

@@ -120,7 +120,6 @@ class StateValues:
 
     def __init__(self, ctx: Context, state: State) -> None:
         self._ctx, self._state, self.grid = ctx, state, ctx.grid_of().ranks
-        self._shape = tuple(map(sum, self.grid.chunks))
         leaves = state.leaves()
         texts = [re.sub(r"\W+", ".", text).strip(".") for text in leaves]  # fields['h']: fields.h
         is_unique = len({*texts}) == len(texts) and all(texts)
@@ -146,7 +145,7 @@ class StateValues:
                     f"{self.grid.shape(self._ctx.rank)}, as before the first step, got "
                     f"{leaf.array.shape}. Keep its shape."
                 )
-            shape, box = (self._shape, self._ctx.box) if kind == DIVIDED else ((), ())
+            shape, box = (self._ctx.shape, self._ctx.box) if kind == DIVIDED else ((), ())
             values[name] = SavedValue(kind, leaf.array, shape, box)
         return values
 
