@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_p2p.geometry import Box, move_box, whole_box
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.geometry import Box, box_shape, move_box, whole_box
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.grids import Grid, LocalPoints, Points
@@ -25,15 +24,14 @@ class LocalField:
         self,
         spec: FieldSpec,
         levels: Sequence[HaloArray],
-        ranks: RankGrid,  # decomposition of its arrays
-        rank: int,
-        first_shape: Sequence[int],  # of the local block of the first field
+        grid: Grid,  # division of its arrays
+        first_box: Box,  # of the local block of the first field
     ) -> None:
         self.spec, self.levels = spec, list(levels)
-        pairs = zip(ranks.shape(rank), first_shape, strict=True)
+        self.shape, self.box = grid.shape, grid.box
+        pairs = zip(box_shape(grid.box), box_shape(first_box), strict=True)
         #: By axis: elements at the end that the local block of the first field does not have.
         self._extra = [length - first_length for length, first_length in pairs]
-        self.shape, self.box = tuple(map(sum, ranks.chunks)), ranks.box(rank)
         self.has_halo = any(map(any, spec.widest))
         self._next_level: HaloArray | None = None
 
@@ -115,15 +113,14 @@ class LocalFields:
             self._constants[constant.name] = value, constant.ndim
 
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
-        ctx, rank = self._ctx, self._ctx.rank
-        first_ranks = ctx.grid_of().ranks
-        ranks = first_ranks.extend(spec.extra)
+        ctx = self._ctx
+        grid = Grid(ctx, ctx.grid_of().ranks.extend(spec.extra))
         options = spec.widest, spec.boundary, spec.corners, spec.dtype
-        first = ctx.with_halo(None, *options, exchange, Grid(ctx, ranks))
+        first = ctx.with_halo(None, *options, exchange, grid)
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
         for level in levels:
             local_blocks.copy_into(next(self._numbers), level.inner)
-        return LocalField(spec, levels, ranks, rank, first_ranks.shape(rank))
+        return LocalField(spec, levels, grid, ctx.box)
 
     def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
         if spec.is_whole:
