@@ -104,6 +104,16 @@ def whole_box(shape: Sequence[int]) -> Box:
     return tuple((0, length) for length in shape)
 
 
+def move_box(box: Box, offsets: Iterable[int]) -> Box:
+    """Return a box moved by an offset along each axis.
+
+    >>> move_box(((0, 4), (1, 7)), (10, -1))
+    ((10, 14), (0, 6))
+    """
+    pairs = zip(box, offsets, strict=True)
+    return tuple((start + offset, stop + offset) for (start, stop), offset in pairs)
+
+
 def c_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
     """Return the strides of an array in C order, in bytes.
 

@@ -258,8 +258,7 @@ def check_decompositions(arrays: Sequence[DaskArray]) -> None:
         raise InputError("expected at least one Dask array after the function, got none.")
     check_one_library(arrays)
     for x in arrays:
-        check_known_array(x)
-        check_same_kind(backend_for(arrays[0]._meta), x._meta, "an array")
+        check_input(x, arrays[0])
         if x.shape != arrays[0].shape:
             raise InputError(
                 f"expected arrays of the first one's shape, {arrays[0].shape}, got {x.shape}."

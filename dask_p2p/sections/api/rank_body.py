@@ -51,7 +51,6 @@ class LocalBlocks:
 
     def __init__(
         self,
-        ranks: RankGrid,  # decomposition of the arrays
         rank: int,  # this rank
         arrays: Sequence[Sequence[Array]],  # by array: the Dask blocks of this rank
         inputs: Sequence[InputSpec],  # one for each array
@@ -59,8 +58,6 @@ class LocalBlocks:
     ) -> None:
         self._rank, self._device = rank, device
         self._arrays, self._inputs = arrays, inputs
-        self.boxes = [box_slices(box) for _, box in ranks.blocks(rank)]
-        self.shape = ranks.shape(rank)
 
     def __len__(self) -> int:
         return len(self._arrays)
@@ -111,7 +108,7 @@ class RankBody:
         given_bytes = sum(in_memory_bytes(block) for blocks in arrays for block in blocks)
         check_memory(replace(self._estimate(ctx.rank), input_bytes=given_bytes))
         with ctx.device.running([block for blocks in arrays for block in blocks]):
-            local_blocks = LocalBlocks(self.ranks, ctx.rank, arrays, self.inputs, ctx.device)
+            local_blocks = LocalBlocks(ctx.rank, arrays, self.inputs, ctx.device)
             function = own_copy(self.function)  # lives until the device has done all work
             with warned_of_global_random(ctx.shares_process), _explain_errors(ctx):
                 returned = function(ctx, local_blocks)

@@ -150,8 +150,7 @@ def spmd(
     else:
         chosen, inputs, specs = RankGrid.in_line(most_ranks(ranks)), [], []
     options = checked_options()
-    check: Any = _in_order if isinstance(outputs, int) else _by_specs
-    checked: Outputs = check(outputs, inputs, dtype, per_rank)
+    checked = _checked(outputs, inputs, dtype, per_rank)
     register_if_possible()
     results = section_arrays(
         "p2p-spmd",
@@ -167,19 +166,17 @@ def spmd(
     return results[0] if len(results) == 1 and not checked.is_sequence else results
 
 
-def _in_order(outputs: int, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
-    """Return a number of outputs with dtypes, and those with a value of each rank."""
-    if not isinstance(per_rank, (list, tuple)):
-        raise InputError(
-            f"per_rank: expected a list with an example of each value, got {per_rank!r}. Give "
-            f"one as [example]."
-        )
-    if not per_rank or outputs != 0:
-        checked_count("outputs", outputs=outputs)
-    return outputs_in_order(_dtypes(dtype, outputs, arrays), dtype is not None, per_rank)
-
-
-def _by_specs(outputs: Any, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
+def _checked(outputs: Any, arrays: Sequence[DaskArray], dtype: Any, per_rank: Any) -> Outputs:
+    """Return the outputs with their dtypes, from their number or from their specs."""
+    if isinstance(outputs, int):
+        if not isinstance(per_rank, (list, tuple)):
+            raise InputError(
+                f"per_rank: expected a list with an example of each value, got {per_rank!r}. Give "
+                f"one as [example]."
+            )
+        if not per_rank or outputs != 0:
+            checked_count("outputs", outputs=outputs)
+        return outputs_in_order(_dtypes(dtype, outputs, arrays), dtype is not None, per_rank)
     checked = checked_outputs(outputs, [x.dtype for x in arrays])
     if dtype is not None or per_rank != ():
         raise InputError(

@@ -17,7 +17,7 @@ from dask_p2p.inputs import as_integer, checked_choice, checked_dtype, checked_f
 from dask_p2p.ops.arguments import checked_boundaries, checked_depths
 from dask_p2p.plans.halo import plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.exchange.boundaries import At, Ends, described, open_grid, planned
+from dask_p2p.sections.exchange.boundaries import At, Ends, described, planned
 from dask_p2p.sections.exchange.device import check_kind
 from dask_p2p.sections.exchange.halo import HaloArray, HaloExchange, HaloLayout
 from dask_p2p.sections.exchange.regions import checked_order
@@ -51,8 +51,9 @@ class Grid:
     @property
     def index(self) -> tuple[Array, ...]:
         """Indices of the local block's elements in the whole array, as by `numpy.ogrid`."""
-        arange = self._ctx.device.module.arange
-        return open_grid((arange(*bounds) for bounds in self.box), len(self.box))
+        module = self._ctx.device.module
+        index: tuple[Array, ...] = module.ix_(*(module.arange(*bounds) for bounds in self.box))
+        return index
 
     def zeros(self, dtype: DTypeLike = float) -> Array:
         """Return a local block of zeros."""

@@ -171,7 +171,7 @@ def _count_steps_of_state(
         step += 1
         loop.advance(step)
         if step <= first + _CHECKED_STEPS:
-            saving.check()
+            state.check()
     ctx.flush_stores()
 
 
@@ -246,7 +246,7 @@ class SavedLoop:
         self._ctx, self._state = ctx, state
         # Before a checkpoint replaces the values; a pass over memory, in vain if none is saved.
         self._sums = state.checksums() if ctx.stores or ctx.checkpoints else {}
-        self._names: list[str] = []  # of the values
+        self._count = len(state.leaves())
         self._checked_step = -1  # the step whose values `_unchanged` has compared
         self._carried: list[str] = []  # variables of the loop that the state does not have
         self._has_warned = False
@@ -265,15 +265,11 @@ class SavedLoop:
         if self._carried and self._ctx.rank == 0:
             logger.warning(_CARRIED, ", ".join(self._carried), self._carried[0])
 
-    def check(self) -> None:
-        """Refuse other values of the state than those of the beginning."""
-        self._names = [*self._state.check()]
-
     def _unchanged(self, step: int) -> list[str]:
         """Return the names of values that have not changed on any rank. A collective call."""
         if step > self._checked_step:
             self._checked_step = step
-            self.check()
+            self._state.check()
             if self._sums:
                 sums = self._state.checksums()
                 pairs = [(sums[name], first) for name, first in self._sums.items()]
@@ -288,7 +284,7 @@ class SavedLoop:
 
     def _write(self, store: StateStore, step: int) -> None:
         unchanged = self._unchanged(step)
-        if len(unchanged) == len(self._names) and self._ctx.rank == 0 and not self._has_warned:
+        if len(unchanged) == self._count and self._ctx.rank == 0 and not self._has_warned:
             warn(_CONSTANT.format(step, ", ".join(unchanged)), P2PWarning)
             self._has_warned = True
         store.write(step, self._ctx.flush_stores)

@@ -266,18 +266,13 @@ class Transforms:
         partition: _Partition,
         from_partition: _Partition,
     ) -> tuple[RankGrid, RankGrid]:
-        names = {"partition": partition, "from_partition": from_partition}
-        space, waves = (
-            ("partition", "from_partition") if kind in INVERSE else ("from_partition", "partition")
-        )
-        lengths = list(global_shape)
+        """Return the divisions of the array before and after a transform."""
+        waves = list(global_shape)
         if kind in (*TO_COMPLEX, *TO_REAL):
-            lengths[along[-1]] = global_shape[along[-1]] // 2 + 1
-        divisions = {
-            space: self._partitions.ranks(names[space], global_shape, space),
-            waves: self._partitions.ranks(names[waves], lengths, waves),
-        }
-        return divisions["from_partition"], divisions["partition"]
+            waves[along[-1]] = global_shape[along[-1]] // 2 + 1
+        before, after = (waves, global_shape) if kind in INVERSE else (global_shape, waves)
+        divide = self._partitions.ranks
+        return divide(from_partition, before, "from_partition"), divide(partition, after)
 
     def _transformed(
         self,

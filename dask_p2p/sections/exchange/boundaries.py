@@ -12,7 +12,7 @@ and no message is added::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from functools import cached_property, partial
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 from dask.utils import funcname
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_shape, box_size, box_slices, whole_box
+from dask_p2p.geometry import Box, box_shape, box_size, box_slices, move_box, whole_box
 from dask_p2p.plans.halo import ODD, RankHalo, both_ends
 from dask_p2p.sections.comparison import Comparison, Watch
 from dask_p2p.sections.exchange.device import Host
@@ -62,14 +62,6 @@ def _function(boundary: Any) -> Callable[..., Any] | None:
 
 def _odd(rim: Array, inside: Array, at: Any) -> None:
     rim[...] = -inside
-
-
-def open_grid(along: Iterable[Array], ndim: int) -> tuple[Array, ...]:
-    """Return indices along each axis with all axes, as `numpy.ogrid` does."""
-    return tuple(
-        indices.reshape((1,) * axis + (-1,) + (1,) * (ndim - axis - 1))
-        for axis, indices in enumerate(along)
-    )
 
 
 class At:
@@ -119,7 +111,7 @@ class At:
             self._placed(axis, self._module.arange(start, stop))
             for axis, (start, stop) in enumerate(self.box)
         )
-        index = open_grid(along, len(self._box))
+        index: tuple[Array, ...] = self._module.ix_(*along)
         for indices in index if self._module is np else ():  # CuPy's cannot be
             indices.flags.writeable = False
         return index
@@ -135,8 +127,7 @@ class At:
         vars(position).pop("index", None)
         position._reads = reads
         if shift:
-            pairs = zip(self._box, shift, strict=True)
-            position._box = tuple((start + by, stop + by) for (start, stop), by in pairs)
+            position._box = move_box(self._box, shift)
         return position
 
     def _note(self, name: str) -> None:
@@ -191,11 +182,10 @@ class Ends:
         self._fills: list[Callable[[Array], None]] = []
         lows = [low - start for (low, _), (start, _) in zip(at.box, halo.inner, strict=True)]
         for axis, end, part in _parts(lows, halo.shape, boundary, at.shape):
-            pairs = list(zip(part, lows, strict=True))
-            where = box_slices(tuple((start - low, stop - low) for (start, stop), low in pairs))
+            where = box_slices(move_box(part, [-low for low in lows]))
             function = _function(end)
             if function is not None and (function is _odd or not device.has_read_only):
-                inside = device.empty(tuple(stop - start for start, stop in part), dtype)
+                inside = device.empty(box_shape(part), dtype)
                 position = _RimAt(at, part, axis, boundary)
                 self._fills.append(partial(_call, function, inside, position, where))
             elif function is not None:
@@ -279,8 +269,7 @@ class _HostEnd:
     ) -> list[Array]:
         """Return the values of a box of the part, made from the mirror image of the part."""
         at, part, axis, boundary = self._position
-        starts = zip((low for low, _ in part), box, strict=True)
-        placed = tuple((low + start, low + stop) for low, (start, stop) in starts)
+        placed = move_box(box, [low for low, _ in part])
         position = watch(_RimAt(at, placed, axis, boundary))
         (function,) = copies
         return [_filled(function, mirrored[box_slices(box)], position)]

@@ -14,14 +14,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends.numpy import NUMPY
-from dask_p2p.geometry import Box, Layout, box_shape, box_slices
+from dask_p2p.geometry import Box, Layout, box_shape, box_size, box_slices
 from dask_p2p.inputs import checked_choice
 from dask_p2p.plans.ranks import ORDERS, Exchange, schedule_partners
 from dask_p2p.sections.wire.connection import AttemptEndedError, Buffer
@@ -29,13 +28,8 @@ from dask_p2p.sections.wire.connections import Connections
 from dask_p2p.transports import process_memory
 from dask_p2p.types import Array, DType
 
-# Exchanges as collective calls, and the interfaces of the objects that move their data.
-#
-# Halos have movers of their own. A function may write to its local block while a halo is in flight,
-# so each halo array keeps memory for packed halos, which is prepared once. Regions of a
-# redistribution are larger. They are read or sent in place where possible, and all redistributions
-# share the memory for packing. In host memory, a halo moved as such regions took 5 to 20 µs for
-# each neighbour, in place of 1 µs.
+# Exchanges as collective calls, and the interfaces of the objects that move their data. Halos have
+# movers of their own: see "Deliberate duplication" in docs/design.md.
 
 
 @dataclass(frozen=True)
@@ -314,7 +308,7 @@ class PackedLayout:
     @cached_property
     def positions(self) -> Layout:
         sizes = zip(self.boxes, self.dtypes, strict=True)
-        parts = [(elements_of(boxes) * dtype.itemsize,) for boxes, dtype in sizes]
+        parts = [(sum(map(box_size, boxes)) * dtype.itemsize,) for boxes, dtype in sizes]
         largest = max(dtype.itemsize for dtype in self.dtypes)
         return Layout(parts, alignment=min(1 << (largest - 1).bit_length(), _MOST_ALIGNMENT_BYTES))
 
@@ -345,11 +339,6 @@ class Packed:
     def unpack(self, arrays: Sequence[Array]) -> None:
         for number, index, region in self._regions:
             arrays[number][index] = region
-
-
-def elements_of(boxes: Sequence[Box]) -> int:
-    """Count the elements in boxes."""
-    return sum(prod(box_shape(box)) for box in boxes)
 
 
 def send_layouts(calls: Sequence[ExchangeCall]) -> dict[int, PackedLayout]:

@@ -29,7 +29,8 @@ from dask_p2p.sections.iterate.fields import (
 from dask_p2p.sections.iterate.functions import (
     OUT,
     UNNAMED,
-    Binding,
+    Bind,
+    BoundFunction,
     bind_by_name,
     bind_by_position,
 )
@@ -88,9 +89,9 @@ def checked_arguments(
     else:
         _check_unnamed(record, stores)
         spec, levels = make_field_spec(UNNAMED, field)
-        specs, scalars, constants = [spec], (), name_constants(constants, levels[0])
+        specs, scalars, constants = [spec], {}, name_constants(constants, levels[0])
     plain, arrays, with_halo, halo_arrays = divide_constants(constants, levels[0])
-    arrays_of, numbers = [spec.name for spec in specs], [spec.name for spec in scalars]
+    arrays_of, numbers = [spec.name for spec in specs], [*scalars]
     read = [*(spec.name for spec in with_halo), *(spec.name for spec in plain)]
     all_names = [*arrays_of, *numbers, *read, *kwargs]
     twice = sorted({name for name in all_names if all_names.count(name) > 1})
@@ -100,40 +101,36 @@ def checked_arguments(
             f"Rename one of them."
         )
 
-    def bind(function: Callable[..., Any]) -> Binding:
+    def bind(function: Callable[..., Any]) -> BoundFunction:
         if is_named:
-            return bind_by_name(function, all_names)
-        level_numbers = range(len(levels)) if specs[0].is_list else [None]
-        return bind_by_position(function, level_numbers, read, kwargs)
+            binding = bind_by_name(function, all_names)
+        else:
+            binding = bind_by_position(function, specs[0].is_list, read, kwargs)
+        return BoundFunction(wrap_in_library(function, library), binding)
 
-    phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers, library)
-    of_ranks = (
-        constant
-        for constant in plain
-        if constant.ndim is not None or isinstance(constant.value, Points)
-    )
-    divided = [spec.name for spec in (*specs, *with_halo)] + [spec.name for spec in of_ranks]
+    phases = _make_phases(func, arrays_of, bind, None if is_named else until, numbers)
+    divided = [spec.name for spec in (*specs, *with_halo)]
+    divided += [constant.name for constant in plain if constant.is_divided]
     names = [*arrays_of, *numbers]
-    series = checked_series(record, names, all_names, divided, library)
-    written = checked_stores(*stores, names, all_names, levels[0].chunks, library)
+    series = checked_series(record, names, bind, divided)
+    frames, checkpoint = checked_stores(*stores, names, bind, levels[0].chunks)
     _check_library(library, phases, plain)
-    bindings = [phase.binding for phase in phases] + [spec.binding for spec in series]
-    used = written.names.union(*(binding.names for binding in bindings))
-    if unused := [name for name in kwargs if name not in used]:
-        raise InputError(
-            f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
-            f"it, or add a parameter of that name."
-        )
-    check_computed(*(constant.value for constant in plain), *kwargs.values())
     arguments = Arguments(
         phases,
         fields=(*specs, *with_halo),
         scalars=scalars,
         constants=tuple(plain),
         series=series,
-        stores=written,
+        frames=frames,
+        checkpoint=checkpoint,
         names=tuple(field.value) if is_named else (),
     )
+    if unused := [name for name in kwargs if name not in arguments.read_names]:
+        raise InputError(
+            f"expected keywords of the function, got {unused[0]!r}, which no function has. Remove "
+            f"it, or add a parameter of that name."
+        )
+    check_computed(*(constant.value for constant in plain), *kwargs.values())
     return arguments, [*levels, *halo_arrays, *arrays]
 
 
@@ -215,7 +212,7 @@ def checked_capture(option: Any, library: str | None, arguments: Arguments) -> b
     if capture and arguments.scalars:
         raise InputError(
             f"capture: expected fields that are arrays, as all replayed steps have the same "
-            f"numbers, got the number {arguments.scalars[0].name!r}. Leave out capture=True."
+            f"numbers, got the number {next(iter(arguments.scalars))!r}. Leave out capture=True."
         )
     return capture
 
@@ -259,10 +256,7 @@ def check_streaming(
         "no overlap within slabs, got overlap=True": overlap is True,
         f"functions of NumPy and CuPy arrays, got as_library={library!r}": library is not None,
         "constants with one value for each element as fields, dask_p2p.Field(c, depth=0), by "
-        "name, got an array": any(
-            constant.ndim is not None or isinstance(constant.value, Points)
-            for constant in arguments.constants
-        ),
+        "name, got an array": any(constant.is_divided for constant in arguments.constants),
     }
     for axis in range(first.ndim):
         reading = [spec for spec in fields if any(spec.widest[axis])]
@@ -285,10 +279,9 @@ def no_names() -> InputError:
 def _make_phases(
     func: Any,
     names: Sequence[str],  # of the fields that are arrays
-    bound: Callable[[Any], Binding],
+    bind: Bind,
     until: Any,
     numbers: Sequence[str],  # names of the fields that are numbers
-    library: str | None,
 ) -> tuple[Phase, ...]:
     """Return the phases of a step; only the last one returns the numbers of `until`."""
     functions, phases = _phases_of(func), []
@@ -307,6 +300,5 @@ def _make_phases(
         scalars = tuple(name for name in changed_names if name in numbers)
         is_last = number == len(functions) - 1
         has_until = until is not None and is_last
-        wrapped = wrap_in_library(function, library)
-        phases.append(Phase(wrapped, bound(function), arrays, has_until, scalars))
+        phases.append(Phase(*bind(function), arrays, has_until, scalars))
     return tuple(phases)

@@ -191,6 +191,7 @@ class Overlap:
     ) -> None:
         self._iteration, self._device, self._block_box = iteration, device, block_box
         self._is_promised = iteration.overlap is True
+        self._is_possible = bool(iteration.overlap) and not iteration.is_staggered
         #: By id of the phase: whether its code is plain, and whether parts are computed alike.
         self._plain: dict[int, bool] = {}
         self._computes_alike: dict[int, bool] = {}
@@ -198,7 +199,7 @@ class Overlap:
     def is_wanted(self, call: Call) -> bool:
         """Return whether a call overlaps, as far as its function is known."""
         exchange = call.exchange
-        if not self._iteration.overlap or exchange is None or not exchange.has_parts:
+        if not self._is_possible or exchange is None or not exchange.has_parts:
             return False
         if self._is_promised:
             return True
@@ -210,7 +211,7 @@ class Overlap:
     def is_due(self, call: Call) -> bool:
         """Return whether a call may overlap in a graph, and has yet to be compared."""
         exchange, is_known = call.exchange, id(call.phase) in self._computes_alike
-        if not self._iteration.overlap or is_known or exchange is None or not exchange.has_parts:
+        if not self._is_possible or is_known or exchange is None or not exchange.has_parts:
             return False
         return exchange.is_worth_hiding_in_graph and self._is_plain(call)
 

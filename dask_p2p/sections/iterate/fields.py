@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -110,8 +110,8 @@ class FieldOutput(LocalBlock):
         return super().size_bytes(ranks.extend(self.extra), rank)
 
 
-def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple[ScalarSpec, ...]]:
-    """Return the specs of a mapping of fields, their arrays, and the specs of numbers."""
+def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], dict[str, Any]]:
+    """Return the specs of a mapping of fields, their arrays, and the numbers by name."""
     fields: Mapping[str, Any] = of_all.value
     if not fields:
         raise InputError("expected at least one field, {'u': u}, got an empty mapping.")
@@ -119,13 +119,13 @@ def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple
         check_name(name, "a field")
     depths = by_name("depth", of_all.depth, fields, 0)
     boundaries = by_name("boundary", of_all.boundary, fields)
-    specs, scalars, without = [], [], list[str]()
+    specs, scalars, without = [], dict[str, Any](), list[str]()
     arrays: list[DaskArray] = []
     for name, value in fields.items():
         field = value if isinstance(value, Field) else Field(value)
         is_number = isinstance(field.value, (bool, int, float, complex, np.number, np.bool_))
         if is_number or (isinstance(field.value, np.ndarray) and not field.value.ndim):
-            scalars.append(make_scalar_spec(name, field.value, field.dtype))
+            scalars[name] = checked_scalar(name, field.value, field.dtype)
             continue
         options = replace(
             field,
@@ -151,7 +151,7 @@ def check_fields(of_all: Field) -> tuple[list[FieldSpec], list[DaskArray], tuple
             f"expected at least one Dask array among the fields, got only numbers, "
             f"{[*fields]}. Give the arrays of the step, too."
         )
-    return specs, arrays, tuple(scalars)
+    return specs, arrays, scalars
 
 
 def _stagger(
@@ -232,16 +232,8 @@ def check_name(name: Any, title: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ScalarSpec:
-    """One number: its name, and its value before the first step."""
-
-    name: str
-    value: Any  # a NumPy scalar
-
-
-def make_scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSpec:
-    """Return the spec of a number; its dtype is that of `value` by default."""
+def checked_scalar(name: str, value: Any, dtype: DTypeLike | None) -> Any:
+    """Return a number as a scalar of NumPy; its dtype is that of `value` by default."""
     check_plain(name, value)
     number = np.asarray(value)
     dtype = number.dtype if dtype is None else checked_dtype("dtype", dtype)
@@ -250,16 +242,16 @@ def make_scalar_spec(name: str, value: Any, dtype: DTypeLike | None) -> ScalarSp
             f"expected a number that becomes {dtype} as the field {name!r}, got "
             f"{value!r}. Give another dtype, dask_p2p.Field({value!r}, dtype=...)."
         )
-    return ScalarSpec(name, number.astype(dtype)[()])
+    return number.astype(dtype)[()]
 
 
 class Scalars:
     """The numbers of one rank."""
 
-    def __init__(self, specs: Sequence[ScalarSpec], ctx: Context) -> None:
+    def __init__(self, first: Mapping[str, Any], ctx: Context) -> None:
         self._ctx = ctx
         #: The newest values.
-        self.values: dict[str, Any] = {spec.name: spec.value for spec in specs}
+        self.values = {**first}
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Take over new values that a function has returned."""
@@ -301,6 +293,11 @@ class ConstantSpec:
     ndim: int | None = None
     shape: tuple[int, ...] = ()  # of a divided array
     is_whole: bool = False  # whether each rank receives all blocks of an array
+
+    @property
+    def is_divided(self) -> bool:
+        """True if each rank has a part of an array, or of points."""
+        return self.ndim is not None or isinstance(self.value, Points)
 
 
 def name_constants(constants: Any, field: DaskArray) -> dict[str, Any]:

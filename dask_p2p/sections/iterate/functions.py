@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from dask.utils import has_keyword
@@ -26,23 +26,17 @@ VALUES = {OUT: "<out>", AT: "<at>"}
 UNNAMED = ""
 
 
-class BoundValue(NamedTuple):
-    """A value for one parameter."""
-
-    name: str  # of the value
-    level: int | None = None  # one of a field's time levels; None: all, or the only one
-
-
 @dataclass(frozen=True)
 class Binding:
     """The parameters of a function that get a value."""
 
-    positional: tuple[BoundValue, ...]
+    positional: tuple[str, ...]  # names of the values
     keywords: Mapping[str, str]  # by parameter: name of the value
+    has_levels: bool = False  # whether time levels of the first value are separate parameters
 
     @property
     def names(self) -> set[str]:
-        return {value.name for value in self.positional} | {*self.keywords.values()}
+        return {*self.positional, *self.keywords.values()}
 
     @property
     def fills_out(self) -> bool:
@@ -54,17 +48,27 @@ class Binding:
 
     def bind(self, function: Callable[..., Any], values: Mapping[str, Any]) -> partial[Any]:
         """Return a function without parameters, which has the values of some names."""
-        positional = (
-            values[name] if level is None else values[name][level]
-            for name, level in self.positional
-        )
+        positional = [values[name] for name in self.positional]
+        if self.has_levels:
+            positional[:1] = positional[0]
         keywords = {to: values[name] for to, name in self.keywords.items()}
         return partial(function, *positional, **keywords)
 
 
+class BoundFunction(NamedTuple):
+    """A function of the user, and the parameters of it that get a value."""
+
+    function: Callable[..., Any]  # of NumPy and CuPy arrays
+    binding: Binding
+
+
+#: Returns a user's function with its binding. Raises `InputError` for unknown parameters.
+Bind: TypeAlias = Callable[[Callable[..., Any]], BoundFunction]
+
+
 def bind_by_position(
     function: Callable[..., Any],
-    levels: Sequence[int | None],  # the field's time levels; None: the only one
+    has_levels: bool,  # whether the field has a list of time levels
     constants: Sequence[str],
     keywords: Collection[str],
 ) -> Binding:
@@ -72,7 +76,6 @@ def bind_by_position(
 
     Raises `InputError` for a keyword in the place of the parameter `out`.
     """
-    fields = [BoundValue(UNNAMED, level) for level in levels]
     bound_keywords = {name: name for name in keywords}
     for parameter, name in VALUES.items():
         if has_keyword(function, parameter) and parameter not in bound_keywords:
@@ -82,7 +85,7 @@ def bind_by_position(
                 f"{OUT}: expected a parameter of the function, which iterate gives the memory to "
                 f"fill, got a keyword. Leave it out."
             )
-    return Binding((*fields, *map(BoundValue, constants)), bound_keywords)
+    return Binding((UNNAMED, *constants), bound_keywords, has_levels)
 
 
 def bind_by_name(function: Callable[..., Any], names: Collection[str]) -> Binding:
@@ -90,14 +93,14 @@ def bind_by_name(function: Callable[..., Any], names: Collection[str]) -> Bindin
 
     Raises `InputError` if a parameter without a default value is no such name.
     """
-    positional: list[BoundValue] = []
+    positional: list[str] = []
     keywords: dict[str, str] = {}
     bound = function.keywords if isinstance(function, partial) else {}
     is_leading = True  # whether all parameters so far are passed by position
     for parameter in _parameters(function):
         name, kind = parameter.name, parameter.kind
         if kind is Parameter.VAR_KEYWORD:
-            used = {*keywords, *bound, *(value.name for value in positional)}
+            used = {*keywords, *bound, *positional}
             keywords |= {name: name for name in names if name not in used}
         elif kind is Parameter.VAR_POSITIONAL:
             is_leading = False
@@ -110,7 +113,7 @@ def bind_by_name(function: Callable[..., Any], names: Collection[str]) -> Bindin
                 raise _unknown(function, name, names)
             keywords[name] = VALUES.get(name, name)
         else:
-            positional.append(BoundValue(VALUES.get(name, name)))
+            positional.append(VALUES.get(name, name))
     return Binding(tuple(positional), keywords)
 
 
@@ -203,11 +206,10 @@ def _is_plain(value: Any, visited: set[int]) -> bool:
 def _is_plain_function(function: FunctionType, visited: set[int]) -> bool:
     code = function.__code__
     values = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    values += closure_values(function)
     if code.co_flags & _GENERATORS or vars(function):
         return False
     if not all(_is_plain(value, visited) for value in values):
-        return False
-    if not all(_is_plain(value, visited) for value in closure_values(function)):
         return False
     return all(_is_plain_code(inner_code, function, visited) for inner_code in codes_in(code))
 

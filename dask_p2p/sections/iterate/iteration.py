@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import chain, product
 from math import inf, prod
 from typing import Any, NamedTuple
 
@@ -17,20 +17,20 @@ from dask_p2p.backends.base import SLOTS as STREAM_SLOTS
 from dask_p2p.backends.cupy import free_bytes
 from dask_p2p.backends.device import gpu_obstacle
 from dask_p2p.errors import InputError, MemoryLimitError
+from dask_p2p.geometry import box_size
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.api.outputs import Output, Outputs, Same
 from dask_p2p.sections.api.rank_body import SectionEstimate
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.boundaries import functions_of, planned
-from dask_p2p.sections.exchange.regions import elements_of
 from dask_p2p.sections.gang.checkpoints import GENERATIONS
 from dask_p2p.sections.gpu.windows import SLOTS
-from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec, ScalarSpec
+from dask_p2p.sections.iterate.fields import ConstantSpec, FieldOutput, FieldSpec
 from dask_p2p.sections.iterate.functions import AT, UNNAMED, VALUES, is_constant
 from dask_p2p.sections.iterate.output.files import Descriptions
 from dask_p2p.sections.iterate.output.series import STEPS, SeriesSpec
-from dask_p2p.sections.iterate.output.stores import StoreSpecs
+from dask_p2p.sections.iterate.output.stores import Checkpoint, FramesSpec
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray, Kind
 
@@ -57,11 +57,20 @@ class Arguments:
 
     phases: tuple[Phase, ...]
     fields: tuple[FieldSpec, ...]  # also constants with a halo, after the others
-    scalars: tuple[ScalarSpec, ...]
+    scalars: Mapping[str, Any]  # NumPy numbers by name: their values before the first step
     constants: tuple[ConstantSpec, ...]
     series: tuple[SeriesSpec, ...]
-    stores: StoreSpecs
+    frames: tuple[FramesSpec, ...]
+    checkpoint: Checkpoint | None
     names: tuple[str, ...]  # of all fields, in the order of the mapping; none without names
+
+    @property
+    def read_names(self) -> set[str]:
+        """Names of all values that functions have as parameters."""
+        bindings = [phase.binding for phase in self.phases]
+        bindings += [spec.binding for spec in self.series]
+        bindings += [field.binding for frames in self.frames for field in frames.computed.values()]
+        return set().union(*(binding.names for binding in bindings))
 
 
 @dataclass(frozen=True)
@@ -91,9 +100,7 @@ class Iteration(Arguments):
     @cached_property
     def reads_at(self) -> bool:
         """True if a function has a parameter `at`, and may read the newest records."""
-        bindings = [phase.binding for phase in self.phases]
-        bindings += [spec.binding for spec in self.series]
-        return VALUES[AT] in self.stores.names.union(*(binding.names for binding in bindings))
+        return VALUES[AT] in self.read_names
 
     def settings(self) -> dict[str, str]:
         """Return texts of the functions and their arguments, by name, which later runs compare.
@@ -116,7 +123,7 @@ class Iteration(Arguments):
         return [
             *(phase.function for phase in self.phases),
             *(spec.record.function for spec in self.series),
-            *(field.function for frames in self.stores.frames for field in frames.computed),
+            *(field.function for frames in self.frames for field in frames.computed.values()),
             *(end for spec in self.fields for end in functions_of(spec.boundary)),
             *([] if self.until is None else [self.until]),
         ]
@@ -141,7 +148,7 @@ class Iteration(Arguments):
             for spec in fields
             for _ in spec.depths
         ]
-        outputs += [Same(spec.value) for spec in self.scalars]
+        outputs += map(Same, self.scalars.values())
         outputs += [Same(spec.unset(spec.count(self.steps))) for spec in self.series]
         outputs += [Same(0)] if self.returns_steps else []
         return Outputs(tuple(outputs), tuple(map(str, range(len(outputs)))))
@@ -156,7 +163,7 @@ class Iteration(Arguments):
         if UNNAMED in results:
             result = results[UNNAMED]
             return tuple(result) if isinstance(result, list) else result
-        names = [spec.name for spec in self.scalars] + [spec.name for spec in self.series]
+        names = [*self.scalars, *(spec.name for spec in self.series)]
         if self.returns_steps:
             names.append(STEPS)
         results |= {name: next(next_arrays) for name in names}
@@ -190,7 +197,7 @@ class Iteration(Arguments):
             staging_bytes=received,
             packed_bytes=sent * (1 if section_estimate.kind == "numpy" else SLOTS),
             state_bytes=2 * GENERATIONS * state if has_states else 0,
-            frames_bytes=sum(frames.size_bytes(*sized) for frames in self.stores.frames),
+            frames_bytes=sum(frames.size_bytes(*sized) for frames in self.frames),
             series_bytes=3 * series_bytes,  # the values, the results, and the output's copy
             step_bytes=sent,
             visit_bytes=visit_bytes,
@@ -218,8 +225,8 @@ def _bytes_of(spec: FieldSpec, ranks: RankGrid, rank: int, is_streamed: bool) ->
         work=(levels + (not spec.is_constant and not is_streamed)) * level_bytes,
         returned=results * level_bytes,
         state=results * prod(ranks.shape(rank)) * item_bytes,
-        sent=sum(map(elements_of, exchange.sends.values())) * item_bytes,
-        received=sum(map(elements_of, exchange.receives.values())) * item_bytes,
+        sent=sum(map(box_size, chain(*exchange.sends.values()))) * item_bytes,
+        received=sum(map(box_size, chain(*exchange.receives.values()))) * item_bytes,
     )
 
 
@@ -342,7 +349,7 @@ class VisitPlan:
 
     def _most_rows(self, ctx: Context) -> int:
         """Return the number of rows, with halos, that fit into a slot or a cache."""
-        across = prod(stop - start for start, stop in ctx.box[1:])
+        across = box_size(ctx.box[1:])
         row_bytes = sum(levels_of(spec) * spec.dtype.itemsize * across for spec in self._specs)
         limit_bytes = _CACHE_BYTES
         if self.kind == "cupy":

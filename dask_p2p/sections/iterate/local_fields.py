@@ -6,15 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from dask_p2p.geometry import Box
-from dask_p2p.plans.ranks import RankGrid
+from dask_p2p.geometry import Box, box_shape, move_box, whole_box
 from dask_p2p.sections.api.rank_body import LocalBlocks
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.grids import Grid, LocalPoints, Points
 from dask_p2p.sections.exchange.boundaries import At
 from dask_p2p.sections.exchange.halo import HaloArray, HaloLayout, HaloPart
 from dask_p2p.sections.iterate.fields import ConstantSpec, FieldSpec
-from dask_p2p.sections.iterate.functions import AT, VALUES
+from dask_p2p.sections.iterate.functions import AT, VALUES, Binding
 from dask_p2p.types import Array
 
 
@@ -25,12 +24,14 @@ class LocalField:
         self,
         spec: FieldSpec,
         levels: Sequence[HaloArray],
-        ranks: RankGrid,  # decomposition of its arrays
-        rank: int,
-        extra: tuple[int, ...],  # by axis: elements that only this rank has, at the end
+        grid: Grid,  # division of its arrays
+        first_box: Box,  # of the local block of the first field
     ) -> None:
-        self.spec, self.levels, self._extra = spec, list(levels), extra
-        self.shape, self.box = tuple(map(sum, ranks.chunks)), ranks.box(rank)
+        self.spec, self.levels = spec, list(levels)
+        self.shape, self.box = grid.shape, grid.box
+        pairs = zip(box_shape(grid.box), box_shape(first_box), strict=True)
+        #: By axis: elements at the end that the local block of the first field does not have.
+        self._extra = [length - first_length for length, first_length in pairs]
         self.has_halo = any(map(any, spec.widest))
         self._next_level: HaloArray | None = None
 
@@ -86,7 +87,6 @@ class LocalFields:
     def __init__(
         self,
         ctx: Context,
-        shape: tuple[int, ...],  # of the whole array
         local_blocks: LocalBlocks,  # levels of all fields, then the divided constants
         specs: Sequence[FieldSpec],
         constants: Sequence[ConstantSpec],
@@ -97,7 +97,7 @@ class LocalFields:
         self._last = last
         #: Arguments that calls may change: keywords, and constants that are no arrays.
         self.keywords = {**keywords}
-        self._ctx, self.shape = ctx, shape
+        self._ctx = ctx
         self._numbers = iter(range(len(local_blocks)))
         self.fields: dict[str, LocalField] = {}
         for spec in specs:
@@ -113,22 +113,14 @@ class LocalFields:
             self._constants[constant.name] = value, constant.ndim
 
     def _field(self, spec: FieldSpec, local_blocks: LocalBlocks, exchange: str) -> LocalField:
-        ctx, rank = self._ctx, self._ctx.rank
-        first_ranks = ctx.grid_of().ranks
-        ranks = first_ranks.extend(spec.extra)
+        ctx = self._ctx
+        grid = Grid(ctx, ctx.grid_of().ranks.extend(spec.extra))
         options = spec.widest, spec.boundary, spec.corners, spec.dtype
-        first = ctx.with_halo(None, *options, exchange, Grid(ctx, ranks))
+        first = ctx.with_halo(None, *options, exchange, grid)
         levels = [first, *(HaloArray(first.layout) for _ in spec.depths[1:])]
         for level in levels:
             local_blocks.copy_into(next(self._numbers), level.inner)
-        pairs = zip(ranks.shape(rank), first_ranks.shape(rank), strict=True)
-        return LocalField(
-            spec,
-            levels,
-            ranks,
-            rank,
-            tuple(length - first_length for length, first_length in pairs),
-        )
+        return LocalField(spec, levels, grid, ctx.box)
 
     def _constant(self, spec: ConstantSpec, local_blocks: LocalBlocks) -> Any:
         if spec.is_whole:
@@ -152,7 +144,7 @@ class LocalFields:
         for spec in self._specs:
             block, ndim = self._constants[spec.name]
             if spec.is_whole:
-                yield spec.name, block, tuple((0, n) for n in block.shape), self._ctx.rank == 0
+                yield spec.name, block, whole_box(block.shape), self._ctx.rank == 0
             elif ndim is not None:
                 bounds = self._ctx.box
                 lengths = *(1 for _ in bounds[ndim:]), *spec.shape  # 1: all ranks have it
@@ -206,8 +198,7 @@ class LocalFields:
 
     def _in_whole(self, box: Box) -> Box:
         """Return the position of a box of the local block in the whole array."""
-        pairs = zip(self._ctx.box, box, strict=True)
-        return tuple((low + start, low + stop) for (low, _), (start, stop) in pairs)
+        return move_box(box, [low for low, _ in self._ctx.box])
 
     @staticmethod
     def _of_box(value: Any, ndim: int | None, box: Box) -> Any:
@@ -219,4 +210,20 @@ class LocalFields:
     def at(self, box: Box, step: Callable[[str], int]) -> StepAt:
         """Return the position of a box of the local block; `step` returns the step's number."""
         ctx, global_box = self._ctx, self._in_whole(box)
-        return StepAt(ctx.rank, self.shape, global_box, ctx.device.module, step, last=self._last)
+        return StepAt(ctx.rank, ctx.shape, global_box, ctx.device.module, step, last=self._last)
+
+    def arguments(
+        self,
+        step: Callable[[str], int],  # returns the step's number
+        scalars: Mapping[str, Any],  # the newest numbers
+    ) -> Callable[[Binding, Box], dict[str, Any]]:
+        """Return a function of all arguments of a binding for a box of the local block."""
+
+        def arguments(binding: Binding, box: Box) -> dict[str, Any]:
+            return {**self.values(binding.names, box, self.at(box, step)), **scalars}
+
+        return arguments
+
+    def newest_step(self, name: str) -> int:
+        """Return the number of the newest step; `name` is that of the value in errors."""
+        return max(0, self._ctx.step_for(name) - 1)

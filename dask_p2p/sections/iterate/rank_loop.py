@@ -59,7 +59,6 @@ class RankWork:
         plan = VisitPlan(iteration, ctx) if iteration.is_streamed else None
         self._local = local = LocalFields(
             ctx,
-            iteration.shape,
             local_blocks,
             iteration.fields if plan is None else plan.specs,
             iteration.constants,
@@ -67,21 +66,21 @@ class RankWork:
             series.last,
             iteration.kwargs,
         )
+        self._keeping = ValueKeeping(iteration, ctx, local.keywords)
         self.steps: FieldSteps | StreamedSteps
         if plan is None:
             self.steps = FieldSteps(iteration, ctx, local, scalars)
         else:
             self.steps = StreamedSteps(iteration, ctx, local, plan)
-        stores = iteration.stores
-        self._values = values = FieldValues(ctx, local, scalars, series, stores.chunks)
+        self._values = values = FieldValues(ctx, local, scalars, series)
         self._frames = [
             Frames(spec, ctx, values.newest, iteration.steps, local, self.steps.current)
-            for spec in stores.frames
+            for spec in iteration.frames
         ]
         self._files: list[CheckpointFiles] = []
-        if stores.checkpoint is not None:
+        if iteration.checkpoint is not None:
             options = local.constant_arrays(), iteration.settings, series.kinds
-            self._files.append(CheckpointFiles(stores.checkpoint, ctx, values, *options))
+            self._files.append(CheckpointFiles(iteration.checkpoint, ctx, values, *options))
         ctx.stores = [*self._frames, *self._files]  # frames before checkpoints
 
     def resume(self) -> int:
@@ -158,7 +157,7 @@ class RankWork:
         return True
 
     def _save(self, step: int) -> None:
-        if not self.steps.keep_values():
+        if not self._keeping.check():
             self._ctx.flush_stores()  # a run that resumes here must find all frames
             self._values.save(step)
 
@@ -178,7 +177,6 @@ class FieldSteps:
         self.block_box = next(iter(self._fields.values())).layout.local_box
         self.cycle = lcm(SLOTS, *(len(field.levels) + 1 for field in self._fields.values()))
         self._checks = StepChecks(iteration, ctx, local)
-        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
         self._overlap = Overlap(iteration, ctx.device, self.block_box)
         ctx.replays_steps = iteration.capture is True
         self._replays = Replays(iteration, ctx)
@@ -196,13 +194,8 @@ class FieldSteps:
         }
         self._changed: list[list[str]] = []  # by phase: names of the fields that it changes
         self._calls: dict[tuple[int, int], Call] = {}  # by position in the cycle, and phase
-
-        def arguments(binding: Binding, box: Box) -> dict[str, Any]:
-            at = local.at(box, ctx.step_for)
-            return {**local.values(binding.names, box, at), **scalars.values}
-
         # Calls have it. As a method it would make a cycle, which keeps the fields in memory.
-        self._arguments = arguments
+        self._arguments = local.arguments(ctx.step_for, scalars.values)
 
     def make(self, step: int, loop: Loop) -> int:
         """Make a step, or replay a cycle of them; return their number."""
@@ -269,19 +262,16 @@ class FieldSteps:
 
         is_due = checks.are_due
         returned: Returned = checks.compare(call, self._arguments, apply) if is_due else apply()
-        if not self._iteration.is_staggered and not is_asked:
+        if not is_asked:
             is_due = overlap.is_due(call) and self._replays.is_worthwhile(step)
             if is_due or (overlap.is_wanted(call) and not overlap.is_checked(call)):
                 overlap.check(call)
-        if not is_asked:
             self._settle(call)
         return returned
 
     def _settle(self, call: Call) -> None:
         """Let a call overlap if its function may; later steps do not check the call."""
-        overlap = self._overlap
-        is_possible = not self._iteration.is_staggered and overlap.is_wanted(call)
-        call.is_overlapped = is_possible and overlap.is_checked(call)
+        call.is_overlapped = self._overlap.is_wanted(call) and self._overlap.is_checked(call)
         call.is_settled = call.is_overlapped or not self._checks.are_due
 
     def _stale_before(self, number: int) -> set[str]:
@@ -318,15 +308,7 @@ class FieldSteps:
         """Update the halos of some fields after a step; return a function of all their values."""
         # One message updates halos for the next step, too.
         self._update_halos(self._iteration.phases[0].binding.names.union(names))
-
-        def step(name: str) -> int:
-            return max(0, self._ctx.step_for(name) - 1)
-
-        def values(binding: Binding, box: Box) -> dict[str, Any]:
-            at = self._local.at(box, step)
-            return {**self._local.values(binding.names, box, at), **self._scalars.values}
-
-        return values
+        return self._local.arguments(self._local.newest_step, self._scalars.values)
 
     # --- the first step
 

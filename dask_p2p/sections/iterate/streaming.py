@@ -34,10 +34,10 @@ from dask_p2p.backends.base import SLOTS
 from dask_p2p.backends.device import device_work
 from dask_p2p.backends.host_memory import CANNOT_PIN, pin_while, warn_once
 from dask_p2p.errors import MemoryLimitError, P2PWarning
-from dask_p2p.geometry import Box, box_size
+from dask_p2p.geometry import Box, box_shape, box_size, box_slices, move_box, round_up
 from dask_p2p.plans.halo import both_ends, plan_halo_exchange
 from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.checks import ValueKeeping, check_call
+from dask_p2p.sections.checks import check_call
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.loop import Loop
 from dask_p2p.sections.exchange.boundaries import At, Ends, functions_of, planned
@@ -52,10 +52,6 @@ from dask_p2p.types import Array
 
 _ALIGNMENT_BYTES = 512
 _FAR = 1 << 60  # beyond all arrays: the end of a periodic axis
-
-
-def _aligned(size_bytes: int) -> int:
-    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass
@@ -78,8 +74,8 @@ class _SlabField:
 
     def view(self, level: Array, box: Box) -> Array:
         """Return a box of the local block, which may reach into its halo."""
-        pairs = zip(box, self._offsets, strict=True)
-        return level[tuple(slice(start + by, stop + by) for (start, stop), by in pairs)]
+        view: Array = level[box_slices(move_box(box, self._offsets))]
+        return view
 
     def host_rows(self, start: int, stop: int) -> list[Array]:
         """Return rows of all levels in host memory."""
@@ -89,7 +85,8 @@ class _SlabField:
 
 def _slot_bytes(slab_fields: Sequence[_SlabField]) -> int:
     return sum(
-        _aligned(slab.host_rows(slab.start, slab.stop)[0].nbytes) * levels_of(slab.local.spec)
+        levels_of(slab.local.spec)
+        * round_up(slab.host_rows(slab.start, slab.stop)[0].nbytes, _ALIGNMENT_BYTES)
         for slab in slab_fields
     )
 
@@ -109,7 +106,6 @@ class StreamedSteps:
             local.fields[spec.name].spec = spec
         self._fields = list(local.fields.values())
         self.block_box = self._fields[0].layout.local_box
-        self.keep_values = ValueKeeping(iteration, ctx, local.keywords).check
         self._device: Host = HOST if plan.kind == HOST.kind else SlabGpu()
         self._is_stale, self._is_checked = True, False
         step = self._number = SimpleNamespace(value=0)
@@ -181,7 +177,7 @@ class StreamedSteps:
             rows = slab.host_rows(slab.start, slab.stop)[0]
             for _ in range(levels_of(slab.local.spec)):
                 slab.levels.append(slots.array(part, index, rows))
-                index += _aligned(rows.nbytes)
+                index += round_up(rows.nbytes, _ALIGNMENT_BYTES)
             if not slab.local.spec.is_constant:
                 slab.next_level = slab.levels.pop()
 
@@ -214,14 +210,7 @@ class StreamedSteps:
     def current(self, names: Collection[str]) -> Callable[[Binding, Box], dict[str, Any]]:
         """Update halos after a step; return a function of all values of some names."""
         self._update_halos()
-
-        def step(name: str) -> int:
-            return max(0, self._ctx.step_for(name) - 1)
-
-        def values(binding: Binding, box: Box) -> dict[str, Any]:
-            return self._local.values(binding.names, box, self._local.at(box, step))
-
-        return values
+        return self._local.arguments(self._local.newest_step, {})
 
     def _update_halos(self) -> None:
         if self._is_stale:
@@ -384,8 +373,7 @@ class StreamedSteps:
             data = [self._device.read_only(slab.view(level, box)) for level, box in pairs]
             values[name] = tuple(data) if spec.is_list else data[0]
             if name in phase.fields:
-                pairs_of_axes = zip(region, boxes[0], strict=True)
-                inner = tuple(slice(a - low, b - low) for (a, b), (low, _) in pairs_of_axes)
+                inner = box_slices(move_box(region, [-low for low, _ in boxes[0]]))
                 parts[name] = HaloPart(data[0], inner, ())
                 outs[name] = slab.view(slab.next_level, region)
         if not self._is_checked:
@@ -412,7 +400,7 @@ class StreamedSteps:
             for (start, stop), (low, high) in zip(region, limits, strict=True)
         )
         position = region if functions_of(spec.boundary) else None
-        key = spec.name, tuple(stop - start for start, stop in region), touches, position
+        key = spec.name, box_shape(region), touches, position
         if key not in self._layouts:
             self._layouts[key] = self._layout(spec, region, touches)
         layout = self._layouts[key]
@@ -441,7 +429,7 @@ class StreamedSteps:
         alone = RankGrid(tuple((b - a,) for a, b in region), (1,) * len(region))
         halo = plan_halo_exchange(alone, 0, spec.widest, planned(boundary), True)
         ctx, shape = self._ctx, self._iteration.shape
-        placed = tuple((low + a, low + b) for (low, _), (a, b) in zip(ctx.box, region, strict=True))
+        placed = move_box(region, [low for low, _ in ctx.box])
         at = At(ctx.rank, shape, placed, self._device.module, self._step_of)
         ends = Ends(halo, spec.boundary, at, self._device, spec.dtype)
         return HaloLayout(halo, spec.dtype, "", device=self._device, ends=ends)

@@ -201,23 +201,10 @@ _PREAMBLE_BYTES = 2 * _TOKEN_BYTES + 1  # tokens of both ranks, and whether the 
 # Any process of the host or of the network can connect. Ranks send their tokens immediately.
 _SILENT_S = 5.0  # longest silence of a connection without attempt tokens
 _MOST_UNIDENTIFIED = 64  # most of these at a listener; the kernel queues further ones
-_RETRY_S = 0.1  # after an error of this process
-# Errors of `accept` caused by the peer or the network: see accept(2). Errors of this process would
-# come again at each retry.
-_OF_PEERS = {
-    errno.ECONNABORTED,
-    errno.EHOSTDOWN,
-    errno.EHOSTUNREACH,
-    errno.EINTR,
-    errno.ENETDOWN,
-    errno.ENETUNREACH,
-    errno.ENONET,
-    errno.ENOPROTOOPT,
-    errno.EOPNOTSUPP,
-    errno.EPERM,  # a rule of the firewall
-    errno.EPROTO,
-    errno.ETIMEDOUT,
-}
+_RETRY_S = 0.1  # after an error
+# Errors of `accept` that come again at each retry. Others are those of a peer or of the network:
+# see accept(2).
+_OF_PROCESS = {errno.EBADF, errno.EINVAL, errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
@@ -278,10 +265,10 @@ class Acceptor:
                     unidentified.release()
                     if self._is_closed:
                         return
-                    if exc.errno not in _OF_PEERS:
+                    if exc.errno in _OF_PROCESS:
                         for rank in [*self.ranks.values()]:
                             rank.fail(exc)
-                        time.sleep(_RETRY_S)
+                    time.sleep(_RETRY_S)
                     continue
                 _start_thread(self._identify, accepted, context, unidentified)
 

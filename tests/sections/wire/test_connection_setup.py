@@ -170,7 +170,7 @@ def test_two_ranks_that_connect_to_each_other_share_one_connection(gang, monkeyp
 
 @pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EHOSTUNREACH])
 def test_errors_of_a_peer_keep_no_other_one_out(processes, monkeypatch, number):
-    accept, errors = socket.socket.accept, [OSError(number, "")] * 3
+    accept, errors = socket.socket.accept, [OSError(number, "")] * 12
 
     def accept_late(listener):
         try:

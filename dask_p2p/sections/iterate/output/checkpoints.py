@@ -54,6 +54,7 @@ from dask_p2p.sections.iterate.output.groups import (
     newer_run_error,
     open_group,
     run_on_first_rank,
+    store_chunks,
 )
 from dask_p2p.types import Array
 
@@ -155,7 +156,8 @@ class CheckpointFiles:
                 self._remove(step, last=False)
                 dtypes = (value.array.dtype for value in values.values())
                 group = create_group(folder, dtypes, _ATTRIBUTES)
-                create_arrays(group, self._shapes(values), self._values.chunks)
+                chunks = store_chunks(ctx.grid_of().ranks.chunks)
+                create_arrays(group, self._shapes(values), chunks)
 
         run_on_first_rank(ctx, folder, create)
         check_seen(ctx, folder, self._check_run)

@@ -14,7 +14,7 @@ import numpy as np
 from dask.base import is_dask_collection
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_slices, split_box
+from dask_p2p.geometry import Box, box_slices, move_box, split_box, whole_box
 from dask_p2p.loading import is_library
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
@@ -23,7 +23,7 @@ from dask_p2p.sections.gang.checkpoints import host_arrays
 from dask_p2p.sections.iterate.fields import Scalars
 from dask_p2p.sections.iterate.functions import codes_in
 from dask_p2p.sections.iterate.local_fields import LocalFields
-from dask_p2p.sections.iterate.output.groups import CONFIG, open_array, store_chunks
+from dask_p2p.sections.iterate.output.groups import CONFIG, open_array
 from dask_p2p.sections.iterate.output.series import Series
 from dask_p2p.types import Array
 
@@ -39,10 +39,8 @@ class FieldValues:
         local: LocalFields,
         scalars: Scalars,
         series: Series,
-        chunks: tuple[int, ...],  # of the arrays in a store
     ) -> None:
         self._ctx, self._local, self._scalars, self._series = ctx, local, scalars, series
-        self.chunks = chunks
 
     def newest(self) -> dict[str, SavedValue]:
         """Return the newest level of each field, and the numbers, by the names of the fields."""
@@ -122,21 +120,16 @@ class StateValues:
 
     def __init__(self, ctx: Context, state: State) -> None:
         self._ctx, self._state, self.grid = ctx, state, ctx.grid_of().ranks
-        self._shape = tuple(map(sum, self.grid.chunks))
         leaves = state.leaves()
         texts = [re.sub(r"\W+", ".", text).strip(".") for text in leaves]  # fields['h']: fields.h
         is_unique = len({*texts}) == len(texts) and all(texts)
-        self._names = texts if is_unique else [f"value-{n}" for n, _ in enumerate(texts)]
+        names = texts if is_unique else [f"value-{n}" for n, _ in enumerate(texts)]
         divided = np.array([self._is_divided(leaf) for leaf in leaves.values()], bool)
         on_all = ctx.allreduce(divided, "all") if divided.size else divided
-        self._kinds = [
-            DIVIDED if is_divided else NUMBER if leaf.kind in ("number", "python") else OWN
-            for leaf, is_divided in zip(leaves.values(), on_all, strict=True)
-        ]
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        return store_chunks(self.grid.chunks)
+        self._kinds = {
+            name: DIVIDED if is_divided else NUMBER if leaf.kind in ("number", "python") else OWN
+            for name, leaf, is_divided in zip(names, leaves.values(), on_all, strict=True)
+        }
 
     def _is_divided(self, leaf: Leaf) -> bool:
         return leaf.kind == "array" and leaf.array.shape == self.grid.shape(self._ctx.rank)
@@ -144,21 +137,22 @@ class StateValues:
     def current(self) -> dict[str, SavedValue]:
         """Return the current values by name. Raises `InputError` if one has another kind now."""
         leaves, values = self._state.leaves(), dict[str, SavedValue]()
-        for name, (text, leaf), kind in zip(self._names, leaves.items(), self._kinds, strict=True):
+        items = zip(self._kinds.items(), leaves.items(), strict=True)
+        for (name, kind), (text, leaf) in items:
             if kind == DIVIDED and not self._is_divided(leaf):
                 raise InputError(
                     f"state: expected {text} of the local block's shape, "
                     f"{self.grid.shape(self._ctx.rank)}, as before the first step, got "
                     f"{leaf.array.shape}. Keep its shape."
                 )
-            shape, box = (self._shape, self._ctx.box) if kind == DIVIDED else ((), ())
+            shape, box = (self._ctx.shape, self._ctx.box) if kind == DIVIDED else ((), ())
             values[name] = SavedValue(kind, leaf.array, shape, box)
         return values
 
     def load(self, step: int, values: Iterable[tuple[str, Any]]) -> None:
         """Take over the values of a checkpoint, by name, in host memory."""
         arrays = dict(values)
-        self._state.fill([arrays[name] for name in self._names])
+        self._state.fill([arrays[name] for name in self._kinds])
 
 
 # Numbers that distinguish the values of arrays, for any division of the arrays between ranks.
@@ -183,12 +177,11 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
     total = np.zeros((), np.uint64)
     if not box:
         block, box = block.reshape(1), ((0, 1),)
-    starts = [start for start, _ in box]
     for copied in split_box(box, _COPIED_ELEMENTS):
-        host = device.to_host(block[box_slices(_relative(copied, starts))])
-        copied_starts = [start for start, _ in copied]
+        host = device.to_host(block[box_slices(move_box(copied, [-start for start, _ in box]))])
+        before = [-start for start, _ in copied]
         for piece in split_box(copied, _PIECE_ELEMENTS):
-            total += _of_piece(host[box_slices(_relative(piece, copied_starts))], piece)
+            total += _of_piece(host[box_slices(move_box(piece, before))], piece)
     return np.uint64(total)
 
 
@@ -220,7 +213,7 @@ class Parts:
         return block
 
     def _add(self, array: Any, name: str, block: Array, box: Box | None = None) -> None:
-        box = tuple((0, length) for length in array.shape) if box is None else box
+        box = whole_box(array.shape) if box is None else box
         text = f"{name} {array.dtype.str} {array.shape}".encode()
         weight = np.uint64(int.from_bytes(blake2b(text, digest_size=8).digest()) | 1)
         part = fingerprint(HOST, block, box) if block.size else np.uint64(0)
@@ -250,10 +243,6 @@ def _weights(axis: int, start: int, stop: int) -> Any:
         weights *= np.uint64(factor)
     weights ^= weights >> np.uint64(_LAST_SHIFT)
     return weights | np.uint64(1)
-
-
-def _relative(box: Box, origin: list[int]) -> Box:
-    return tuple((lo - at, hi - at) for (lo, hi), at in zip(box, origin, strict=True))
 
 
 # The settings of a run, as texts that a later run compares: functions and their arguments.

@@ -40,7 +40,7 @@ from dask_p2p.sections.iterate.output.groups import (
     resize,
     run_on_first_rank,
 )
-from dask_p2p.sections.iterate.output.stores import ComputedField, FramesSpec, part_of_slice
+from dask_p2p.sections.iterate.output.stores import FramesSpec, part_of_slice
 from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array
 
@@ -53,7 +53,10 @@ class Frames:
     """The frames of one rank: a thread writes them while steps go on.
 
     The next frame that is due waits for all ranks, and then the thread of rank 0 records the
-    previous one. Ranks that share chunks write in turn, without a thread.
+    previous one. Ranks that share chunks write in turn, without a thread::
+
+        steps    | 1 .. 50 |copy| 51 .. 100  |wait for all ranks, copy| 101 ..
+        thread                  | frame 0 |                           | record 0, frame 1 |
     """
 
     def __init__(
@@ -77,15 +80,16 @@ class Frames:
         first = next(iter(divided.values()))  # computed fields have its shape
         self._shape = first.shape
         blocks = {name: divided[name] for name in spec.fields if name in divided}
-        blocks |= {field.name: first for field in spec.computed}
+        blocks |= dict.fromkeys(spec.computed, first)
         #: By array: this rank's part, in the global array and in the local block.
         self._parts = {name: self._part(block.shape, block.box) for name, block in blocks.items()}
         self._lengths = {name: self._selected(block.shape) for name, block in blocks.items()}
         self._arguments = arguments
         if local is not None:
             self._first = next(iter(local.fields.values()))
-            self._readers = {f.name: Reader(ctx.device, f.function) for f in spec.computed}
-            self._comparisons = {f.name: self._comparison(f, local) for f in spec.computed}
+            computed = spec.computed.items()
+            self._readers = {name: Reader(ctx.device, field.function) for name, field in computed}
+            self._comparisons = {name: self._comparison(name, local) for name in spec.computed}
         self._arrays: dict[str, Any] = {}  # of the store
         self._copies: dict[str, Array] = {}  # of the frame to write
         self._number = 0  # of that frame
@@ -114,12 +118,12 @@ class Frames:
     def _shapes(self) -> Shapes:
         current, arguments = self._values(), self._computed_arguments()
         dtypes = {name: np.dtype(current[name].array.dtype) for name in self._names}
-        for field in self.spec.computed:
-            dtypes[field.name] = self._compute(field, arguments).dtype
+        for name in self.spec.computed:
+            dtypes[name] = self._compute(name, arguments).dtype
         return {name: (self._lengths.get(name, ()), dtype) for name, dtype in dtypes.items()}
 
     def _computed_arguments(self) -> Any:
-        names = set().union(*(field.binding.names for field in self.spec.computed))
+        names = set().union(*(field.binding.names for field in self.spec.computed.values()))
         return self._arguments(names) if self._arguments and self.spec.computed else None
 
     def _selected(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -239,13 +243,13 @@ class Frames:
                 self._copy_block(name, current[name].array)
             else:
                 self._copies[name] = np.asarray(device.to_host(current[name].array))
-        for field in self.spec.computed:
-            call = partial(self._compute, field, arguments)
-            if comparison := self._comparisons[field.name]:
-                compute = partial(self._compute_by, field, arguments)
-                self._copy_block(field.name, comparison(compute, call, lambda block: [block]))
+        for name in self.spec.computed:
+            call = partial(self._compute, name, arguments)
+            if comparison := self._comparisons[name]:
+                compute = partial(self._compute_by, name, arguments)
+                self._copy_block(name, comparison(compute, call, lambda block: [block]))
             else:
-                self._copy_block(field.name, call())
+                self._copy_block(name, call())
 
     def _copy_block(self, name: str, block: Array) -> None:
         copy, device = self._copies[name], self._ctx.device
@@ -257,45 +261,45 @@ class Frames:
             )
         np.copyto(copy, device.to_host(block[self._parts[name][1]]), casting="same_kind")
 
-    def _compute(self, field: ComputedField, arguments: Arguments) -> Array:
+    def _compute(self, name: str, arguments: Arguments) -> Array:
         """Call the function of a computed field; return its local block without halo."""
         box = self._first.layout.local_box
-        (block,) = self._compute_by(field, arguments, (field.function, {}), box)
+        function = self.spec.computed[name].function
+        (block,) = self._compute_by(name, arguments, (function, {}), box)
         return block
 
     def _compute_by(
         self,
-        field: ComputedField,
+        name: str,  # of a computed field
         arguments: Arguments,
         copies: tuple[Any, ...],  # of its function and keywords
         box: Box,
         watch: Watch | None = None,
     ) -> list[Array]:
         """Call a function, of a computed field or its copy, for a box of the local block."""
-        function, keywords = copies
-        values = {**arguments(field.binding, box), **keywords}
+        (function, keywords), binding = copies, self.spec.computed[name].binding
+        values = {**arguments(binding, box), **keywords}
         watched = values if watch is None else watch_positions(values, watch)
-        bound = field.binding.bind(function, watched)
-        value: Any = self._readers[field.name](bound)
+        value: Any = self._readers[name](binding.bind(function, watched))
         part, box_lengths = self._first.parts(box)[0], box_shape(box)
-        shape = shape_of(f"compute[{field.name!r}]", value, type(part.data))
+        shape = shape_of(f"compute[{name!r}]", value, type(part.data))
         if shape not in (box_lengths, part.data.shape):
             raise BlockMismatchError(
                 f"expected an array of shape {box_lengths}, or {part.data.shape} with halo, from "
-                f"the function of the computed field {field.name!r}, got {shape}. Return such an "
+                f"the function of the computed field {name!r}, got {shape}. Return such an "
                 f"array, or record a number, record={{...}}."
             )
         return [value if shape == box_lengths else value[part.inner]]
 
-    def _comparison(self, field: ComputedField, local: LocalFields) -> Comparison:
+    def _comparison(self, name: str, local: LocalFields) -> Comparison:
         is_staggered = any(any(local_field.spec.extra) for local_field in local.fields.values())
         return Comparison(
-            f"compute[{field.name!r}]",
+            f"compute[{name!r}]",
             "a local block",
             "Record means and sums of the whole array, record={...}, and read them by at.last.",
             self._first.layout.local_box,
             [count > 1 and not is_staggered for count in self._ctx.grid],
-            [field.function, local.keywords],
+            [self.spec.computed[name].function, local.keywords],
             self._ctx.device.module,
         )
 

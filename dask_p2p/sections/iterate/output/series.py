@@ -9,14 +9,13 @@ from typing import Any
 import numpy as np
 
 from dask_p2p.backends.base import check_plain
-from dask_p2p.backends.dlpack import wrap_in_library
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.inputs import checked_choice, checked_count, checked_dtype
 from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
+from dask_p2p.sections.iterate.functions import OUT, Bind, Binding
 from dask_p2p.sections.iterate.step import Reader
 from dask_p2p.types import Array, DTypeLike
 
@@ -98,13 +97,10 @@ class SeriesSpec:
 def checked_series(
     record: Any,
     fields: Collection[str],
-    names: Collection[str],
-    divided: Collection[str],
-    library: str | None = None,  # of the arrays that functions receive
+    bind: Bind,
+    divided: Collection[str],  # names of the values that each rank has of its own
 ) -> tuple[SeriesSpec, ...]:
-    """Return the specs of a mapping of records; `names` are those of all values.
-
-    Ranks have their own values of the names in `divided`.
+    """Return the specs of a mapping of records.
 
     Raises `InputError` for anything else than records whose parameters are such names.
     """
@@ -124,7 +120,7 @@ def checked_series(
         check_function(options.function, "fields", "record={'mass': lambda u: u[1:-1].sum()}")
         checked_count("steps between records", every=options.every)
         dtype = checked_dtype("dtype of a record", options.dtype)
-        shape, binding = checked_shape(options.shape), bind_by_name(options.function, names)
+        shape, (function, binding) = checked_shape(options.shape), bind(options.function)
         checked_choice(f"op of the record {name!r}", options.op, OPS)
         if binding.fills_out:
             raise InputError(
@@ -132,7 +128,6 @@ def checked_series(
                 f"number."
             )
         is_same = not binding.reads_at and binding.names.isdisjoint(divided)
-        function = wrap_in_library(options.function, library)
         options = replace(options, function=function, shape=shape, dtype=dtype)
         specs.append(SeriesSpec(name, options, binding, is_same))
     return tuple(specs)

@@ -6,11 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import prod
-from operator import index as as_int
 from pathlib import Path
 from typing import Any
 
-from dask_p2p.backends.dlpack import wrap_in_library
 from dask_p2p.errors import InputError, needs
 from dask_p2p.geometry import Box, Chunks, block_bounds
 from dask_p2p.inputs import checked_count, checked_flag
@@ -18,7 +16,7 @@ from dask_p2p.ops.arguments import check_function
 from dask_p2p.sections.context.state import DIVIDED, NUMBER
 from dask_p2p.sections.gang.checkpoints import checked_period
 from dask_p2p.sections.iterate.fields import check_name
-from dask_p2p.sections.iterate.functions import OUT, Binding, bind_by_name
+from dask_p2p.sections.iterate.functions import OUT, Bind, BoundFunction
 from dask_p2p.sections.iterate.output.groups import (
     Coordinate,
     absolute,
@@ -121,9 +119,8 @@ class Save:
                 "save: expected a state with an array of the local block's shape, got none. Give "
                 "ctx.state the array."
             )
-        return Frames(
-            checked_frames(self, names, (), values.grid.chunks), ctx, values.current, steps
-        )
+        spec = checked_frames(self, names, None, values.grid.chunks)
+        return Frames(spec, ctx, values.current, steps)
 
 
 @dataclass(frozen=True)
@@ -202,18 +199,17 @@ def checked_stores(
     save: Any,
     checkpoint: Any,
     names: Sequence[str],  # of the fields
-    value_names: Collection[str],  # names of all values that functions can read
+    bind: Bind,
     chunks: Chunks,  # of the first field
-    library: str | None,  # of the arrays that functions receive
-) -> StoreSpecs:
-    """Return the stores of a run with absolute paths.
+) -> tuple[tuple[FramesSpec, ...], Checkpoint | None]:
+    """Return the frames and the checkpoints of a run, with absolute paths.
 
     Raises `InputError` for anything else than stores of the fields, and `MissingPackageError`
     without Zarr, or without a package for a URL.
     """
     saves = list(save) if isinstance(save, Iterable) else [save]
     if not saves and checkpoint is None:
-        return StoreSpecs()
+        return (), None
     with needs("zarr", "zarr"):
         import zarr  # noqa: F401
     for store in saves:
@@ -222,13 +218,14 @@ def checked_stores(
                 f"save: expected Save objects, got {type(store).__name__}. Give "
                 f"[dask_p2p.Save('frames.zarr', every=100)]."
             )
-    frames = tuple(checked_frames(save, names, value_names, chunks, library) for save in saves)
+    frames = tuple(checked_frames(save, names, bind, chunks) for save in saves)
     if checkpoint is not None:
         checkpoint = _checked_checkpoint(checkpoint)
+        store_chunks(chunks)  # refuses chunks that no store can have
     paths = [store.path for store in (*frames, *([checkpoint] if checkpoint else ()))]
     if len({*paths}) < len(paths):
         raise InputError("expected another path for each store, got one twice. Rename it.")
-    return StoreSpecs(frames, checkpoint, store_chunks(chunks) if checkpoint else ())
+    return frames, checkpoint
 
 
 def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
@@ -245,35 +242,6 @@ def _checked_checkpoint(checkpoint: Any) -> Checkpoint:
     )
 
 
-# Zarr stores that ranks of `iterate` write while they run: frames, and checkpoints in files.
-#
-# All ranks write their own local blocks, whole chunks of the store. Rank 0 creates arrays before,
-# and after all ranks it records in the store that a frame or a checkpoint is complete::
-#
-#     frames.zarr/            checkpoints/
-#       zarr.json  frames: 3    step-000000000400/  u  v
-#       u  (frame, y, x)        step-000000000400.complete
-#       v  (frame, y, x)        step-000000000600/  u  v
-#       step  frame             step-000000000600.incomplete       not used
-#
-# A thread writes a copy of a frame while the next steps are made. The next frame that is due waits
-# for all ranks, and then the thread of rank 0 records the previous one::
-#
-#     steps    | 1 .. 50 |copy| 51 .. 100  |wait for all ranks, copy| 101 ..
-#     thread                  | frame 0 |                           | record 0, frame 1 |
-#
-# Ranks that share chunks write in turn, without a thread.
-
-
-@dataclass(frozen=True)
-class ComputedField:
-    """A field that a function computes for frames."""
-
-    name: str
-    function: Callable[..., Any]
-    binding: Binding
-
-
 @dataclass(frozen=True)
 class FramesSpec:
     """The checked arguments of a `Save`."""
@@ -281,7 +249,7 @@ class FramesSpec:
     path: str
     every: int
     fields: tuple[str, ...]
-    computed: tuple[ComputedField, ...]
+    computed: Mapping[str, BoundFunction]  # by name of the field
     region: tuple[slice, ...]  # empty: all
     chunks: tuple[int, ...]  # of the store's arrays, without the axis of frames
     dims: tuple[str, ...]  # names of the axes
@@ -300,26 +268,11 @@ class FramesSpec:
         return self.region or (slice(None),) * ndim
 
 
-@dataclass(frozen=True)
-class StoreSpecs:
-    """All stores of a run."""
-
-    frames: tuple[FramesSpec, ...] = ()
-    checkpoint: Checkpoint | None = None
-    chunks: tuple[int, ...] = ()  # of the arrays of checkpoints
-
-    @property
-    def names(self) -> set[str]:
-        computed = [field for frames in self.frames for field in frames.computed]
-        return set().union(*(field.binding.names for field in computed))
-
-
 def checked_frames(
     save: Save,
     names: Sequence[str],
-    value_names: Collection[str],
+    bind: Bind | None,  # None: there are no functions
     chunks: Chunks,
-    library: str | None = None,
 ) -> FramesSpec:
     """Return the checked arguments of a `Save`; raise `InputError` for invalid ones."""
     is_list = isinstance(save.fields, Collection) and not isinstance(save.fields, (str, bytes))
@@ -329,7 +282,7 @@ def checked_frames(
             f"fields={save.fields!r:.80}. Give fields=[{names[0]!r}]."
         )
     fields = tuple(names if save.fields is None else save.fields)
-    computed = _checked_computed(save.compute, names, value_names, library)
+    computed = {} if bind is None else _checked_computed(save.compute, names, bind)
     if not (fields or computed) or not {*fields} <= {*names}:
         raise InputError(
             f"save: expected names of fields, {[*names]}, got {list(fields)}. Rename them."
@@ -339,30 +292,29 @@ def checked_frames(
     sizes = _region_chunks(chunks, region) if region else store_chunks(chunks)
     dims = checked_dims(save.dims, len(chunks))
     along_axes = dict(zip(dims, [sum(along) for along in chunks], strict=True))
-    coords = checked_coords(save.coords, along_axes, {*fields, *(field.name for field in computed)})
+    coords = checked_coords(save.coords, along_axes, {*fields, *computed})
     return FramesSpec(absolute(save.path), every, fields, computed, region, sizes, dims, coords)
 
 
 def _checked_computed(
-    functions: Any, names: Collection[str], value_names: Collection[str], library: str | None
-) -> tuple[ComputedField, ...]:
+    functions: Any, names: Collection[str], bind: Bind
+) -> dict[str, BoundFunction]:
     if not isinstance(functions, Mapping):
         raise InputError(
             f"compute: expected a mapping of functions by name, got {type(functions).__name__}. "
             f"Give {{'speed': lambda u, v: (u**2 + v**2) ** 0.5}}."
         )
-    computed = []
+    computed = {}
     for name, function in functions.items():
         check_name(name, "a computed field")
         check_function(function, "fields", "compute={'square': lambda u: u**2}")
-        binding = bind_by_name(function, value_names)
-        if name in names or binding.fills_out:
+        computed[name] = bind(function)
+        if name in names or computed[name].binding.fills_out:
             raise InputError(
                 f"compute: expected a name that no field has, and a function that returns a local "
                 f"block, without a parameter {OUT}, got {name!r}. Change it."
             )
-        computed.append(ComputedField(name, wrap_in_library(function, library), binding))
-    return tuple(computed)
+    return computed
 
 
 # --- regions and chunks
@@ -386,12 +338,9 @@ def _checked_region(region: Any, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _is_slice(value: Any) -> bool:
-    if not isinstance(value, slice):
-        return False
     try:
-        numbers = [as_int(n) for n in (value.start, value.stop) if n is not None]
-        return len(numbers) <= 2 and (value.step is None or as_int(value.step) > 0)
-    except TypeError:
+        return isinstance(value, slice) and value.indices(0)[2] > 0
+    except (TypeError, ValueError):  # of ends that are no integers, of a step of 0
         return False
 
 

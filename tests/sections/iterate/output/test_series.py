@@ -11,6 +11,7 @@ from dask_p2p import Record, Whole, iterate
 from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.sections.context.context import Context
+from dask_p2p.sections.iterate.functions import BoundFunction, bind_by_name
 from dask_p2p.sections.iterate.output.series import Series, checked_series
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, laplacian, react
 from tests.support import mostly_slow
@@ -103,7 +104,11 @@ def test_series_grow():
     """They have no memory for steps that a run may never make."""
     ctx = Context(RankGrid.in_line(1))
     records = {"number": lambda t: t, "pairs": Record(lambda t: [t, -t], every=2, shape=(2,))}
-    series = Series(checked_series(records, {"u"}, {"t"}, set()), 10**15, ctx)
+
+    def bind(function):
+        return BoundFunction(function, bind_by_name(function, {"t"}))
+
+    series = Series(checked_series(records, {"u"}, bind, set()), 10**15, ctx)
     for step in range(1, 101):
         series.record(step, lambda _, step=step: {"t": step})
     series.combine()
