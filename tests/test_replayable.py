@@ -75,6 +75,10 @@ def counter():
     return step
 
 
+def product_with(factor):
+    return lambda u: u * factor
+
+
 def noisy_by_name(u):
     from numpy.random import random as draw
 
@@ -135,7 +139,7 @@ attributed.steps = 3
     [
         *(heat, gray_scott, shifted, with_helpers, np.negative, np.roll, math.sqrt),
         *(partial(heat, rate=0.5), lru_cache(laplacian)),
-        *(lambda u: u + RATE, lambda u: u * table(2)),
+        *(lambda u: u + RATE, lambda u: u * table(2), product_with(2.0)),
     ],
     ids=lambda function: getattr(function, "__name__", type(function).__name__),
 )
@@ -150,7 +154,7 @@ def test_functions_of_their_arguments(function):
         *(counted, counted_in_a_dict, counter(), noisy_by_name, marks, remembers, yields),
         *(attributed, Stepper(), Stepper().step, Stepper, partial(heat, rate=[1])),
         *(np.random.random, GENERATOR.normal, random.random, [].append, WEIGHTS.sum, None.__eq__),
-        *(cache(counted), np.save),
+        *(cache(counted), np.save, product_with(WEIGHTS)),
     ],
     ids=lambda function: getattr(function, "__name__", type(function).__name__),
 )

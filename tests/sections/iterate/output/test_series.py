@@ -83,19 +83,19 @@ def test_until_reads_the_newest_records(client, ranks):
 
     def ends(last):
         records_seen.append(last)
-        return last["mass"] < 100 and last.get("steps_done", 0) >= 8
+        return last["mass"] < 200 and last.get("steps_done", 0) >= 8
 
     record = {
-        "mass": lambda u: u.sum(),
+        "mass": lambda u, weight: weight * u.sum(),  # a keyword that no other function reads
         "steps_done": Record(lambda at: at.step + 1, every=4, op="max", dtype=int),
     }
     fields = {"u": array(np.ones((24, 20)))}
-    options = {"record": record, "until": ends, "ranks": ranks}
+    options = {"record": record, "until": ends, "ranks": ranks, "weight": 2}
     (result,) = dask.compute(iterate(lambda u: u * 0.7, fields, 0, 50, **options))
     assert result["steps"] == 8
     assert np.allclose(result["u"], 0.7**8)
     assert result["mass"].shape == (50,)
-    np.testing.assert_allclose(result["mass"][:8], 480 * 0.7 ** np.arange(1, 9))
+    np.testing.assert_allclose(result["mass"][:8], 960 * 0.7 ** np.arange(1, 9))
     assert np.isnan(result["mass"][8:]).all()
     assert result["steps_done"].tolist() == [4, 8] + [0] * 10
 
