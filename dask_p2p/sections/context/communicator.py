@@ -469,8 +469,8 @@ class Communicator(Collectives):
 def unknown_attribute(communicator: Communicator, name: str) -> str:
     """Return the text of the error for an attribute that a communicator lacks.
 
-    A method `__getattr__` would say it where it is raised, but Python then looks up all attributes
-    of communicators three times as slowly.
+    A method `__getattr__` would need no other function, but Python then looks up all attributes of
+    communicators three times as slowly.
     """
     names = [*(public for public in dir(type(communicator)) if public[0] != "_"), "rank", "size"]
     remedy = _OF_MPI.get(name, name.lower())
