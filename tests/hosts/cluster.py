@@ -77,10 +77,10 @@ class HostsCluster:
 
 def _encrypting(security: Security) -> dict[str, str]:
     """Return settings for processes that have these certificates."""
-    tls, found = "DASK_DISTRIBUTED__COMM__TLS__", {}
-    found[f"{tls}CA_FILE"] = security.tls_ca_file
+    prefix = "DASK_DISTRIBUTED__COMM__TLS__"
+    settings = {f"{prefix}CA_FILE": security.tls_ca_file}
     for role in ("scheduler", "worker"):
-        of_role = security.get_tls_config_for_role(role)
-        found[f"{tls}{role.upper()}__CERT"] = of_role["cert"]
-        found[f"{tls}{role.upper()}__KEY"] = of_role["key"]
-    return {**found, "DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME": "tls"}
+        files = security.get_tls_config_for_role(role)
+        settings[f"{prefix}{role.upper()}__CERT"] = files["cert"]
+        settings[f"{prefix}{role.upper()}__KEY"] = files["key"]
+    return {**settings, "DASK_DISTRIBUTED__COMM__DEFAULT_SCHEME": "tls"}

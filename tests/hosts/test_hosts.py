@@ -121,9 +121,9 @@ def test_memory_is_read_within_hosts_only(client):
 
 @pytest.mark.parametrize(("transport", "kind"), [("cma", "numpy"), ("ipc", "cupy")])
 def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
-    found = client.run(offered, transport, kind, addresses(client))
+    obstacles = client.run(offered, transport, kind, addresses(client))
     for reader, holder in permutations(addresses(client), 2):
-        code = found[reader][holder]
+        code = obstacles[reader][holder]
         if host_of(reader) != host_of(holder):
             assert code == "other-host"
         else:
@@ -196,13 +196,13 @@ def test_a_link_with_a_delay(client, cluster, transport):
 @pytest.fixture
 def on_second_interface(client, cluster):
     """A worker on each host that is reached by the other network."""
-    known = set(addresses(client))
+    before = set(addresses(client))
     for host in cluster.others:
         cluster.start_workers(host, "--interface", "eth1")
     client.wait_for_workers(WORKERS + 2, timeout=BOUND_S)
-    mine = sorted(set(addresses(client)) - known)
-    yield mine
-    client.retire_workers(mine)
+    workers = sorted(set(addresses(client)) - before)
+    yield workers
+    client.retire_workers(workers)
 
 
 def test_workers_on_a_second_interface(client, cluster, on_second_interface):
