@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from dask_p2p.geometry import Chunks, Index, split_evenly
 from dask_p2p.plans.base import BlockPlan
-from dask_p2p.plans.grid import AxisSegment, GridPlan, SplitAxis, blocks_read, segments_of_range
+from dask_p2p.plans.grid import AxisSegment, GridPlan, SplitAxis, segments_of_range
 from dask_p2p.shared import shared
 
 
@@ -170,9 +170,6 @@ class RolledAxis(SplitAxis):
     @cached_property
     def largest_segment(self) -> int:
         return min(max(self.src_sizes, default=0), max(self.sizes, default=0))
-
-    def blocks(self, number: int) -> tuple[int, ...]:
-        return blocks_read(self.segments(number))
 
     def segments(self, number: int) -> list[AxisSegment]:
         length = self._bounds[-1]

@@ -9,7 +9,7 @@ halos.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import count, pairwise, product
@@ -49,9 +49,6 @@ class AxisMapping(Protocol):
     def largest_segment(self) -> int:
         """Length of the longest segment from one source block, or an upper bound."""
 
-    def blocks(self, number: int) -> tuple[int, ...]:
-        """Return the distinct indices of the source blocks that an output block reads."""
-
     def segments(self, number: int) -> list[AxisSegment]:
         """Return the segments of an output block, in order."""
 
@@ -81,21 +78,9 @@ AxisSegment(block=1, src=(0, 4), dst=(1, 5), is_halo=False, value=None)]
         bounds = sorted({*self._src_bounds, *self._bounds})
         return max((b - a for a, b in pairwise(bounds)), default=0)
 
-    def blocks(self, number: int) -> tuple[int, ...]:
-        start, stop = self._bounds[number : number + 2]
-        if start == stop:
-            return ()
-        first, last = block_range(self._src_bounds, start, stop)
-        return tuple(b for b in range(first, last) if self.src_sizes[b])
-
     def segments(self, number: int) -> list[AxisSegment]:
         start, stop = self._bounds[number : number + 2]
         return segments_of_range(self._src_bounds, start, stop, 0)
-
-
-def block_range(bounds: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """Return the first block of a non-empty range, and the block after its last one."""
-    return bisect_right(bounds, start) - 1, bisect_left(bounds, stop)
 
 
 def segments_of_range(
@@ -109,7 +94,7 @@ def segments_of_range(
         return []
     shift = at - start
     segments = []
-    for block in range(*block_range(src_bounds, start, stop)):
+    for block in range(bisect_right(src_bounds, start) - 1, bisect_left(src_bounds, stop)):
         base = src_bounds[block]
         lo, hi = max(start, base), min(stop, src_bounds[block + 1])
         if lo < hi:
@@ -118,9 +103,13 @@ def segments_of_range(
     return segments
 
 
-def blocks_read(segments: Iterable[AxisSegment]) -> tuple[int, ...]:
-    """Return the distinct blocks that segments read."""
-    return tuple(dict.fromkeys(part.block for part in segments if part.block is not None))
+def _lengths_read(segments: Iterable[AxisSegment]) -> dict[int, int]:
+    """Return the length that segments read of each block."""
+    lengths: dict[int, int] = {}
+    for block, (start, stop), *_ in segments:
+        if block is not None:
+            lengths[block] = lengths.get(block, 0) + stop - start
+    return lengths
 
 
 @shared
@@ -154,12 +143,20 @@ class GridPlan:
     @cached_property
     def edges(self) -> int:
         """Number of source blocks that output blocks read, summed over output blocks."""
-        return prod(sum(map(len, along)) for along in self._blocks)
+        return prod(sum(map(len, along)) for along in self._lengths)
+
+    @cached_property
+    def _lengths(self) -> tuple[tuple[Mapping[int, int], ...], ...]:
+        """By output axis and output block along it: the length that it reads, by source block."""
+        return tuple(
+            tuple(_lengths_read(mapping.segments(number)) for number in range(len(mapping.sizes)))
+            for mapping in self.mappings
+        )
 
     @cached_property
     def _blocks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
         """By output axis and output block along it: the source blocks that it reads."""
-        return tuple(tuple(map(m.blocks, range(len(m.sizes)))) for m in self.mappings)
+        return tuple(tuple(map(tuple, along)) for along in self._lengths)
 
     @cached_property
     def _sources(self) -> dict[tuple[tuple[int, ...], ...], tuple[Index, ...]]:
@@ -197,26 +194,12 @@ class GridPlan:
             self._sources[blocks] = sources
         return sources
 
-    @cached_property
-    def _elements(self) -> dict[Index, tuple[int, ...]]:
-        return {}
-
     def source_elements(self, index: Index) -> tuple[int, ...]:
         """Return the number of elements that an output block reads from each source."""
         if not self.has_corners:
             return self._read_without_corners(index)[1]
-        if index in self._elements:
-            return self._elements[index]
-        lengths: list[dict[int, int]] = []  # by axis and source block
-        for mapping, number in zip(self.mappings, index, strict=True):
-            along: dict[int, int] = {}
-            for source, (start, stop), *_ in mapping.segments(number):
-                if source is not None:
-                    along[source] = along.get(source, 0) + stop - start
-            lengths.append(along)
-        elements = tuple(map(prod, product(*(along.values() for along in lengths))))
-        self._elements[index] = elements
-        return elements
+        lengths = (along.values() for along in map(getitem, self._lengths, index))
+        return tuple(map(prod, product(*lengths)))
 
     def block(self, index: Index) -> BlockPlan:
         rows = [m.segments(i) for m, i in zip(self.mappings, index, strict=True)]
@@ -224,7 +207,7 @@ class GridPlan:
             return self._block_with_halo(index, rows)
         # Each source block has one segment along each axis, so pieces are products, in order: fast
         # with thousands of pieces.
-        sources = self._all_sources(tuple(map(blocks_read, rows)))
+        sources = self._all_sources(tuple(tuple(_lengths_read(row)) for row in rows))
         dst = product(*([part.dst for part in row] for row in rows))
         src = self._in_order(product(*([part.src for part in row] for row in rows)))
         sizes = (

@@ -24,7 +24,6 @@ from dask_p2p.plans.grid import (
     AxisSegment,
     GridPlan,
     SplitAxis,
-    blocks_read,
     cached_plan,
     segments_of_range,
 )
@@ -85,9 +84,6 @@ class Halo:
     def widths(self) -> tuple[tuple[int, int], ...]:
         reaches = map(self._reach, range(len(self.src_sizes)))
         return tuple((first - start, stop - last) for (start, first), _, (last, stop) in reaches)
-
-    def blocks(self, number: int) -> tuple[int, ...]:
-        return blocks_read(self.segments(number))
 
     def segments(self, number: int) -> list[AxisSegment]:
         before, inner, after = self._reach(number)
@@ -303,7 +299,10 @@ class _HaloBlocks:
     def may_read(self, reader: Index, holder: Index) -> bool:
         """Return true if the reader's halo may have pieces of the holder's local block."""
         along = zip(self.mappings, reader, holder, strict=True)
-        return all(i == source or source in mapping.blocks(i) for mapping, i, source in along)
+        return all(
+            i == source or any(part.block == source for part in mapping.segments(i))
+            for mapping, i, source in along
+        )
 
     def fills(self, at: Index) -> list[Fill]:
         base = whole_box(self.shape(at)) if self.has_corners else self.inner(at)

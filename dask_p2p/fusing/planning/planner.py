@@ -120,16 +120,17 @@ class _Writer:
         plan = self._plans.setdefault(node.plan, node.plan)
         output = node.output
         block = AssembledBlock(key, plan, node.index, output.dtype, output.epilogue)
+        item_bytes = int(block.dtype.itemsize)
         local = []
-        for number, source_key in enumerate(node.blocks.items):
+        for number, (source_key, elements) in enumerate(node.reads()):
             if self._is_local(source_key, rank):
                 self._uses[rank][source_key] += 1
                 local.append((number, source_key))
             else:
-                self._send(Regions(source_key, number, block), rank, superstep)
+                regions = Regions(source_key, number, block, elements * item_bytes)
+                self._send(regions, rank, superstep)
         self._steps[rank][superstep].steps.append(AssembleStep(block, tuple(local)))
-        shape = block_shape(plan.chunks, node.index)
-        size_bytes = prod(shape) * int(block.dtype.itemsize)
+        size_bytes = prod(block_shape(plan.chunks, node.index)) * item_bytes
         self._largest_bytes = max(self._largest_bytes, size_bytes)
 
     def _program(self, rank: int, reads_memory: bool) -> Program:

@@ -144,11 +144,8 @@ def _copied_bytes(program: Program, superstep: Superstep) -> int:
     total = 0
     for items in (*superstep.sends.values(), *superstep.receives.values()):
         for item in items:
-            if isinstance(item, Regions):
-                block = item.block
-                item_bytes = int(block.dtype.itemsize)
-                size_bytes = block.plan.source_elements(block.position)[item.number] * item_bytes
-                total += size_bytes if size_bytes < read_bytes else 0
+            if isinstance(item, Regions) and item.size_bytes < read_bytes:
+                total += item.size_bytes
     return total
 
 
@@ -331,6 +328,7 @@ class Regions(NamedTuple):
     key: Key  # of the source
     number: int  # position of the source in the block's plan
     block: AssembledBlock
+    size_bytes: int
 
     @property
     def received_key(self) -> Key:

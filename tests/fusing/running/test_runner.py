@@ -177,7 +177,7 @@ def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
     assembling, (block, *_) = Assembling(), blocks_of(TRANSPOSE)
     step = AssembleStep(block, ((0, ("x", 0, 0)),))
     values = {("x", 0, 0): np.zeros((3, 12))}
-    receives = {1: [Regions(("x", n, 0), n, block) for n in range(1, 6)]}
+    receives = {1: [Regions(("x", n, 0), n, block, size_bytes=32) for n in range(1, 6)]}
     assembling.begin_local(Superstep(receives=receives, steps=[step]), values)
     with pytest.raises(BlockMismatchError):
         assembling.finish(step, values)
@@ -199,7 +199,7 @@ def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
         AssembleStep(assembled_block, ((0, ("x", 0, 0)), (1, ("x", 1, 0)), (2, ("late", 2, 0))))
         for assembled_block in (block, other_block)
     ]
-    receives = {1: [Regions(("x", n, 0), n, block) for n in range(3, 6)]}
+    receives = {1: [Regions(("x", n, 0), n, block, size_bytes=32) for n in range(3, 6)]}
     values = {("x", n, 0): sources[n] for n in range(2)}
     assembling.begin_local(Superstep(receives=receives, steps=steps), values)
     assert copied == [1, 1]
