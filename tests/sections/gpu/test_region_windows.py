@@ -13,7 +13,7 @@ from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gpu.test_regions import PAIR, SLABS, fail_on_rank, filled, overwritten, run
 from tests.sections.gpu.test_regions import there_and_back as both_ways
-from tests.support import tune
+from tests.support import noted, tune
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def calls(monkeypatch):
     """By rank: the last word of each exchange of messages."""
     call_texts, begin = {}, Connections.begin
 
-    def noted(connections, call, *args):
+    def begin_noted(connections, call, *args):
         rank, _ = connections.rank_and_size
         call_texts.setdefault(rank, []).append(call.rpartition(" ")[2])
         return begin(connections, call, *args)
 
-    monkeypatch.setattr(Connections, "begin", noted)
+    monkeypatch.setattr(Connections, "begin", begin_noted)
     return call_texts
 
 
@@ -43,11 +43,7 @@ def test_an_exchange_takes_one_message(gpu, calls):
 
 def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
     monkeypatch.setattr(region_windows, "_LEAST_SLOT_BYTES", 1)
-    sizes_bytes, original = [], PeerWindow.__init__
-
-    def noted(instance, gpu, descriptor, size_bytes):
-        sizes_bytes.append(size_bytes)
-        original(instance, gpu, descriptor, size_bytes)
+    sizes_bytes = noted(monkeypatch, PeerWindow, "__init__", lambda *args: args[-1])
 
     def columns(ctx, side):
         global_array = np.arange(side * side, dtype="f8").reshape(side, side)
@@ -62,7 +58,6 @@ def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
         for side in (4, 8, 4, 6, 16, 16, 4):
             columns(ctx, side)
 
-    monkeypatch.setattr(PeerWindow, "__init__", noted)
     run(gpu, PAIR, several)
     assert sorted({*sizes_bytes}) == [32, 128, 512]
     assert len(sizes_bytes) == 6
