@@ -167,6 +167,29 @@ def test_calls_are_replayed(gpu, replayed, function, expected, ranks):
     assert len(replayed) == ranks * (CALLS - FIRST)  # two of them are verified
 
 
+def after_previous(values):
+    return np.concatenate([values[:1], (values[:-1] + values[1:]) / 2])
+
+
+def one_sided(x):
+    return dask_p2p.map_overlap(
+        lambda block: block.apply(after_previous), x, {0: (1, 0)}, "periodic", dtype=x.dtype
+    )
+
+
+def test_arrays_are_kept_until_readers_that_send_nothing_have_read_them(gpu, monkeypatch):
+    """Readers acknowledge the bytes of several exchanges in one message of its own."""
+    tune(monkeypatch, lent_bytes=3 * VALUES[:3].nbytes, replay_after_calls=CALLS)
+    check(
+        Calls(gpu, lambda x: one_sided(one_sided(x))).run(),
+        lambda values: one_sided_of(one_sided_of(values)),
+    )
+
+
+def one_sided_of(values):
+    return (np.roll(values, 1, 0) + values) / 2
+
+
 @pytest.mark.parametrize("missing", ["of an exchange", "at the end"])
 def test_a_missing_barrier_is_found(gpu, monkeypatch, missing):
     gpu.barrier_timeout_s = 1.0  # of the other ranks
