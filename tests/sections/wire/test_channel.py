@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack, closing
 from unittest import mock
 
 import pytest
@@ -24,20 +23,14 @@ LARGE = bytes(range(256)) * (2**22 // 256)
 
 
 @pytest.fixture
-def messengers():
-    with ExitStack() as stack:
-        yield [stack.enter_context(closing(Messenger(None))) for _ in range(2)]
-
-
-@pytest.fixture
 def pair(hosts, messengers):
-    with Gang(2, Reach("127.0.0.1"), messengers) as gang:
+    with Gang(2, Reach("127.0.0.1"), messengers[:2]) as gang:
         yield gang
 
 
 @pytest.fixture
 def impatient(hosts, messengers):
-    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers[:2]) as gang:
         yield gang
 
 
@@ -150,7 +143,7 @@ def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends)
             return connections.exchange("another", {0: b""}, {})
         return connections.exchange("one", {1: LARGE} if sends else {}, {1: bytearray(len(LARGE))})
 
-    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers[:2]) as gang:
         waiting, _ = gang.begin(exchange)
         assert isinstance(waiting.exception(BOUND_S), SectionError)
         assert in_transit(messengers) == 1 + sends
