@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -16,29 +17,14 @@ from tests.sections.gpu.test_regions import there_and_back as both_ways
 from tests.support import noted, tune
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """By rank: the last word of each exchange of messages."""
-    call_texts, begin = {}, Connections.begin
-
-    def begin_noted(connections, call, *args):
-        rank, _ = connections.rank_and_size
-        call_texts.setdefault(rank, []).append(call.rpartition(" ")[2])
-        return begin(connections, call, *args)
-
-    monkeypatch.setattr(Connections, "begin", begin_noted)
-    return call_texts
-
-
-def test_an_exchange_takes_one_message(gpu, calls):
-    def twice(ctx, local_block):
-        a = filled(gpu, local_block)
-        b = ctx.redistribute(a, (1,))
-        calls[ctx.rank].clear()
-        ctx.redistribute(a, (1,), out=b)
-        assert calls[ctx.rank] == ["packed"]
-
-    run(gpu, PAIR, twice)
+def test_an_exchange_takes_one_message(gpu, monkeypatch):
+    calls = noted(monkeypatch, Connections, "begin", lambda _, call, *args: call.split()[-1])
+    counts = []
+    for times in (1, 2):
+        calls.clear()
+        run(gpu, PAIR, partial(both_ways, gpu, times=times))
+        counts.append(Counter(calls))
+    assert counts[1] - counts[0] == {"packed": 2 * 2}, "of two ranks, there and back"
 
 
 def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
