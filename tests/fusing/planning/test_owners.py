@@ -12,7 +12,9 @@ import dask_p2p
 from dask_p2p.fusing.planning.owners import (
     MOST_LITERAL_BYTES,
     Locations,
+    located_owners,
     owners_of,
+    positions,
 )
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of
@@ -71,6 +73,12 @@ def test_small_literals_are_everywhere_and_large_ones_have_an_owner():
     assert keys_of(large)[0] in owned
 
 
+def test_delayed_values_of_one_function_are_spread():
+    """Each has a key of its own, which ends in a random token."""
+    keys = [f"read-{token * 8}" for token in "d40b"]
+    assert [positions([*keys, "total"], 2)[key] for key in (*keys, "total")] == [0, 0, 1, 1, 0]
+
+
 def test_ranks_with_most_bytes_come_first():
     x = da.ones((15, 3), chunks=((10, 1, 4), 3))
     y = dask_p2p.rechunk(x, (-1, 1))  # each block reads of all ranks
@@ -110,6 +118,33 @@ def test_many_ranks_and_large_values_keep_their_trees():
     assert exchanges(32, x.sum()) > exchanges(16, x.sum()) == 1
     x = da.ones((32, 2**20), chunks=(1, 2**20))
     assert exchanges(4, x.max(axis=0)) > 1
+
+
+def owners_of_inputs(holders, size, workers=2):
+    """Owners of inputs on workers with names of one letter, whose positions are their order."""
+    preferred = {number: number * size // len(holders) for number in range(len(holders))}
+    owner_of = located_owners(Locations(dict(enumerate(holders)), workers), preferred, size)
+    return [owner_of.get(number) for number in preferred]
+
+
+@given(st.data(), st.integers(1, 6), st.integers(1, 6))
+def test_each_rank_has_inputs_of_one_worker(data, size, workers):
+    names = "abcdef"[:workers]
+    holders = data.draw(st.lists(st.sets(st.sampled_from(names)), min_size=1, max_size=24))
+    input_owners = owners_of_inputs(holders, size, workers)
+    ranks_of = {name: set() for name in names}
+    for of_input, owner in zip(holders, input_owners, strict=True):
+        assert owner is None or 0 <= owner < size
+        if len(of_input) == 1:
+            ranks_of[next(iter(of_input))] |= {owner} - {None}
+    counts = Counter(rank for ranks in ranks_of.values() for rank in ranks)
+    assert max(counts.values(), default=1) == 1
+    assert all(len(ranks) <= max(1, size // workers) for ranks in ranks_of.values())
+    if size >= workers:
+        assert all(
+            (owner is None) == (not addresses)
+            for addresses, owner in zip(holders, input_owners, strict=True)
+        )
 
 
 def made_by_dask(count=8, n=16):
