@@ -177,17 +177,36 @@ def one_sided(x):
     )
 
 
-def test_arrays_are_kept_until_readers_that_send_nothing_have_read_them(gpu, monkeypatch):
-    """Readers acknowledge the bytes of several exchanges in one message of its own."""
-    tune(monkeypatch, lent_bytes=3 * VALUES[:3].nbytes, replay_after_calls=CALLS)
-    check(
-        Calls(gpu, lambda x: one_sided(one_sided(x))).run(),
-        lambda values: one_sided_of(one_sided_of(values)),
-    )
+def added_in_place(block, other):
+    recorder = block.recorder
+    recorder.do(recorder.current[-1].name, "the function", reads=[other], writes=[block])
+    block.values[...] += other.values
+    return block
+
+
+def in_place(x):
+    y = x.map_blocks(half, dtype=x.dtype, meta=x._meta)
+    return da.map_blocks(added_in_place, y, one_sided(y), dtype=x.dtype, meta=x._meta)
 
 
 def one_sided_of(values):
     return (np.roll(values, 1, 0) + values) / 2
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: one_sided(one_sided(x)), lambda values: one_sided_of(one_sided_of(values))),
+        (in_place, lambda values: halved(values) + one_sided_of(halved(values))),
+    ],
+    ids=["memory", "overwritten"],
+)
+def test_arrays_are_kept_until_readers_that_send_nothing_have_read_them(
+    gpu, monkeypatch, function, expected
+):
+    """Readers acknowledge the bytes of several exchanges in one message."""
+    tune(monkeypatch, lent_bytes=3 * VALUES[:3].nbytes, replay_after_calls=CALLS)
+    check(Calls(gpu, function).run(), expected)
 
 
 @pytest.mark.parametrize("missing", ["of an exchange", "at the end"])
