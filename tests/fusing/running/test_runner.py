@@ -173,6 +173,16 @@ def test_programs_with_more_plans_than_are_kept(monkeypatch):
     check_blocks(arrays, run_programs(arrays, 3))
 
 
+def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
+    assembling, (block, *_) = Assembling(), blocks_of(TRANSPOSE)
+    step = AssembleStep(block, ((0, ("x", 0, 0)),))
+    values = {("x", 0, 0): np.zeros((3, 12))}
+    receives = {1: [Regions(("x", n, 0), n, block) for n in range(1, 6)]}
+    assembling.begin_local(Superstep(receives=receives, steps=[step]), values)
+    with pytest.raises(BlockMismatchError):
+        assembling.finish(step, values)
+
+
 def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
     """Each once, and only into blocks that other ranks send regions of."""
 
