@@ -177,10 +177,10 @@ def one_sided(x):
     )
 
 
-def added_in_place(block, other):
+def added_in_place(block, neighbour):
     recorder = block.recorder
-    recorder.do(recorder.current[-1].name, "the function", reads=[other], writes=[block])
-    block.values[...] += other.values
+    recorder.do(recorder.current[-1].name, "the function", reads=[neighbour], writes=[block])
+    block.values[...] += neighbour.values
     return block
 
 

@@ -49,7 +49,7 @@ def received_bytes(connections):
 
 
 def in_transit(messengers):
-    return sum(each.in_flight for each in messengers)
+    return sum(messenger.in_flight for messenger in messengers)
 
 
 @pytest.mark.parametrize("part_bytes", [2**25, 100_000])
@@ -61,7 +61,7 @@ def test_large_messages_go_by_ucx(pair, monkeypatch, part_bytes, has_buffer):
     before = [received_bytes(connections) for connections in pair.connections]
     for _ in range(3):
         into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if has_buffer else None
-        assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
+        assert [*map(bytes, pair.run(swap(LARGE, into)))] == [LARGE, LARGE]
     sizes_bytes = [len(call.args[2]) for call in send.call_args_list]
     assert sum(sizes_bytes) == 2 * 3 * len(LARGE)
     assert max(sizes_bytes) == min(part_bytes, len(LARGE))
@@ -85,9 +85,9 @@ def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
     errors = [
         future.exception(BOUND_S) for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2))
     ]
-    for each in errors:
-        assert isinstance(each, AttemptEndedError)
-    assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
+    for error in errors:
+        assert isinstance(error, AttemptEndedError)
+    assert any(f"no bytes within {SILENCE_S:g} s" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("end", ["is woken", "has a peer that closes"])
