@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import itertools
 import os
 import signal
@@ -56,6 +55,21 @@ def tune(patch, **numbers):
 def tune_here(**numbers):
     """Replace numbers of this process, such as a worker, until its end."""
     tuning.current = replace(tuning.current, **numbers)
+
+
+def noted(patch, owner, name, note):
+    """Return a list that gets what `note` returns for the arguments of each call of a function.
+
+    `owner` is its class or module.
+    """
+    notes, original = [], getattr(owner, name)
+
+    def call(*args, **kwargs):
+        notes.append(note(*args, **kwargs))
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+    return notes
 
 
 def loaded_anew(name):
@@ -322,21 +336,3 @@ def bits(positions, dtype):
         if field.kind == "b":
             raw[..., start] %= 2
     return np.ascontiguousarray(raw).view(dtype)[..., 0]
-
-
-def parameter_names(*names):
-    """All names of parameters of all functions and classes of modules, which are given by name."""
-    parameters = set()
-    for module in map(importlib.import_module, names):
-        values = [value for value in vars(module).values() if inspect.isroutine(value)]
-        for cls in filter(inspect.isclass, vars(module).values()):
-            values += [cls, *filter(inspect.isfunction, vars(cls).values())]
-        for value in values:
-            with suppress(TypeError, ValueError):
-                parameters.update(inspect.signature(value).parameters)
-    return sorted(parameters)
-
-
-def added(*blocks, **keywords):
-    """A function of blocks that takes any keyword, and returns other values for each value."""
-    return sum(blocks) + sum(keywords.values())

@@ -1,13 +1,12 @@
 from __future__ import annotations
 
-import logging
-
 import dask
 import dask.array as da
 import dask.bag
 import numpy as np
 import pytest
 from distributed import Client, LocalCluster, wait
+from distributed.utils_test import captured_logger
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
@@ -25,19 +24,14 @@ def random_array():
 
 
 @pytest.fixture
-def warnings():
+def log():
     """The warnings of the scheduler, which is in this process."""
-    records = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("distributed.scheduler")
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
+    with captured_logger("distributed.scheduler", level="WARNING") as log:
+        yield log
 
 
 @pytest.mark.parametrize("before", ["off", "on"])
-def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, warnings):
+def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, log):
     y = smoothed(random_array(), 6)
     expected = smoothed(random_array(), 6).compute(scheduler="sync")
     with dask.config.set({"p2p.fuse": before}):
@@ -49,10 +43,10 @@ def test_tasks_that_the_scheduler_has_keep_their_dependencies(client, before, wa
         total = y.sum(axis=0)
         np.testing.assert_array_equal(total.compute(), total.compute(scheduler="sync"))
     np.testing.assert_array_equal(again[0].compute(), expected)
-    assert not [text for text in warnings if "run_spec" in text]
+    assert "run_spec" not in log.getvalue()
 
 
-def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
+def test_outputs_that_the_scheduler_is_about_to_forget(client, log):
     y = smoothed(random_array(), 6)
     expected = y.compute(scheduler="sync")
     for _ in range(5):
@@ -63,7 +57,7 @@ def test_outputs_that_the_scheduler_is_about_to_forget(client, warnings):
         np.testing.assert_array_equal(persisted.compute(), expected)
         del persisted
         nothing_is_left(client)
-    assert not [text for text in warnings if "run_spec" in text]
+    assert "run_spec" not in log.getvalue()
 
 
 def test_a_scheduler_without_the_plugin(client):

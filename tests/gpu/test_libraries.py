@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 
 import dask
@@ -15,12 +15,29 @@ from dask_p2p import iterate, map_on_gpu, spmd
 from tests.gpu.support import has_one_gpu_each, on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, way
 from tests.sections.iterate.test_coupled import both, inner, react
-from tests.sections.test_libraries import KINDS, called_with, enable
 
 __all__ = ["way"]
 
 pytestmark = pytest.mark.gpu(2)
 U, V = abs(X) / 8, abs(X[::-1]) / 12
+KINDS = {"torch": "Tensor", "jax": "Array"}
+
+
+def enable(library):
+    """Make JAX of this process compute with 64 bits."""
+    if library == "jax":
+        import_module("jax").config.update("jax_enable_x64", True)
+
+
+def called_with(library, function):
+    """Return the function, with a check of the kind of its first argument."""
+
+    @wraps(function)
+    def checked(u, *operands, **named):
+        assert isinstance(u, getattr(import_module(library), KINDS[library]))
+        return function(u, *operands, **named)
+
+    return checked
 
 
 @pytest.fixture(params=KINDS)

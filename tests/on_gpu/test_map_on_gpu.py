@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 
 import dask.array as da
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, ConfigError, InputError, UnsupportedArrayError
 from tests.ops.stencils import cases, windows
-from tests.support import added, parameter_names
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).random((12, 10))
@@ -288,27 +286,3 @@ def test_of_cupys_ufuncs_numpys_are_taken():
     assert y.shape == (2,)
     with pytest.raises(InputError, match="got CuPy's ufunc cupyx_scipy_special_erf"):
         dask_p2p.map_on_gpu(ufunc("cupyx_scipy_special_erf"), x)
-
-
-def test_all_other_keywords_are_for_the_function():
-    parameters = inspect.signature(dask_p2p.map_on_gpu).parameters.values()
-    parameters = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
-    names = parameter_names(
-        *(f"dask_p2p.on_gpu.{name}" for name in ("map_on_gpu", "block")),
-        *("dask.array.core", "dask.array.blockwise", "functools"),
-    )
-    assert {"func", "arrays", "function", "self", "keywords"} <= {*names} - parameters
-    array = np.arange(8.0)
-    x = da.from_array(array, chunks=4)
-    keywords = dict.fromkeys({*names} - parameters, 3)
-    y = dask_p2p.map_on_gpu(added, x, fallback="numpy", dtype=float, **keywords)
-    np.testing.assert_array_equal(y.compute(scheduler="sync"), array + 3 * len(keywords))
-
-
-def test_a_keyword_of_two_is_refused():
-    x = da.from_array(np.arange(8.0).reshape(2, 4), chunks=2)
-    with pytest.raises(InputError, match=r"axis=0.*map_on_gpu and .*partial\(func, axis=\.\.\.\)"):
-        dask_p2p.map_on_gpu(np.sort, x, axis=0, fallback="numpy")
-    y = dask_p2p.map_on_gpu(partial(np.sort, axis=-1), -x, axis=0, fallback="numpy")
-    expected = [[-1, 0, -3, -2], [-5, -4, -7, -6]]
-    np.testing.assert_array_equal(y.compute(scheduler="sync"), expected)

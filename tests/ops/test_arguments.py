@@ -52,9 +52,6 @@ def test_wrong_chunks(chunks, reason):
     )
     assert f"got chunks={chunks!r}: " in message
     assert reason in message
-    assert "Pass a size like" in message
-    assert message.count("\n") == 0
-    assert message.lower().count("chunks=") <= 1 + ("chunks=..." in message), "each text once"
 
 
 @pytest.mark.parametrize("chunks", [0, (0, 2), {0: 0}, -1])

@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
 from tests.plans.test_halo import with_halos
-from tests.support import added, layers_of, pairwise, parameter_names, persisted
+from tests.support import layers_of, pairwise, persisted
 
 X = np.random.default_rng(0).random((12, 10))
 
@@ -81,46 +81,6 @@ def test_dtype_and_arguments():
     assert calls == [], "what is known is not found out"
     empty = da.ones((0, 3), chunks=(1, 3))
     assert dask_p2p.map_overlap(np.negative, empty, 0).compute(scheduler="sync").shape == (0, 3)
-
-
-#: What is for `map_overlap`, or for Dask's `map_blocks`.
-NOT_FOR_FUNCTIONS = {
-    *("align_arrays", "allow_rechunk", "boundary", "corners", "depth", "trim"),
-    *("chunks", "drop_axis", "dtype", "enforce_ndim", "meta", "name", "new_axis", "token"),
-}
-
-
-@pytest.mark.parametrize("way", ["one", "several", "by Dask"])
-def test_all_other_keywords_are_for_the_function(way):
-    names = parameter_names(
-        *(f"dask_p2p.ops.{name}" for name in ("overlap", "arguments", "rechunk")),
-        *("dask.array.core", "dask.array.blockwise", "dask.blockwise", "functools"),
-    )
-    x = da.from_array(X, chunks=(6, 10))
-    arrays = [x] * (2 if way == "several" else 1)
-    extra = {"token": "added"} if way == "by Dask" else {}
-    assert {"func", "x", "plan", "self", "concatenate", "output"} <= {*names}
-    for name in {*names} - NOT_FOR_FUNCTIONS:
-        options = {"depth": {0: 1}, "dtype": float, **extra, name: 3}
-        y = dask_p2p.map_overlap(added, *arrays, **options)
-        np.testing.assert_array_equal(y.compute(scheduler="sync"), X * len(arrays) + 3, name)
-
-
-def of_its_own(block, corners=True):
-    return block if corners else -block
-
-
-def test_a_keyword_of_two_is_refused():
-    x = da.from_array(X, chunks=(6, 5))
-    with pytest.raises(
-        InputError, match=r"corners=False.*map_overlap and .*partial\(func, corners="
-    ):
-        dask_p2p.map_overlap(of_its_own, x, depth=1, corners=False)
-    bound = partial(of_its_own, corners=False)
-    for corners in (True, False):
-        y = dask_p2p.map_overlap(bound, x, depth=1, corners=corners)
-        np.testing.assert_array_equal(y.compute(scheduler="sync"), -X)
-    np.testing.assert_array_equal(dask_p2p.map_overlap(of_its_own, x, depth=1), X)
 
 
 @pytest.mark.parametrize(

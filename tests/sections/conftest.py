@@ -6,6 +6,7 @@ from dask_p2p.sections.gpu import halo_windows
 from dask_p2p.sections.gpu.regions import GpuRegions
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.emulated import emulated_gpu
+from tests.support import noted
 
 
 @pytest.fixture
@@ -29,23 +30,16 @@ def opened(monkeypatch):
     """For each exchange that is made, the ranks whose windows it reads."""
     openings, original = [], halo_windows.opened
 
-    def noted(*args):
+    def make(*args):
         window, by_rank = original(*args)
         openings.append(sorted(by_rank))
         return window, by_rank
 
-    monkeypatch.setattr(halo_windows, "opened", noted)
+    monkeypatch.setattr(halo_windows, "opened", make)
     return openings
 
 
 @pytest.fixture
 def in_place(monkeypatch):
     """The ranks that read regions in place."""
-    exchanges, original = [], GpuRegions._bring_directly
-
-    def noted(instance, *args):
-        exchanges.append(instance)
-        return original(instance, *args)
-
-    monkeypatch.setattr(GpuRegions, "_bring_directly", noted)
-    return exchanges
+    return noted(monkeypatch, GpuRegions, "_bring_directly", lambda regions, *_: regions)

@@ -20,9 +20,7 @@ from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections import checks
 from dask_p2p.sections.exchange import device as host_device
-from dask_p2p.sections.gpu import device as graphs
-from dask_p2p.sections.gpu import device as lending
-from dask_p2p.sections.gpu import halo_windows, windows
+from dask_p2p.sections.gpu import device, halo_windows, windows
 from dask_p2p.sections.gpu import regions as region_windows
 from dask_p2p.sections.gpu import streams as gpu_streams
 from dask_p2p.sections.gpu.device import Gpu
@@ -77,10 +75,10 @@ def emulated_gpu(monkeypatch):
         (Gpu, "_lost", []),
         (checks, "_STRICT_KINDS", ""),  # emulated arrays have no such views
         (loading, "_LIBRARIES", loading._LIBRARIES | {"tests"}),  # copies of functions have it
-        (graphs, "_pools", defaultdict(list)),
+        (device, "_pools", defaultdict(list)),
         *(
             (module, "region_batch", lambda: EmulatedBatch(recorder))
-            for module in (lending, region_windows)
+            for module in (device, region_windows)
         ),
         (cuda_ipc, "MAPPINGS", mappings),
         (windows, "separation", lambda values, peer: None),

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import inspect
-
 import dask.array as da
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import xarray as xr
 import dask_p2p
 import dask_p2p.xarray
 from dask_p2p.errors import InputError
-from tests.support import added, parameter_names
 
 T, Y, X = 2, 6, 8
 VALUES = np.random.default_rng(0).normal(size=(T, Y, X))
@@ -140,38 +137,6 @@ def test_chunks_that_are_unknown(array):
     data = array.data[:, array.data[0, :, 0] > 0]
     with pytest.raises(InputError, match="expected known chunk sizes"):
         xr.DataArray(data, dims=("t", "y", "x")).p2p.iterate(spread, {"x": 1}, 1)
-
-
-OWN = [dask_p2p.map_overlap, dask_p2p.iterate, da.map_blocks, dask_p2p.xarray.P2PAccessor.iterate]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda a, /, **options: a.p2p.map_overlap(added, {"x": 1}, **options),
-        lambda a, /, **options: a.p2p.iterate(added, {}, 1, **options),
-    ],
-    ids=["map_overlap", "iterate"],
-)
-def test_all_other_keywords_are_for_the_function(make):
-    a = xr.DataArray(da.arange(6.0, chunks=3), dims="x")
-    named = {name for operation in OWN for name in inspect.signature(operation).parameters}
-    names = {*parameter_names("dask_p2p.xarray", "dask_p2p.xarray.by_name", "functools")} - named
-    assert {"given", "keywords"} <= names
-    for name in {*names, "self", "func", "x", "plan"}:
-        np.testing.assert_array_equal(make(a, **{name: 3}).values, np.arange(6.0) + 3, name)
-
-
-def of_its_own(u, fields=(), corners=True):
-    return u
-
-
-def test_a_keyword_of_two_is_refused():
-    a = xr.DataArray(da.arange(6.0, chunks=3), dims="x")
-    with pytest.raises(InputError, match=r"fields='a'.*iterate and .*partial\(func, fields="):
-        a.to_dataset(name="a").p2p.iterate(of_its_own, 0, 1, fields="a")
-    with pytest.raises(InputError, match=r"corners=False.*partial\(func, corners="):
-        a.p2p.map_overlap(of_its_own, 1, corners=False)
 
 
 # --- coupled fields of a dataset

@@ -167,6 +167,48 @@ def test_calls_are_replayed(gpu, replayed, function, expected, ranks):
     assert len(replayed) == ranks * (CALLS - FIRST)  # two of them are verified
 
 
+def after_previous(values):
+    return np.concatenate([values[:1], (values[:-1] + values[1:]) / 2])
+
+
+def one_sided(x):
+    return dask_p2p.map_overlap(
+        lambda block: block.apply(after_previous), x, {0: (1, 0)}, "periodic", dtype=x.dtype
+    )
+
+
+def added_in_place(block, neighbour):
+    recorder = block.recorder
+    recorder.do(recorder.current[-1].name, "the function", reads=[neighbour], writes=[block])
+    block.values[...] += neighbour.values
+    return block
+
+
+def in_place(x):
+    y = x.map_blocks(half, dtype=x.dtype, meta=x._meta)
+    return da.map_blocks(added_in_place, y, one_sided(y), dtype=x.dtype, meta=x._meta)
+
+
+def one_sided_of(values):
+    return (np.roll(values, 1, 0) + values) / 2
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: one_sided(one_sided(x)), lambda values: one_sided_of(one_sided_of(values))),
+        (in_place, lambda values: halved(values) + one_sided_of(halved(values))),
+    ],
+    ids=["memory", "overwritten"],
+)
+def test_arrays_are_kept_until_readers_that_send_nothing_have_read_them(
+    gpu, monkeypatch, function, expected
+):
+    """Readers acknowledge the bytes of several exchanges in one message."""
+    tune(monkeypatch, lent_bytes=3 * VALUES[:3].nbytes, replay_after_calls=CALLS)
+    check(Calls(gpu, function).run(), expected)
+
+
 @pytest.mark.parametrize("missing", ["of an exchange", "at the end"])
 def test_a_missing_barrier_is_found(gpu, monkeypatch, missing):
     gpu.barrier_timeout_s = 1.0  # of the other ranks

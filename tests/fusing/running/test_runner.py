@@ -16,7 +16,7 @@ from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, Lending
 from tests.fusing.support import check_blocks, graphs, integers, run_programs, smooth
-from tests.support import tune
+from tests.support import noted, tune
 
 
 @given(graphs(), st.integers(1, 4))
@@ -185,14 +185,11 @@ def test_a_source_that_differs_is_found_in_its_task(monkeypatch):
 
 def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
     """Each once, and only into blocks that other ranks send regions of."""
-    copied = []
-    original = Lending.copy_pieces
 
-    def noted(self, into, array, pieces, axes):
-        copied.append(len(pieces))
-        original(self, into, array, pieces, axes)
+    def count_pieces(lending, into, array, pieces, axes):
+        return len(pieces)
 
-    monkeypatch.setattr(Lending, "copy_pieces", noted)
+    copied = noted(monkeypatch, Lending, "copy_pieces", count_pieces)
     assembling, (block, other_block, *_) = Assembling(), blocks_of(TRANSPOSE)
     sources = [np.full((2, 12), float(n)) for n in range(6)]
     steps = [

@@ -5,6 +5,7 @@ import pytest
 
 from dask_p2p.ops.fft import local as local_fft
 from dask_p2p.ops.fft.local import LocalTransform, columns_of
+from tests.support import noted
 
 fft = pytest.importorskip("scipy.fft")
 
@@ -43,11 +44,7 @@ def test_values_in_columns(shape, axis, char, columns, name, norm, monkeypatch):
     rng = np.random.default_rng(0)
     block = (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(char)
     expected = getattr(fft, name)(block, axes=(axis,), norm=norm)
-    used = []
-    original = local_fft.transform_columns
-    monkeypatch.setattr(
-        local_fft, "transform_columns", lambda *args: used.append(args[3]) or original(*args)
-    )
+    used = noted(monkeypatch, local_fft, "transform_columns", lambda *args: args[3])
     order = tuple(range(block.ndim))
     transform = LocalTransform(((name, (axis,), (shape[axis],)),), norm, order)
     result = transform(block)

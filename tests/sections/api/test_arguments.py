@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from functools import partial
-
 import dask
 import dask.array as da
 import numpy as np
@@ -12,7 +9,6 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from tests.support import added, parameter_names
 
 X = np.arange(24.0).reshape(6, 4)
 
@@ -48,61 +44,6 @@ def test_what_is_still_to_be_computed(keywords):
     if "c" in keywords:
         with pytest.raises(InputError, match=match):
             spmd(lambda ctx, x, c: x, array(), **keywords)
-
-
-ON_THE_WAY = [
-    *(f"dask_p2p.sections.iterate.{name}" for name in ("iterate", "iteration", "capture")),
-    *(f"dask_p2p.sections.api.{name}" for name in ("spmd", "graph")),
-    "dask_p2p.sections.context.context",
-    *("dask_p2p.sections.gang.rank", "dask_p2p.sections.exchange.halo"),
-    *("dask_p2p.ops.arguments", "functools", "dask.array.core"),
-]
-
-
-def added_in_context(ctx, x, /, **keywords):
-    return added(x, **keywords)
-
-
-@pytest.mark.parametrize("operation", ["iterate", "spmd"])
-def test_all_other_keywords_are_for_the_function(operation):
-    make = {
-        "iterate": lambda **keywords: iterate(added, array(), 0, 1, **keywords),
-        "spmd": lambda **keywords: spmd(added_in_context, array(), **keywords),
-    }[operation]
-    parameters = inspect.signature({"iterate": iterate, "spmd": spmd}[operation]).parameters
-    named = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    keywords = {name for name, parameter in parameters.items() if parameter.kind in named}
-    names = {*parameter_names(*ON_THE_WAY)} - keywords
-    assert {"func", "x", "self", "function", "local_block", "arrays", "kwargs"} <= names
-    y = make(**dict.fromkeys(names, 3))
-    np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 3 * len(names))
-
-
-def of_many(u, ranks=1, dtype=None):
-    return u + ranks
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda func: iterate(func, array(), 0, 1, ranks=2),
-        lambda func: spmd(lambda ctx, u, ranks=1: func(u, ranks), array(), ranks=2),
-    ],
-    ids=["iterate", "spmd"],
-)
-def test_a_keyword_of_two_is_refused(make):
-    with pytest.raises(InputError, match=r"ranks=2.*both take.*partial\(func, ranks=\.\.\.\)"):
-        make(of_many)
-
-
-def test_keywords_that_are_clear():
-    bound = partial(of_many, ranks=3)
-    y = iterate(bound, array(), 0, 1, ranks=1, dtype="f4")
-    np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 3)
-    one_block = array().rechunk(-1)
-    # The function's parameter has the name of a keyword.
-    y = spmd(lambda ctx, ranks: ranks + 1, one_block, ranks=2)
-    np.testing.assert_array_equal(y.compute(scheduler="sync"), X + 1)
 
 
 def test_futures_are_not_there_yet(client):

@@ -165,29 +165,16 @@ def test_memory_stays_until_it_is_read(monkeypatch):
 
 def test_by_default_arrays_come_from_and_go_to_the_local_blocks():
     """Also after a permutation of axes, and with the chunks of the blocks."""
-    ranks = RankGrid(((1, 4, 2), (3, 6)), (3, 1))
-    x = np.arange(63.0).reshape(7, 9)
-
-    def transposed(ctx):
-        a = x[box_slices(ctx.box)]
-        b = ctx.redistribute(a, (0,), axes=(1, 0))
-        assert np.array_equal(b, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
-        assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(1, 0)), a)
-        c = ctx.redistribute(a, axes=(1, 0))
-        assert np.array_equal(c, x.T[3 * ctx.rank : 3 * ctx.rank + 3])
-        longer = np.full((3, 2 * (ctx.rank < 2) + (ctx.rank == 2)), ctx.rank)
-        d = ctx.redistribute(longer, (0,), (1,), shape=(3, 5))
-        assert d.tolist() == [[0, 0, 1, 1, 2]]
-
-    run_gang(ranks, transposed)
-    y = x[:, :6].reshape(7, 2, 3)
+    x = np.arange(42.0).reshape(7, 3, 2)
 
     def cycled(ctx):
-        a = y[box_slices(ctx.box)]
+        a = x[box_slices(ctx.box)]
         b = ctx.redistribute(a, (0,), axes=(1, 2, 0))
+        assert np.array_equal(b, x.transpose(1, 2, 0)[ctx.rank : ctx.rank + 1])
+        assert np.array_equal(ctx.redistribute(a, axes=(1, 2, 0)), b)
         assert np.array_equal(ctx.redistribute(b, from_partition=(0,), axes=(2, 0, 1)), a)
 
-    run_gang(RankGrid(((1, 4, 2), (2,), (3,)), (3, 1, 1)), cycled)
+    run_gang(RankGrid(((1, 4, 2), (3,), (2,)), (3, 1, 1)), cycled)
 
 
 def test_what_is_wrong_is_named():

@@ -12,7 +12,7 @@ from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.transports.buffers import Segment
 from tests.clock import Clock
 from tests.sections.wire.support import Gang
-from tests.support import BOUND_S
+from tests.support import BOUND_S, noted
 
 
 def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one(monkeypatch):
@@ -25,13 +25,11 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one(monkey
     for step, holders in ((2, memories), (3, memories), (7, memories[1:])):
         for saved in holders:
             saved.add(saved.open("x"), 1, step, [memoryview(b"%d" % step)])
-    seen, add = [], SavedStates.add
 
-    def noted(saved, to, *state):
-        seen.append({step for states in to.values() for step in states})
-        add(saved, to, *state)
+    def steps_of(saved, to, *state):
+        return {step for states in to.values() for step in states}
 
-    monkeypatch.setattr(SavedStates, "add", noted)
+    seen = noted(monkeypatch, SavedStates, "add", steps_of)
 
     def save(rank, connections):
         states = States(memories[rank], "x", 3, (0, 1), lambda: None)

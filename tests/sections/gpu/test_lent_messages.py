@@ -78,9 +78,8 @@ def test_arrays_go_from_gpu_to_gpu(gpu, downloads, has_out):
     assert not downloads
 
 
-@pytest.fixture
-def _unopened(monkeypatch):
-    """Senders cannot open the events of receivers."""
+def test_a_sender_that_cannot_open_events_needs_none(gpu, monkeypatch, downloads):
+    """The receiver's host waits for its copies then, in each message."""
     original = module.MessageLender.acknowledged
 
     def acknowledged(self, rank, count, acknowledgement):
@@ -89,11 +88,6 @@ def _unopened(monkeypatch):
         original(self, rank, count, acknowledgement)
 
     monkeypatch.setattr(module.MessageLender, "acknowledged", acknowledged)
-
-
-@pytest.mark.usefixtures("_unopened")
-def test_a_sender_that_cannot_open_events_needs_none(gpu, downloads):
-    """The receiver's host waits for its copies then, in each message."""
     check_around(run_on_gpus(gpu, RANKS, partial(around, gpu)))
     assert not downloads
 

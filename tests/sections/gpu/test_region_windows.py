@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 
 import numpy as np
@@ -13,41 +14,22 @@ from dask_p2p.sections.gpu.windows import OwnEvents, PeerMemory, PeerWindow
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.gpu.test_regions import PAIR, SLABS, fail_on_rank, filled, overwritten, run
 from tests.sections.gpu.test_regions import there_and_back as both_ways
-from tests.support import tune
+from tests.support import noted, tune
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """By rank: the last word of each exchange of messages."""
-    call_texts, begin = {}, Connections.begin
-
-    def noted(connections, call, *args):
-        rank, _ = connections.rank_and_size
-        call_texts.setdefault(rank, []).append(call.rpartition(" ")[2])
-        return begin(connections, call, *args)
-
-    monkeypatch.setattr(Connections, "begin", noted)
-    return call_texts
-
-
-def test_an_exchange_takes_one_message(gpu, calls):
-    def twice(ctx, local_block):
-        a = filled(gpu, local_block)
-        b = ctx.redistribute(a, (1,))
-        calls[ctx.rank].clear()
-        ctx.redistribute(a, (1,), out=b)
-        assert calls[ctx.rank] == ["packed"]
-
-    run(gpu, PAIR, twice)
+def test_an_exchange_takes_one_message(gpu, monkeypatch):
+    calls = noted(monkeypatch, Connections, "begin", lambda _, call, *args: call.split()[-1])
+    counts = []
+    for times in (1, 2):
+        calls.clear()
+        run(gpu, PAIR, partial(both_ways, gpu, times=times))
+        counts.append(Counter(calls))
+    assert counts[1] - counts[0] == {"packed": 2 * 2}, "of two ranks, there and back"
 
 
 def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
     monkeypatch.setattr(region_windows, "_LEAST_SLOT_BYTES", 1)
-    sizes_bytes, original = [], PeerWindow.__init__
-
-    def noted(instance, gpu, descriptor, size_bytes):
-        sizes_bytes.append(size_bytes)
-        original(instance, gpu, descriptor, size_bytes)
+    sizes_bytes = noted(monkeypatch, PeerWindow, "__init__", lambda *args: args[-1])
 
     def columns(ctx, side):
         global_array = np.arange(side * side, dtype="f8").reshape(side, side)
@@ -62,7 +44,6 @@ def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
         for side in (4, 8, 4, 6, 16, 16, 4):
             columns(ctx, side)
 
-    monkeypatch.setattr(PeerWindow, "__init__", noted)
     run(gpu, PAIR, several)
     assert sorted({*sizes_bytes}) == [32, 128, 512]
     assert len(sizes_bytes) == 6

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.sections.emulated import emulated_gpu, run_on_gpus, with_ucx
 from tests.sections.exchange.test_redistribution import cases
 from tests.sections.gangs import connections_of
 from tests.simulation.streams import Event, drop_queue_slots
-from tests.support import pairwise, tune
+from tests.support import noted, pairwise, tune
 
 X = np.random.default_rng(0).normal(size=(48, 40))
 SLABS = RankGrid(((10, 14, 12, 12), (40,)), (4, 1))
@@ -42,16 +43,11 @@ def _in_place(monkeypatch):
 @pytest.fixture
 def through_host(monkeypatch):
     """For each exchange through the host: the rank, and its receivers and sources of regions."""
-    sent_regions, original = [], RegionExchange.give
 
-    def noted(instance, call, regions, targets):
-        sent_regions.append(
-            (connections_of(instance).rank_and_size[0], sorted(regions), sorted(targets))
-        )
-        original(instance, call, regions, targets)
+    def ranks_of(exchange, call, regions, targets):
+        return connections_of(exchange).rank_and_size[0], sorted(regions), sorted(targets)
 
-    monkeypatch.setattr(RegionExchange, "give", noted)
-    return sent_regions
+    return noted(monkeypatch, RegionExchange, "give", ranks_of)
 
 
 def filled(gpu, values):
@@ -268,19 +264,24 @@ def test_memory_that_cannot_be_shared(gpu, through_host, monkeypatch, call):
 # --- the end of an attempt
 
 
-def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
-    """Work on the queues of the others ends before memory is freed."""
-    original = Connections.begin
+def fail_second_rank(monkeypatch, word, number, pause_s=0.0):
+    """Let a call of this number whose text ends with a word fail on the second rank."""
+    original, calls = Connections.begin, []
 
-    def dies(connections, call, *args):
-        if call.endswith("descriptors") and connections.rank_and_size[0] == 1 and len(calls) < 2:
+    def begin(connections, call, *args):
+        if call.endswith(word) and connections.rank_and_size[0] == 1:
             calls.append(call)
-        elif call.endswith("descriptors") and connections.rank_and_size[0] == 1:
-            raise OSError("killed")
+            if len(calls) >= number:
+                time.sleep(pause_s)
+                raise OSError("no more")
         return original(connections, call, *args)
 
-    calls = []
-    monkeypatch.setattr(Connections, "begin", dies)
+    monkeypatch.setattr(Connections, "begin", begin)
+
+
+def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
+    """Work on the queues of the others ends before memory is freed."""
+    fail_second_rank(monkeypatch, "descriptors", 3)
     with pytest.raises((OSError, AttemptEndedError)):
         run(gpu, SLABS, partial(there_and_back, gpu))
     gc.collect()
@@ -289,29 +290,19 @@ def test_a_rank_that_has_gone_ends_the_attempt(gpu, monkeypatch):
 
 def test_regions_of_a_failed_attempt_stay_a_while(gpu, monkeypatch):
     """A rank that frees its local block cannot find out whether another one still reads it."""
-    original = Connections.begin
-
-    def fails(connections, call, *args):
-        if call.endswith("read") and connections.rank_and_size[0] == 1:
-            time.sleep(0.2)  # the other rank puts reads on its queue
-            raise OSError("no more")
-        return original(connections, call, *args)
 
     def gives_up(ctx, local_block):
         a = filled(gpu, local_block)
-        try:
+        with suppress(OSError):
             ctx.redistribute(a, (1,))
-        except OSError:
-            failed = True
-        else:
-            failed = False
-        if failed:
-            del a
-            gc.collect()
-            gpu.check()
-            raise OSError("no more")
+            return
+        del a
+        gc.collect()
+        gpu.check()
+        raise OSError("no more")
 
-    monkeypatch.setattr(Connections, "begin", fails)
+    # The other rank puts reads on its queue meanwhile.
+    fail_second_rank(monkeypatch, "read", 1, pause_s=0.2)
     with pytest.raises((OSError, AttemptEndedError)):
         run(gpu, PAIR, gives_up)
 
@@ -348,7 +339,7 @@ def counted(monkeypatch):
 
     make = OwnEvents.__init__
 
-    def noted(instance, device, count):
+    def make_noted(instance, device, count):
         make(instance, device, count)
         own_of[device] = instance.events
 
@@ -373,7 +364,7 @@ def counted(monkeypatch):
 
     for target, name, value in (
         (Event, "record", record),
-        (OwnEvents, "__init__", noted),
+        (OwnEvents, "__init__", make_noted),
         (PeerMemory, "wait", slowly),
         (PeerMemory, "__init__", with_events),
     ):

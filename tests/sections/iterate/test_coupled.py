@@ -81,12 +81,6 @@ def react(u, v, feed=0.03, kill=0.06):
     }
 
 
-def react_into(v, u, out, feed=0.03, kill=0.06):
-    new = react(u, v, feed, kill)
-    out.v[...] = new["v"]
-    out.u[...] = new["u"]
-
-
 def both(fields, depth, steps, phases, boundary="periodic", **kwargs):
     """Run phases by NumPy, on whole arrays."""
     boundaries = boundary if isinstance(boundary, dict) else {}
@@ -99,20 +93,6 @@ def both(fields, depth, steps, phases, boundary="periodic", **kwargs):
             }
             fields |= phase(**arguments, **kwargs)
     return fields
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("function", [react, react_into])
-def test_two_fields(client, function, ranks, overlap):
-    u, v = abs(U) / 4, abs(V) / 4
-    options = {"ranks": ranks, "overlap": overlap}
-    lazy_result = iterate(function, {"u": array(u), "v": array(v)}, 1, 9, feed=0.04, **options)
-    assert [*lazy_result] == ["u", "v"]
-    assert lazy_result["u"].chunks == CHUNKS
-    expected = both({"u": u, "v": v}, 1, 9, [(partial(react, feed=0.04), "uv")])
-    for name, result in dask.compute(lazy_result)[0].items():
-        assert np.array_equal(result, expected[name])
 
 
 def velocities(p, u, v):

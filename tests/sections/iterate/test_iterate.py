@@ -23,14 +23,6 @@ def star(u, out):
     out[:] += 0.3 * u[1:-1, :-2] + 0.4 * u[1:-1, 2:]
 
 
-def wave(u, before, speed, factor, out, scale):
-    """Two levels of time, a coefficient for each point, and one for all."""
-    inner = (slice(2, -2),) * 2
-    out[:] = u[2:-2, 4:] + u[2:-2, :-4] + u[4:, 2:-2] + u[:-4, 2:-2] - 4 * u[inner]
-    out *= scale * factor * speed
-    out += 2 * u[inner] - before[inner]
-
-
 def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
     """Compute the same by NumPy, with whole arrays."""
     for _ in range(steps):
@@ -39,15 +31,6 @@ def reference(function, fields, depth, steps, boundary, constants=(), **kwargs):
         function(*halo_array, *constants, out=new, **kwargs)
         fields = [new, *fields[:-1]]
     return fields
-
-
-def test_levels_of_time_constants_and_keywords(client):
-    speed = np.random.default_rng(1).random(X.shape)
-    expected = reference(wave, [X, X + 1], 2, 7, 0.0, (speed, 0.5), scale=0.1)
-    options = {"constants": (array(speed, (6, 30)), 0.5), "ranks": 4, "scale": 0.1}
-    lazy_result = iterate(wave, (array(), array(X + 1)), 2, 7, boundary=0.0, **options)
-    for y, z in zip(dask.compute(*lazy_result), expected, strict=True):
-        assert np.array_equal(y, z)
 
 
 @pytest.mark.parametrize("every", [1, 3])

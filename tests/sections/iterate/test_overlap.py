@@ -14,7 +14,7 @@ from dask_p2p.geometry import box_shape
 from dask_p2p.sections.iterate.step import Call
 from dask_p2p.sections.wire.connections import Connections
 from tests.sections.test_checks import in_ranks, rounds_otherwise, smooth
-from tests.support import tune
+from tests.support import noted, tune
 
 #: Workers in this process, which fixtures can change.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
@@ -51,14 +51,7 @@ def cached():
 @pytest.fixture
 def boxes(monkeypatch):
     """The shapes of all boxes that functions compute after the first step."""
-    shapes, apply = [], Call.apply
-
-    def recorded(call, box):
-        shapes.append(box_shape(box))
-        return apply(call, box)
-
-    monkeypatch.setattr(Call, "apply", recorded)
-    return shapes
+    return noted(monkeypatch, Call, "apply", lambda call, box: box_shape(box))
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import ExitStack, closing
 from unittest import mock
 
 import pytest
@@ -24,20 +23,14 @@ LARGE = bytes(range(256)) * (2**22 // 256)
 
 
 @pytest.fixture
-def messengers():
-    with ExitStack() as stack:
-        yield [stack.enter_context(closing(Messenger(None))) for _ in range(2)]
-
-
-@pytest.fixture
 def pair(hosts, messengers):
-    with Gang(2, Reach("127.0.0.1"), messengers) as gang:
+    with Gang(2, Reach("127.0.0.1"), messengers[:2]) as gang:
         yield gang
 
 
 @pytest.fixture
 def impatient(hosts, messengers):
-    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers[:2]) as gang:
         yield gang
 
 
@@ -56,7 +49,7 @@ def received_bytes(connections):
 
 
 def in_transit(messengers):
-    return sum(each.in_flight for each in messengers)
+    return sum(messenger.in_flight for messenger in messengers)
 
 
 @pytest.mark.parametrize("part_bytes", [2**25, 100_000])
@@ -68,7 +61,7 @@ def test_large_messages_go_by_ucx(pair, monkeypatch, part_bytes, has_buffer):
     before = [received_bytes(connections) for connections in pair.connections]
     for _ in range(3):
         into = [bytearray(len(LARGE)), bytearray(len(LARGE))] if has_buffer else None
-        assert [bytes(each) for each in pair.run(swap(LARGE, into))] == [LARGE, LARGE]
+        assert [*map(bytes, pair.run(swap(LARGE, into)))] == [LARGE, LARGE]
     sizes_bytes = [len(call.args[2]) for call in send.call_args_list]
     assert sum(sizes_bytes) == 2 * 3 * len(LARGE)
     assert max(sizes_bytes) == min(part_bytes, len(LARGE))
@@ -92,9 +85,9 @@ def test_parts_that_do_not_come_end_the_attempt(impatient, monkeypatch):
     errors = [
         future.exception(BOUND_S) for future in impatient.begin(swap(LARGE, [bytearray(2**22)] * 2))
     ]
-    for each in errors:
-        assert isinstance(each, AttemptEndedError)
-    assert any(f"no bytes within {SILENCE_S:g} s" in str(each) for each in errors)
+    for error in errors:
+        assert isinstance(error, AttemptEndedError)
+    assert any(f"no bytes within {SILENCE_S:g} s" in str(error) for error in errors)
 
 
 @pytest.mark.parametrize("end", ["is woken", "has a peer that closes"])
@@ -150,7 +143,7 @@ def test_abandoned_messages_are_cancelled(hosts, messengers, monkeypatch, sends)
             return connections.exchange("another", {0: b""}, {})
         return connections.exchange("one", {1: LARGE} if sends else {}, {1: bytearray(len(LARGE))})
 
-    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers) as gang:
+    with Gang(2, Reach("127.0.0.1", timeout_s=SILENCE_S), messengers[:2]) as gang:
         waiting, _ = gang.begin(exchange)
         assert isinstance(waiting.exception(BOUND_S), SectionError)
         assert in_transit(messengers) == 1 + sends

@@ -40,13 +40,13 @@ def test_a_rank_that_waits_for_a_rank_that_has_returned(large_gang, waits, retur
         connections.finish()
 
     raised = errors_of(large_gang, exchange)
-    assert any(isinstance(each, SectionError) for each in raised), raised
-    for each in raised:
-        if isinstance(each, SectionError):
-            assert f"finalize() at the return of its function on rank {returns}" in str(each)
-            assert f"x on rank {waits}" in str(each)
+    assert any(isinstance(error, SectionError) for error in raised), raised
+    for error in raised:
+        if isinstance(error, SectionError):
+            assert f"finalize() at the return of its function on rank {returns}" in str(error)
+            assert f"x on rank {waits}" in str(error)
         else:
-            assert isinstance(each, AttemptEndedError)
+            assert isinstance(error, AttemptEndedError)
 
 
 @pytest.mark.parametrize("gang", ["one process", "one host", "tcp"], indirect=True)
@@ -74,7 +74,7 @@ def test_a_rank_returns_only_after_it_has_answered_all_peers(gang, monkeypatch):
             root_has_returned.set()
 
     raised = errors_of(gang, exchange)
-    assert any(isinstance(each, SectionError) for each in raised), raised
+    assert any(isinstance(error, SectionError) for error in raised), raised
 
 
 def errors_of(gang, function):
@@ -83,7 +83,7 @@ def errors_of(gang, function):
     wait(futures, BOUND_S, FIRST_EXCEPTION)
     gang.wake()
     raised = [future.exception(BOUND_S) for future in futures]
-    return [each for each in raised if each is not None]
+    return [error for error in raised if error is not None]
 
 
 @pytest.mark.slow

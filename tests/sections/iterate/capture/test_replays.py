@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from dask_p2p.sections.gpu.device import Gpu
-from dask_p2p.sections.iterate import capture as overlap
-from dask_p2p.sections.iterate import capture as replays
+from dask_p2p.sections.iterate import capture
 from dask_p2p.sections.iterate.capture import Overlap, Replays
 from tests.sections.emulated import kernel
 from tests.sections.gpu.stars import X, check, compute
 from tests.sections.iterate.test_iterate import reference, star
-from tests.support import tune
+from tests.support import noted, tune
 
 STEPS = 19
 
@@ -23,7 +22,7 @@ STEPS = 19
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
     """Steps of emulated kernels, whose Python code is not plain, may be captured."""
-    monkeypatch.setattr(replays, "is_replayable", lambda function: True)
+    monkeypatch.setattr(capture, "is_replayable", lambda function: True)
     # The emulated ranks have one GPU.
     monkeypatch.setattr(Replays, "_share_gpus", lambda replays: False)
     tune(monkeypatch, capture_steps=10)
@@ -32,7 +31,7 @@ def few_steps(monkeypatch):
 #: By name: tuning, options of `iterate`, and attributes that are patched.
 OTHER_STEPS = {
     "few steps": ({"capture_steps": STEPS}, {}, ()),
-    "unknown code": ({}, {}, (replays, "is_replayable", lambda function: False)),
+    "unknown code": ({}, {}, (capture, "is_replayable", lambda function: False)),
     "a list": ({}, {"unused": [1]}, ()),
     "overlap": ({}, {"overlap": True}, ()),
     "large": ({"captured_bytes": 300}, {"overlap": False}, ()),
@@ -64,14 +63,10 @@ def test_interiors_of_plain_functions_are_computed_during_exchanges(
     gpu, replayed, monkeypatch, how
 ):
     """Other exchanges are enqueued before the function."""
-    monkeypatch.setattr(overlap, "is_replayable", lambda function: how != "unknown code")
+    monkeypatch.setattr(capture, "is_replayable", lambda function: how != "unknown code")
     tune(monkeypatch, graph_overlap_bytes=2**20 if how == "small" else 1)
-    forks, fork = [], Gpu.on_side_stream
-    monkeypatch.setattr(Gpu, "on_side_stream", lambda device: (forks.append(1), fork(device))[1])
-    comparisons, compare = [], Overlap.check
-    monkeypatch.setattr(
-        Overlap, "check", lambda *arguments: (comparisons.append(1), compare(*arguments))
-    )
+    forks = noted(monkeypatch, Gpu, "on_side_stream", lambda device: 1)
+    comparisons = noted(monkeypatch, Overlap, "check", lambda *arguments: 1)
     if how == "few steps":
         tune(monkeypatch, capture_steps=STEPS)
     options = {"overlap": False} if how == "refused" else {}

@@ -9,10 +9,6 @@ import pytest
 
 from dask_p2p import Record, Whole, iterate
 from dask_p2p.errors import BlockMismatchError, InputError, MemoryLimitError
-from dask_p2p.plans.ranks import RankGrid
-from dask_p2p.sections.context.context import Context
-from dask_p2p.sections.iterate.functions import BoundFunction, bind_by_name
-from dask_p2p.sections.iterate.output.series import Series, checked_series
 from tests.sections.iterate.test_coupled import U, V, array, both, inner, laplacian, react
 from tests.support import mostly_slow
 
@@ -98,23 +94,6 @@ def test_until_reads_the_newest_records(client, ranks):
     np.testing.assert_allclose(result["mass"][:8], 960 * 0.7 ** np.arange(1, 9))
     assert np.isnan(result["mass"][8:]).all()
     assert result["steps_done"].tolist() == [4, 8] + [0] * 10
-
-
-def test_series_grow():
-    """They have no memory for steps that a run may never make."""
-    ctx = Context(RankGrid.in_line(1))
-    records = {"number": lambda t: t, "pairs": Record(lambda t: [t, -t], every=2, shape=(2,))}
-
-    def bind(function):
-        return BoundFunction(function, bind_by_name(function, {"t"}))
-
-    series = Series(checked_series(records, {"u"}, bind, set()), 10**15, ctx)
-    for step in range(1, 101):
-        series.record(step, lambda _, step=step: {"t": step})
-    series.combine()
-    expected = np.arange(1.0, 101)
-    assert np.array_equal(series.values["number"], expected)
-    assert np.array_equal(series.values["pairs"], np.stack([expected, -expected], 1)[1::2])
 
 
 def test_series_that_do_not_fit_into_memory_are_refused(client):

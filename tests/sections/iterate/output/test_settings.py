@@ -57,12 +57,14 @@ def differences(path, steps=5, function=heat, chunks=6, scheduler="sync", **opti
     return [re.search(r"first run there in (.*): the steps before", text)[1] for text in texts]
 
 
-def test_boundaries_and_depths(tmp_path):
+def test_boundaries_depths_and_initial_values(tmp_path):
     assert differences(tmp_path) == []
     for boundary in ("periodic", 1.5, {0: ("nearest", 0.0)}, lambda rim, inside, at: None):
         assert differences(tmp_path, 9, boundary=boundary) == ["the boundary of u"]
     wide = {"depth": {0: 2}, "function": lambda u: heat(u[1:-1])}
     assert differences(tmp_path, 9, **wide) == ["the functions, the depth of u"]
+    other_values = {"u": da.from_array(U + 1, chunks=(6, 8))}
+    assert differences(tmp_path, 9, fields=other_values) == ["u"]
 
 
 def test_functions_of_the_same_name(tmp_path):

@@ -122,19 +122,6 @@ def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path, has_files):
     nothing_is_left(client)
 
 
-def test_a_run_with_other_values_names_those_that_differ(tmp_path):
-    def run(steps, chunks=((8, 8, 8), (10, 10)), v=B):
-        fields = {"u": array(A, chunks), "v": array(v, chunks)}
-        return run_here(react, fields, 1, steps, checkpoint=Checkpoint(tmp_path, every=4))["v"]
-
-    with warnings.catch_warnings(action="error"):
-        run(5)
-        run(7, ((6,) * 4, (5,) * 4))
-    with pytest.warns(P2PWarning, match=r"at step 4 of .* differs .* in v: the steps before are"):
-        result = run(9, v=B * 2)
-    assert np.array_equal(result, states(9)[-1]["v"])
-
-
 def test_a_run_with_other_records_names_those_without_values(tmp_path):
     def run(steps, **records):
         record = {"mass": lambda u: inner(u).sum(), **records}
