@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from types import ModuleType
 
 import dask
@@ -76,14 +77,7 @@ def device_host_file(monkeypatch):
     module.host_to_device = host_to_device
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    class Stream:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            pass
-
-    monkeypatch.setattr(spilling, "private_stream", Stream)
+    monkeypatch.setattr(spilling, "private_stream", nullcontext)
     return DeviceHostFile()
 
 
