@@ -209,10 +209,10 @@ def test_what_is_in_the_way_is_closed(runtime, mappings):
     ids=lambda v: f"{v.shape}-{v.strides}",
 )
 def test_an_array_covers_the_memory_of_its_elements(monkeypatch, view):
-    made = {}
+    borrowed = {}
 
     def unowned(address, size_bytes, owner, device):
-        made.update(address=address, size_bytes=size_bytes)
+        borrowed.update(address=address, size_bytes=size_bytes)
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(getDevice=lambda: 0),
@@ -224,6 +224,6 @@ def test_an_array_covers_the_memory_of_its_elements(monkeypatch, view):
     first = view.__array_interface__["data"][0]
     shape, dtype, offset, strides = array_at(first, view.shape, view.strides, view.dtype)
     low, high = np.lib.array_utils.byte_bounds(view)
-    assert (made["address"], made["size_bytes"]) == (low, high - low)
-    assert made["address"] + offset == first
+    assert (borrowed["address"], borrowed["size_bytes"]) == (low, high - low)
+    assert borrowed["address"] + offset == first
     assert (shape, dtype, strides) == (view.shape, view.dtype, view.strides)
