@@ -26,13 +26,13 @@ from tests.support import in_process, indexed, result_of
 
 def test_an_overlay_forwards_calls_when_it_is_not_wanted():
     is_wanted = [True]
-    other = Overlay(lambda: "Dask's", lambda original: f"not {original()}", lambda: is_wanted[0])
-    assert other() == "not Dask's"
+    overlay = Overlay(lambda: "Dask's", lambda original: f"not {original()}", lambda: is_wanted[0])
+    assert overlay() == "not Dask's"
     # A second one takes the first one's place.
-    other = Overlay(other, lambda original: f"never {original()}", lambda: is_wanted[0])
-    assert other() == "never Dask's"
+    overlay = Overlay(overlay, lambda original: f"never {original()}", lambda: is_wanted[0])
+    assert overlay() == "never Dask's"
     is_wanted[0] = False
-    assert other() == "Dask's"
+    assert overlay() == "Dask's"
 
 
 def test_other_tasks_are_checked_by_dask():
