@@ -7,8 +7,6 @@ what relies on it here, before the range of releases is raised.
 from __future__ import annotations
 
 import inspect
-import threading
-from dataclasses import fields
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -16,18 +14,11 @@ from pathlib import Path
 import dask
 import dask.array as da
 import distributed
-import numpy as np
 import pytest
 from dask.task_spec import GraphNode
-from distributed import Scheduler, SchedulerPlugin, Worker, get_worker, wait
+from distributed import Scheduler, SchedulerPlugin, Worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
-from distributed.spill import SpillBuffer
-from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
-from distributed.worker import WORKER_ANY_RUNNING
-from distributed.worker import thread_state as task_state
-from distributed.worker_state_machine import SecedeEvent
 from distributed.worker_state_machine import TaskState as WorkerTaskState
-from zict import Buffer, Cache, File, Func
 
 import dask_p2p
 from dask_p2p import versions
@@ -223,36 +214,6 @@ def test_dask_serializes_cupy_blocks_as_is_expected():
         assert line in text
 
 
-def test_the_levels_of_dasks_store(tmp_path):
-    """`dask_p2p.plugins.storage` reads them, maps the files, and has a function called."""
-    data = SpillBuffer(str(tmp_path), target=10**6)
-    assert isinstance(data, Buffer)
-    events = []
-    data.fast_to_slow_callbacks.append(lambda key, value: events.append(key))
-    data["key", 0] = values = np.arange(1000)
-    assert data.memory["key", 0] is values
-    data.evict()
-    assert events == [("key", 0)]
-    assert isinstance(data.disk, Cache)
-    assert data.disk.cache["key", 0] is values
-    files = data.disk.data
-    assert isinstance(files, Func)
-    assert isinstance(files.d, File)
-    content = (Path(files.d.directory) / files.d.filenames["key", 0]).read_bytes()
-    np.testing.assert_array_equal(files.load(memoryview(content)), values)
-
-
-def test_threads_of_a_pool():
-    """They stay as long as they are told to go on: see dask_p2p/plugins/dask_internals.py."""
-
-    def read_pool_state():
-        is_listed = threading.current_thread() in thread_state.executor._threads
-        return thread_state.executor, thread_state.proceed, is_listed
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(read_pool_state).result() == (pool, True, True)
-
-
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
     """See dask_p2p/plugins/placement.py, and `gathering`, `units` and `threads` of gangs."""
     dask_p2p.register(client)
@@ -280,28 +241,6 @@ def test_gangs_change_the_states_of_tasks():
     signature = inspect.signature(SchedulerPlugin.update_graph)
     assert {"client", "tasks"} <= {*signature.parameters}
     assert [*inspect.signature(SchedulerPlugin.log_event).parameters] == ["self", "topic", "msg"]
-
-
-def test_a_worker_takes_the_event_of_a_thread_that_leaves():
-    """See dask_p2p/plugins/dask_internals.py."""
-    names = {field.name for field in fields(SecedeEvent)}
-    assert {"key", "compute_duration", "stimulus_id"} <= names
-    assert callable(Worker.handle_stimulus)
-
-
-def read_by_a_rank():
-    worker = get_worker()
-    task = worker.state.tasks[task_state.key]
-    return task_state.start_time > 0, task.resource_restrictions, worker.scheduler is not None
-
-
-def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
-    """See `threads` and `units` of dask_p2p/plugins/gangs, and `worker` of sections."""
-    dask_p2p.register(client)
-    assert client.submit(read_by_a_rank, pure=False).result(timeout=BOUND_S) == (True, None, True)
-    (worker, *_) = client.cluster.workers.values()
-    assert worker.status in WORKER_ANY_RUNNING
-    assert callable(worker.security.get_listen_args)
 
 
 def test_the_profiler_of_a_worker():
