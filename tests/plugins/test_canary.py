@@ -12,17 +12,14 @@ from itertools import count
 from pathlib import Path
 
 import dask
-import dask.array as da
 import distributed
 import pytest
-from dask.task_spec import GraphNode
-from distributed import Scheduler, SchedulerPlugin, Worker, wait
+from distributed import Scheduler, SchedulerPlugin, Worker
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
 from distributed.worker_state_machine import TaskState as WorkerTaskState
 
 import dask_p2p
 from dask_p2p import versions
-from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.dask_internals import PROFILE
 from dask_p2p.plugins.registration import workers_of
@@ -76,37 +73,6 @@ def test_the_scheduler_calls_what_is_replaced(client):
         )
         client.submit(lambda *values: values, left_block, right, pure=False).result(timeout=BOUND_S)
     assert called_methods == set(METHODS)
-
-
-def test_the_message_that_a_worker_gets_for_a_task(client):
-    """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.P2PPlugin`."""
-    dask_p2p.register(client)
-    messages = []
-    workers = list(client.cluster.workers.values())
-    with pytest.MonkeyPatch.context() as patch:
-        for worker in workers:
-            original = worker.stream_handlers["compute-task"]
-
-            def spy(original=original, **message):
-                messages.append(message)
-                original(**message)
-
-            patch.setitem(worker.stream_handlers, "compute-task", spy)
-        x = da.ones((4, 6), chunks=(1, 6)).persist()
-        wait(x)
-        y = dask_p2p.transpose(x).persist()
-        wait(y)
-    our_messages = [
-        message for message in messages if isinstance(message["run_spec"], AssembleTask)
-    ]
-    assert len(our_messages) == 4
-    for message in our_messages:
-        assert isinstance(message["run_spec"], GraphNode)
-        assert set(message["who_has"]) == set(message["nbytes"])
-        assert len(message["who_has"]) == 4
-        addresses = {worker.address for worker in workers}
-        assert all(set(holders) <= addresses for holders in message["who_has"].values())
-        assert all(type(nbytes) is int for nbytes in message["nbytes"].values())
 
 
 def test_parts_of_the_dashboard_that_are_used(client):
