@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,15 +177,13 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, mappings, monk
         return map_it(handle)
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
-    threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert slow.wait(BOUND_S)
-    mappings.release(acquire(mappings, "q", 1, "bb"))
-    assert opened(runtime) == {"bb"}
-    go_on.set()
-    for thread in threads:
-        thread.join(BOUND_S)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            threads.submit(acquire, mappings, "p", 1, "aa")
+        assert slow.wait(BOUND_S)
+        mappings.release(acquire(mappings, "q", 1, "bb"))
+        assert opened(runtime) == {"bb"}
+        go_on.set()
     assert len(runtime.open) == 2, "it was opened once"
 
 
