@@ -75,25 +75,6 @@ def test_the_scheduler_calls_what_is_replaced(client):
     assert called_methods == set(METHODS)
 
 
-def test_parts_of_the_dashboard_that_are_used(client):
-    """See `dask_p2p.monitoring.dashboard`; `applications` are those of Dask's own pages."""
-    pytest.importorskip("bokeh")
-    from bokeh.server.tornado import BokehTornado
-    from distributed.dashboard.scheduler import applications, template_variables
-
-    dask_p2p.register(client)
-    scheduler = client.cluster.scheduler
-    variables = template_variables(scheduler)
-    assert variables is template_variables(scheduler), "kept for all pages"
-    assert {"status", "p2p"} <= set(variables["pages"])
-    assert all(set(plot) == {"url", "name"} for plot in variables["plots"])
-    dashboard, own_pages = (
-        app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
-    )
-    assert own_pages.app_paths == set(own_pages._applications)
-    assert dashboard.app_paths == set(applications) | own_pages.app_paths
-
-
 def test_parts_of_states_that_are_used():
     """See `dask_p2p.plugins.placement`, and of gangs `seating`, `gathering` and `waiting`."""
     for cls, names in {
