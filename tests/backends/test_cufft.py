@@ -45,10 +45,10 @@ class Plan:
             a[...] = np.nan
 
 
-def plan_along_first(lengths, embed, stride, distance, *rest):
+def plan_along_first(lengths, embed, stride, distance, *options):
     """Return a plan like that of cuFFT's advanced layout: columns with this stride."""
-    assert rest[:3] == (embed, stride, distance) == (lengths, stride, 1)
-    kind, columns, *_ = rest[3:]
+    assert options[:3] == (embed, stride, distance) == (lengths, stride, 1)
+    kind, columns, *_ = options[3:]
     plan = Plan(lengths, (0,), "C2C")
 
     def fft(a, out, direction):
@@ -64,7 +64,7 @@ def plan_along_first(lengths, embed, stride, distance, *rest):
 @pytest.fixture
 def cupy(monkeypatch):
     """What was planned, and what was left to CuPy."""
-    fake = SimpleNamespace(planned=[], left=[], stream=SimpleNamespace(ptr=next(STREAMS)))
+    fake = SimpleNamespace(planned=[], delegated=[], stream=SimpleNamespace(ptr=next(STREAMS)))
     library = ModuleType("cupyx.scipy.fft")
 
     def get_fft_plan(a, lengths, axes, values):
@@ -75,7 +75,7 @@ def cupy(monkeypatch):
 
     def leaves(name):
         def run(*args, **kwargs):
-            fake.left.append(name)
+            fake.delegated.append(name)
             return getattr(scipy.fft, name)(*args, **kwargs)
 
         return run
@@ -116,7 +116,7 @@ def test_plans_are_made_once(cupy, name, axes, overwrites):
         np.testing.assert_allclose(y, expected)
         assert (y is a) == (overwrites and name in ("fftn", "ifftn"))
         assert overwrites or np.array_equal(a, x)
-    assert (len(cupy.planned), cupy.left) == (1, [])
+    assert (len(cupy.planned), cupy.delegated) == (1, [])
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_is_left_to_cupy(cupy, name, x, lengths, axes, norm):
     y = getattr(cufft, name)(x, lengths, axes, norm=norm)
     expected = getattr(scipy.fft, name)(np.asarray(x), lengths, axes, norm=norm)
     np.testing.assert_allclose(y, expected)
-    assert (cupy.planned, cupy.left) == ([], [name])
+    assert (cupy.planned, cupy.delegated) == ([], [name])
     assert cufft.hfft(np.ones(3)).shape == (4,)
 
 
@@ -159,7 +159,7 @@ def test_the_first_axis_is_transformed_where_the_array_is(cupy, name, dtype):
     assert getattr(cufft, name)(part, (8,), (0,), norm=norm, overwrite_x=True) is part
     np.testing.assert_allclose(part, expected[:, 2:5], rtol=1e-5)
     np.testing.assert_array_equal(x[:, [0, 1, 5]], before[:, [0, 1, 5]])
-    assert (cupy.planned, cupy.left) == ([], [])
+    assert (cupy.planned, cupy.delegated) == ([], [])
 
 
 def test_a_stream_a_gpu_and_a_thread_have_their_own(cupy, monkeypatch):

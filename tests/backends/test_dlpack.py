@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -194,19 +195,15 @@ def cupy(monkeypatch):
 def test_torch_has_the_current_stream(torch, cupy):
     calls = []
 
-    class Entered:
-        def __init__(self, stream):
-            self.stream = stream
-
-        def __enter__(self):
-            calls.append(self.stream)
-
-        def __exit__(self, *_):
-            calls.append(None)
+    @contextmanager
+    def current(stream):
+        calls.append(stream)
+        yield
+        calls.append(None)
 
     torch.cuda.is_available = lambda: True
     torch.cuda.ExternalStream = lambda pointer, device: (pointer, device)
-    torch.cuda.stream = Entered
+    torch.cuda.stream = current
     function = LibraryFunction(lambda: calls.append("the function"), "torch")
     function()
     assert calls == ["the function"]  # the default stream is that of both

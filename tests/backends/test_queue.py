@@ -61,34 +61,21 @@ def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
     assert (pitch is not None) == is_copied
 
 
-ITEMS = [
-    np.float32(-0.0),
-    np.complex128(1 + 2j),
-    np.bool_(True),
-    np.datetime64("2026-07-04", "D"),
-    np.array((7, 2.5), np.dtype([("a", "i1"), ("b", ">f8")])),
-]
-
-
-def check_fill(queue, new, items):
-    boxes = (slice(2, 5), slice(0, 1)), (slice(0, 5), slice(3, 4)), (slice(0, 0), slice(0, 2))
-    for item in items:
-        for value in (np.asarray(item), np.zeros((), np.asarray(item).dtype)):
-            expected = np.ones((5, 4), value.dtype)
-            dst = new(expected)
-            for box in boxes:
-                expected[box] = value
-                queue.fill(dst[box], value)
-            queue.synchronize()
-            values = dst if isinstance(dst, np.ndarray) else dst.get()
-            assert values.tobytes() == expected.tobytes()
-
-
 @pytest.mark.gpu
 def test_the_device_queue_fills():
     import cupy
 
-    check_fill(CUPY.queue(), cupy.asarray, ITEMS[:3])  # CuPy has no others
+    queue = CUPY.queue()
+    boxes = (slice(2, 5), slice(0, 1)), (slice(0, 5), slice(3, 4)), (slice(0, 0), slice(0, 2))
+    for item in (np.float32(-0.0), np.complex128(1 + 2j), np.bool_(True)):
+        for value in (np.asarray(item), np.zeros((), item.dtype)):
+            expected = np.ones((5, 4), value.dtype)
+            dst = cupy.asarray(expected)
+            for box in boxes:
+                expected[box] = value
+                queue.fill(dst[box], value)
+            queue.synchronize()
+            assert dst.get().tobytes() == expected.tobytes()
 
 
 def test_the_host_queue_tells_what_work_took():

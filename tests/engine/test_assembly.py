@@ -48,14 +48,10 @@ class FakeTransport(Transport):
         self.fails = {}
         self.late = set()
         self.open_now = []
-        self.hosts = {}  # by worker
         self.part_bytes, self.ahead = part_bytes, ahead
 
     def obstacle(self, holder, kind, dtype):
         return "far away" if holder == "far" and self.name == "quick" else None
-
-    def boot_id(self, worker):
-        return self.hosts.get(worker)
 
     def probe(self, holder, kind):
         pass

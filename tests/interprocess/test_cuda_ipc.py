@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -176,15 +177,13 @@ def test_nobody_waits_for_the_mapping_of_another_process(runtime, mappings, monk
         return map_it(handle)
 
     monkeypatch.setattr(runtime, "ipcOpenMemHandle", map_slowly)
-    threads = [threading.Thread(target=acquire, args=(mappings, "p", 1, "aa")) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    assert slow.wait(BOUND_S)
-    mappings.release(acquire(mappings, "q", 1, "bb"))
-    assert opened(runtime) == {"bb"}
-    go_on.set()
-    for thread in threads:
-        thread.join(BOUND_S)
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(2):
+            threads.submit(acquire, mappings, "p", 1, "aa")
+        assert slow.wait(BOUND_S)
+        mappings.release(acquire(mappings, "q", 1, "bb"))
+        assert opened(runtime) == {"bb"}
+        go_on.set()
     assert len(runtime.open) == 2, "it was opened once"
 
 
@@ -209,10 +208,10 @@ def test_what_is_in_the_way_is_closed(runtime, mappings):
     ids=lambda v: f"{v.shape}-{v.strides}",
 )
 def test_an_array_covers_the_memory_of_its_elements(monkeypatch, view):
-    made = {}
+    borrowed = {}
 
     def unowned(address, size_bytes, owner, device):
-        made.update(address=address, size_bytes=size_bytes)
+        borrowed.update(address=address, size_bytes=size_bytes)
 
     cuda = SimpleNamespace(
         runtime=SimpleNamespace(getDevice=lambda: 0),
@@ -224,6 +223,6 @@ def test_an_array_covers_the_memory_of_its_elements(monkeypatch, view):
     first = view.__array_interface__["data"][0]
     shape, dtype, offset, strides = array_at(first, view.shape, view.strides, view.dtype)
     low, high = np.lib.array_utils.byte_bounds(view)
-    assert (made["address"], made["size_bytes"]) == (low, high - low)
-    assert made["address"] + offset == first
+    assert (borrowed["address"], borrowed["size_bytes"]) == (low, high - low)
+    assert borrowed["address"] + offset == first
     assert (shape, dtype, strides) == (view.shape, view.dtype, view.strides)

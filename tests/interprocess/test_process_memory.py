@@ -19,11 +19,10 @@ from dask_p2p.transports.process_memory import (
 from tests.support import tune
 
 
-def read_view(view, pid=None):
+def read_view(view):
     runs = runs_of(view.ctypes.data, view.shape, view.strides, view.itemsize)
     memory = np.empty(int(np.prod(runs.shape)) * view.itemsize, np.uint8)
-    array = read(os.getpid() if pid is None else pid, runs, view.dtype, memory)
-    return runs, np.broadcast_to(array, view.shape)
+    return np.broadcast_to(read(os.getpid(), runs, view.dtype, memory), view.shape)
 
 
 @st.composite
@@ -86,7 +85,7 @@ def test_a_region_that_is_nowhere():
 
 
 def test_items_without_bytes():
-    assert read_view(np.empty((3, 2), "V0"))[1].shape == (3, 2)
+    assert read_view(np.empty((3, 2), "V0")).shape == (3, 2)
 
 
 def test_a_token_proves_which_process_is_read():

@@ -10,70 +10,65 @@ from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
 
 
-class Calls:
-    def __init__(self):
-        self.names, self.threads = [], []
-
-    def __call__(self, name):
-        self.names.append(name)
-        self.threads.append(threading.current_thread())
-
-
 def test_this_process_has_one_name():
     assert own_name() == own_name()
     assert own_name().startswith(f"{os.getpid()}-")
 
 
 def test_the_end_of_a_process_is_found_once(sleeper):
-    processes, calls, later_calls = Processes(), Calls(), Calls()
-    for on_end in (calls, later_calls, calls):
+    processes, names, threads = Processes(), [], []
+
+    def note_thread(name):
+        threads.append(threading.current_thread())
+
+    for on_end in (names.append, note_thread, names.append):
         processes.watch("sleeper", sleeper.pid, on_end)
-    processes.watch("own", os.getpid(), calls)
+    processes.watch("own", os.getpid(), names.append)
     assert not processes.has_ended("sleeper")
     sleeper.kill()  # nobody has waited for it yet: it is a zombie
-    wait_until(lambda: calls.names and later_calls.names, BOUND_S)
+    wait_until(lambda: names and threads, BOUND_S)
     assert processes.has_ended("sleeper")
     assert not processes.has_ended("own")
-    assert calls.names == later_calls.names == ["sleeper"]
-    assert threading.current_thread() not in calls.threads + later_calls.threads
+    assert (names, len(threads)) == (["sleeper"], 1)
+    assert threading.current_thread() not in threads
 
 
 def test_none_of_the_last_waits_for_another(sleeper):
-    processes, go_on, calls = Processes(), threading.Event(), Calls()
+    processes, go_on, names = Processes(), threading.Event(), []
     processes.watch("sleeper", sleeper.pid, lambda name: go_on.wait(2 * BOUND_S), last=True)
-    processes.watch("sleeper", sleeper.pid, calls, last=True)
+    processes.watch("sleeper", sleeper.pid, names.append, last=True)
     sleeper.kill()
-    wait_until(lambda: calls.names, BOUND_S)
+    wait_until(lambda: names, BOUND_S)
     go_on.set()
 
 
 def test_a_call_that_fails_is_logged_and_others_follow(sleeper, caplog):
-    processes, calls = Processes(), Calls()
+    processes, names = Processes(), []
     processes.watch("sleeper", sleeper.pid, lambda name: 1 / 0)
-    processes.watch("sleeper", sleeper.pid, calls)
+    processes.watch("sleeper", sleeper.pid, names.append)
     sleeper.kill()
-    wait_until(lambda: calls.names, BOUND_S)
+    wait_until(lambda: names, BOUND_S)
     assert "the end of process sleeper" in caplog.text
 
 
 def test_a_process_that_has_ended_before(sleeper):
     sleeper.kill()
     sleeper.wait()
-    processes, calls = Processes(), Calls()
-    processes.watch("sleeper", sleeper.pid, calls)
+    processes, names = Processes(), []
+    processes.watch("sleeper", sleeper.pid, names.append)
     assert processes.has_ended("sleeper")
-    wait_until(lambda: calls.names == ["sleeper"], BOUND_S)
+    wait_until(lambda: names == ["sleeper"], BOUND_S)
 
 
 def test_what_is_forgotten_is_not_called(sleeper):
-    processes, calls, kept_calls = Processes(), Calls(), Calls()
-    processes.watch("sleeper", sleeper.pid, calls)
-    processes.watch("sleeper", sleeper.pid, kept_calls)
-    processes.forget("sleeper", calls)
-    processes.forget("nobody", calls)
+    processes, names, forgotten_names = Processes(), [], []
+    processes.watch("sleeper", sleeper.pid, forgotten_names.append)
+    processes.watch("sleeper", sleeper.pid, names.append)
+    processes.forget("sleeper", forgotten_names.append)
+    processes.forget("nobody", forgotten_names.append)
     sleeper.kill()
-    wait_until(lambda: kept_calls.names, BOUND_S)
-    assert calls.names == []
+    wait_until(lambda: names, BOUND_S)
+    assert forgotten_names == []
 
 
 def test_a_kernel_that_watches_nothing(monkeypatch):
@@ -81,7 +76,7 @@ def test_a_kernel_that_watches_nothing(monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "pidfd_open", refuse)
-    processes, calls = Processes(), Calls()
-    processes.watch("other", 1, calls)
+    processes, names = Processes(), []
+    processes.watch("other", 1, names.append)
     assert not processes.has_ended("other")
-    assert calls.names == []
+    assert names == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from logging.handlers import BufferingHandler
 
 import dask
 import dask.array as da
@@ -187,17 +188,8 @@ def test_pairs_that_fell_back_stand_out(client, x):
     assert "name another order" in event["remedy"]
 
 
-class Kept(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def listen(dask_worker):
-    dask_worker.heard = Kept()
+    dask_worker.heard = BufferingHandler(1000)
     dask_worker.heard.setLevel(logging.DEBUG + 1)
     logger = logging.getLogger("dask_p2p")
     logger.addHandler(dask_worker.heard)
@@ -208,7 +200,7 @@ def heard(dask_worker):
     logger = logging.getLogger("dask_p2p")
     logger.removeHandler(dask_worker.heard)
     logger.setLevel(logging.NOTSET)
-    return dask_worker.heard.texts
+    return [record.getMessage() for record in dask_worker.heard.buffer]
 
 
 def test_a_healthy_run_says_nothing(client, x):

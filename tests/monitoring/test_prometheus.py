@@ -32,21 +32,14 @@ def read_page(url):
     }
 
 
-def metrics_pages(cluster, client):
-    """Addresses of the pages: of the scheduler, and of the workers by theirs."""
+def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
+    x = spread(client, da.ones((64, 48), chunks=(16, 48)))
+    dask_p2p.register(client)
     scheduler = cluster.dashboard_link.replace("/status", "/metrics")
     workers = {
         address: f"http://127.0.0.1:{worker['services']['dashboard']}/metrics"
         for address, worker in workers_of(client).items()
     }
-    return scheduler, workers
-
-
-def test_workers_and_the_scheduler_export_moved_bytes(cluster, client):
-    x = spread(client, da.ones((64, 48), chunks=(16, 48)))
-    dask_p2p.register(client)
-    scheduler, workers = metrics_pages(cluster, client)
-
     attempts = "dask_p2p_cluster_attempts_total", "p2p-transpose"
     own_attempts = "dask_p2p_attempts_total", "p2p-transpose"
 

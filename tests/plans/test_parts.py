@@ -100,6 +100,3 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
     offset, result_bytes = plan.device_bytes(slots)
     assert offset == min(slots, len(sizes)) * plan.slot_bytes
     assert 0 <= result_bytes - min(slots, len(sizes)) * plan.result_bytes <= slots * 511
-
-
-# The memory that each step reads and writes, on the device and on the host; one of a kind a slot.

@@ -5,13 +5,14 @@ import asyncio
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, wait
+from distributed import wait
 from distributed.batched import BatchedSend
 
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.plugins.dask_internals import StreamFlusher
 from tests.clock import run_clocked
+from tests.support import own_client
 
 
 class Comm:
@@ -65,10 +66,7 @@ _PAUSE_S, _SHORT_S = 120, 0.002
 def test_nobody_waits_for_what_is_next(how):
     """Layers that follow each other: word of each task comes long before a pause has ended."""
     rows = da.from_array(np.arange(32.0 * 16).reshape(32, 16), chunks=(16, 16))
-    with (
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
-    ):
+    with own_client() as client:
         dask_p2p.register(client)
         rows = client.persist(rows)  # else Dask fuses these tasks with the next, and renames them
 

@@ -24,33 +24,23 @@ from dask_p2p.plugins.registration import workers_of
 from tests.support import in_process, indexed, result_of
 
 
-class Scheduler:
-    """What an overlay needs of Dask's."""
-
-    def __init__(self):
-        self.worker_plugins = {PLUGIN_NAME: b""}
-
-    def _add_to_processing(self, ts, ws, stimulus_id):
-        return ws.memory_limit
-
-    def other(self):
-        return "Dask's"
-
-
 def test_an_overlay_forwards_calls_when_it_is_not_wanted():
     is_wanted = [True]
-    scheduler = Scheduler()
-    other = Overlay(scheduler.other, lambda original: f"not {original()}", lambda: is_wanted[0])
-    assert other() == "not Dask's"
+    overlay = Overlay(lambda: "Dask's", lambda original: f"not {original()}", lambda: is_wanted[0])
+    assert overlay() == "not Dask's"
     # A second one takes the first one's place.
-    other = Overlay(other, lambda original: f"never {original()}", lambda: is_wanted[0])
-    assert other() == "never Dask's"
+    overlay = Overlay(overlay, lambda original: f"never {original()}", lambda: is_wanted[0])
+    assert overlay() == "never Dask's"
     is_wanted[0] = False
-    assert other() == "Dask's"
+    assert overlay() == "Dask's"
 
 
 def test_other_tasks_are_checked_by_dask():
-    scheduler, worker = Scheduler(), SimpleNamespace(address="a", memory_limit=7)
+    worker = SimpleNamespace(address="a", memory_limit=7)
+    scheduler = SimpleNamespace(
+        worker_plugins={PLUGIN_NAME: b""},
+        _add_to_processing=lambda ts, ws, stimulus_id: ws.memory_limit,
+    )
     overlay_memory_check(scheduler, lambda: True, lambda address: None)
     check = scheduler._add_to_processing
     (task,) = dask_p2p.transpose(da.ones((2, 2))).dask.layers.popitem()[1].values()

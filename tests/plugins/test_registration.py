@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from contextlib import ExitStack, contextmanager
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import dask
 import dask.array as da
@@ -160,18 +160,15 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
     wait_until(lambda: have_plugin(bare))
 
 
+def answering(reply):
+    """A scheduler that answers so whoever registers."""
+    return Mock(register_scheduler_plugin=AsyncMock(), p2p_register=AsyncMock(return_value=reply))
+
+
 async def test_a_warning_of_many_workers_names_some():
-    class Mute:
-        """A scheduler of many workers that do not answer."""
-
-        async def register_scheduler_plugin(self, **kwargs):
-            pass
-
-        async def p2p_register(self):
-            workers = [f"tcp://w{i}" for i in range(9)]
-            return {"status": "ok", "failed": {}, "silent": workers, "workers": 12}
-
-    client = Mock(spec=Client, asynchronous=True, scheduler=Mute(), status="running")
+    workers = [f"tcp://w{i}" for i in range(9)]
+    scheduler = answering({"status": "ok", "failed": {}, "silent": workers, "workers": 12})
+    client = Mock(spec=Client, asynchronous=True, scheduler=scheduler, status="running")
     client.scheduler_comm = None
     named = r"^9 of 12 workers .* \(tcp://w0, .*tcp://w3, \.\.\.\)"
     with pytest.warns(P2PWarning, match=named):
@@ -223,21 +220,12 @@ async def test_an_asynchronous_client_registers_meanwhile(bare):
 
 
 async def test_no_warning_for_an_asynchronous_client_that_is_closed_meanwhile(monkeypatch):
-    class Gone:
-        status = "running"
-        scheduler = None
-
-    async def fail(scheduler):
-        raise OSError("Stream is closed")
-
-    monkeypatch.setattr(module, "ask", fail)
+    monkeypatch.setattr(module, "ask", AsyncMock(side_effect=OSError("Stream is closed")))
     with pytest.warns(P2PWarning, match="Stream is closed"):
-        await module.register_later(Gone())
-    closed = Gone()
-    closed.status = "closing"
+        await module.register_later(Mock(status="running"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        await module.register_later(closed)
+        await module.register_later(Mock(status="closing"))
 
 
 def _lack_package(dask_worker):
@@ -349,15 +337,9 @@ def test_workers_keep_their_own_options():
 
 
 async def test_a_scheduler_that_refuses_is_an_error():
-    class Scheduler:
-        async def register_scheduler_plugin(self, **request):
-            pass
-
-        async def p2p_register(self):
-            return {"status": "error", "message": "OSError: too many open files"}
-
+    scheduler = answering({"status": "error", "message": "OSError: too many open files"})
     with pytest.raises(RegistrationError, match="too many open files"):
-        await module.ask(Scheduler())
+        await module.ask(scheduler)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from dask_p2p.engine.task import WaitTask
 from dask_p2p.plugins.placement import allowed_workers, is_full, place_rank, unstarted
-from tests.sections.schedulers import Scheduler, Task
+from tests.sections.schedulers import Scheduler, Task, ranks
 
 GPU = {"GPU": 1}
 
@@ -34,10 +34,6 @@ def placed(scheduler, *tasks):
     for task in tasks:
         task.processing_on = place_rank(scheduler, task)
     return [task.processing_on and task.processing_on.address for task in tasks]
-
-
-def ranks(count, *args, **kwargs):
-    return [Task(("x", rank), *args, **kwargs) for rank in range(count)]
 
 
 def test_a_rank_leaves_the_worker_that_another_needs():

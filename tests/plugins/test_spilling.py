@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from types import ModuleType
 
 import dask
@@ -76,14 +78,7 @@ def device_host_file(monkeypatch):
     module.host_to_device = host_to_device
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
-    class Stream:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            pass
-
-    monkeypatch.setattr(spilling, "private_stream", Stream)
+    monkeypatch.setattr(spilling, "private_stream", nullcontext)
     return DeviceHostFile()
 
 
@@ -235,32 +230,24 @@ def test_reading_beside_dask_misses_nothing(device_host_file):
     for number in range(8):
         data[number] = DeviceBlock(number)
 
+    def find(number):
+        for read in 10 * (find_in_memory, read_spilled):
+            with suppress(KeyError):
+                return read(data, number).number
+        return None
+
     def serve():
         while not stop.is_set():
-            for number in range(8):
-                for _ in range(10):
-                    for read in (find_in_memory, read_spilled):
-                        try:
-                            assert read(data, number).number == number
-                        except KeyError:
-                            continue
-                        break
-                    else:
-                        continue
-                    break
-                else:
-                    missed.append(number)
+            missed.extend(number for number in range(8) if find(number) != number)
 
-    threads = [threading.Thread(target=serve) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
-        for round_ in range(3000):
-            assert data[round_ % 8].number == round_ % 8
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
+    with ThreadPoolExecutor(3) as threads:
+        serving = [threads.submit(serve) for _ in range(3)]
+        try:
+            for round_ in range(3000):
+                assert data[round_ % 8].number == round_ % 8
+        finally:
+            stop.set()
+    assert [thread.result() for thread in serving] == [None] * 3
     assert missed == []
 
 

@@ -19,6 +19,11 @@ class Task:
         self.run_spec = object.__new__(RankTask) if is_rank else None
 
 
+def ranks(count, *args, **kwargs):
+    """Tasks of all ranks of a gang."""
+    return [Task(("x", rank), *args, **kwargs) for rank in range(count)]
+
+
 class Worker:
     """A worker on the scheduler."""
 

@@ -61,25 +61,14 @@ class UnstartedCUDACluster(Unstarted):
         )
 
 
-class FakeNvml(types.ModuleType):
-    """Two GPUs with 10 and 20 GB free."""
-
-    free_bytes = (10_000_000_001, 20_000_000_001)
-
-    def nvmlInit(self):  # noqa: N802
-        pass
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, name):  # noqa: N802
-        return {"GPU-a": 0, "GPU-b": 1}[name]
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
-        return types.SimpleNamespace(free=self.free_bytes[handle])
+#: Stands for pynvml: two GPUs with 10 and 20 GB free.
+NVML = types.SimpleNamespace(
+    nvmlInit=lambda: None,
+    nvmlDeviceGetCount=lambda: 2,
+    nvmlDeviceGetHandleByIndex=lambda index: (10_000_000_001, 20_000_000_001)[index],
+    nvmlDeviceGetHandleByUUID={"GPU-a": 10_000_000_001, "GPU-b": 20_000_000_001}.__getitem__,
+    nvmlDeviceGetMemoryInfo=lambda free_bytes: types.SimpleNamespace(free=free_bytes),
+)
 
 
 @pytest.fixture
@@ -87,7 +76,7 @@ def two_gpus(monkeypatch):
     """Two GPUs, CuPy and dask-cuda seem to be there."""
     module = types.ModuleType("dask_cuda")
     module.LocalCUDACluster = UnstartedCUDACluster
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml("pynvml"))
+    monkeypatch.setitem(sys.modules, "pynvml", NVML)
     monkeypatch.setitem(sys.modules, "dask_cuda", module)
     monkeypatch.setitem(sys.modules, "distributed_ucxx", types.ModuleType("distributed_ucxx"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
@@ -244,7 +233,7 @@ def test_visible_devices(monkeypatch, setting, names):
 
 @pytest.mark.usefixtures("two_gpus")
 def test_without_a_driver_there_are_no_gpus(monkeypatch):
-    monkeypatch.setattr(FakeNvml, "nvmlInit", lambda self: 1 / 0)
+    monkeypatch.setattr(NVML, "nvmlInit", lambda: 1 / 0)
     assert usable_gpus() == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert usable_gpus() == []

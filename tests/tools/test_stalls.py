@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
+from logging.handlers import BufferingHandler
 
 import dask
 import dask.array as da
@@ -81,18 +81,15 @@ def found_stalled(client):
 
 
 def _listen():
-    class Listening(logging.Handler):
-        def emit(self, record):
-            _KEPT.append(record.getMessage())
-
-    waits.logger.addHandler(Listening())
+    waits.logger.addHandler(_LOG)
 
 
 def _lines():
-    return [line for line in _KEPT if "has waited" in line and "for ranks [1]" in line]
+    lines = [record.getMessage() for record in _LOG.buffer]
+    return [line for line in lines if "has waited" in line and "for ranks [1]" in line]
 
 
-_KEPT: list[str] = []
+_LOG = BufferingHandler(10_000)
 
 
 def test_wrong_arguments_are_refused(client):

@@ -53,6 +53,12 @@ class Conformance:
         finally:
             remote.close()
 
+    def refused(self, setup, block, words, error=TransferError, box=((0, 1), (0, 1)), **options):
+        """Read from a block, which fails with an error of these words; return the error."""
+        with pytest.raises(error, match=words) as caught:
+            self.read(setup, *block, box, **options)
+        return caught.value
+
     @pytest.fixture
     def block(self, setup):
         array = np.arange(60.0).reshape(6, 10)
@@ -166,19 +172,18 @@ class Conformance:
                     np.testing.assert_array_equal(result[key][0], array[1:3, :4])
 
     def test_a_block_that_is_not_there(self, setup):
-        with pytest.raises(TransferError, match=r"not there.*|.*nothing") as caught:
-            self.read(setup, "nothing", np.zeros((2, 2)), ((0, 1), (0, 1)))
-        assert caught.value.scope == "block"
+        error = self.refused(setup, ("nothing", np.zeros((2, 2))), r"not there.*|.*nothing")
+        assert error.scope == "block"
 
     def test_a_block_of_another_shape(self, setup, block):
         key, array = block
-        with pytest.raises(BlockMismatchError, match=r"declared as .*\(6, 9\)"):
-            self.read(setup, key, array[:, :9], ((0, 1), (0, 1)))
+        words = r"declared as .*\(6, 9\)"
+        self.refused(setup, (key, array[:, :9]), words, BlockMismatchError)
 
     def test_a_block_of_another_dtype(self, setup, block):
         key, array = block
-        with pytest.raises(BlockMismatchError, match="declared as float32"):
-            self.read(setup, key, array.astype("f4"), ((0, 1), (0, 1)))
+        words = "declared as float32"
+        self.refused(setup, (key, array.astype("f4")), words, BlockMismatchError)
 
     def test_a_block_in_another_byte_order_is_converted_or_left_to_comm(self, setup, block):
         key, array = block
@@ -187,16 +192,13 @@ class Conformance:
             assert region.dtype == ">f8"
             np.testing.assert_array_equal(setup.to_numpy(region), setup.to_numpy(array)[:2, 1:3])
             return
-        with pytest.raises(TransferError, match="only comm changes the byte order") as caught:
-            self.read(setup, key, array.astype(">f8"), ((0, 1), (0, 1)))
-        assert caught.value.scope == "region"
+        words = "only comm changes the byte order"
+        assert self.refused(setup, (key, array.astype(">f8")), words).scope == "region"
 
     def test_a_holder_that_is_closing_refuses(self, setup, block):
-        key, array = block
-        self.read(setup, key, array, ((0, 1), (0, 1)))  # so that the two have met
+        self.read(setup, *block, ((0, 1), (0, 1)))  # so that the two have met
         setup.close_holder()
-        with pytest.raises(TransferError, match=setup.holder):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, setup.holder)
 
     def test_a_released_block_is_kept_while_it_is_read(self, setup, block):
         key, array = block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,25 +16,12 @@ from dask_p2p.transports.base import Reading, Region, Request, Transport
 from dask_p2p.transports.buffers import Footprint
 
 
-class FailingReading(Reading):
-    """Of which nothing comes."""
-
-    def __init__(self, error):
-        self.error, self.closed = error, False
-
-    def __iter__(self):
-        yield Region(0, 0, ((0, 1),)).mark_failed(self.error)
-
-    def close(self):
-        self.closed = True
-
-
 class Ferry(Transport):
     name, kinds = "ferry", ("numpy",)
     handlers = footprint = read = close = None
 
     def __init__(self):
-        pass
+        self.options = options()
 
     def holder_obstacle(self, holder):
         return Obstacle("far", "it is far away") if holder == "far" else None
@@ -61,25 +49,14 @@ def test_what_a_transport_does_not_move_is_an_obstacle(holder, kind, dtype, text
         Ferry.moves_objects = False
 
 
-class FailingTransport(Transport):
-    name = "failing"
-
-    def __init__(self, error):
-        self.reading = FailingReading(error)
-
-    def read(self, requests, options):
-        return self.reading
-
-    handlers = obstacle = footprint = close = None
-
-
 @pytest.mark.parametrize("error", [TransferError("trouble"), TimeoutError()], ids=repr)
-def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error):
-    transport = FailingTransport(error)
-    transport.options = options()
+def test_a_probe_that_fails_says_so_and_leaves_nothing_open(error, monkeypatch):
+    reading = MagicMock()
+    reading.__iter__.return_value = [Region(0, 0, ((0, 1),)).mark_failed(error)]
+    monkeypatch.setattr(Ferry, "read", lambda transport, requests, options: reading)
     with pytest.raises(TransferError, match=r"trouble|the worker's event loop did not respond"):
-        transport.probe("there", "numpy")
-    assert transport.reading.closed
+        Ferry().probe("there", "numpy")
+    reading.close.assert_called_once()
 
 
 class _Nothing(Reading):

@@ -26,14 +26,6 @@ from dask_p2p.transports.pinned import PinnedTransport
 comm_footprint, ucx_footprint = CommTransport.footprint, UcxTransport.footprint
 
 
-def ipc_footprint(options):
-    return IpcTransport.footprint(options, "cupy")
-
-
-def cma_footprint(options):
-    return CmaTransport.footprint(options, "numpy")
-
-
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 KINDS = ("numpy", "cupy")
 
@@ -53,7 +45,7 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, order, k
         ipc_staging_bytes=part_bytes,
     )
     unread = MOST_UNREAD if kind == "cupy" else 0
-    slots = SLOTS * (ipc_footprint(chosen).part_bytes or 0)
+    slots = SLOTS * (IpcTransport.footprint(chosen, "cupy").part_bytes or 0)
     if kind != "cupy" or "ipc" not in chosen.order(kind):
         slots = 0
     comm, ucx = comm_footprint(chosen, kind), ucx_footprint(chosen, kind)
@@ -63,8 +55,9 @@ def test_what_a_task_holds_is_within_the_limit(limit_bytes, part_bytes, order, k
     pinned = PinnedTransport.footprint(chosen, kind)
     parts_held = pinned.parts_in_flight + 1 + (unread + 2 if kind == "cupy" else 0)
     assert slots + parts_held * buffer_bytes(pinned.part_bytes) <= limit_bytes
-    assert buffer_bytes(cma_footprint(chosen).part_bytes) <= limit_bytes
-    assert cma_footprint(chosen).part_bytes <= min(part_bytes, GIB)
+    cma = CmaTransport.footprint(chosen, "numpy")
+    assert buffer_bytes(cma.part_bytes) <= limit_bytes
+    assert cma.part_bytes <= min(part_bytes, GIB)
     assert comm.part_bytes <= part_bytes
     assert ucx.part_bytes <= part_bytes
     for largest_bytes in (0, 100 * KIB, 100 * GIB):
@@ -82,7 +75,8 @@ def test_a_limit_of_one_byte_leaves_parts_of_one(kind):
     assert comm_footprint(chosen, kind).part_bytes == 1
     ucx = ucx_footprint(chosen, kind)
     assert (ucx.part_bytes, ucx.parts_in_flight) == (512, 0), "one after another"
-    assert ipc_footprint(chosen).part_bytes is None, "kernels read the other GPU's memory in place"
+    ipc = IpcTransport.footprint(chosen, "cupy")
+    assert ipc.part_bytes is None, "kernels read the other GPU's memory in place"
 
 
 def test_two_that_look_at_the_same_time():

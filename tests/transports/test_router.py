@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -145,17 +146,11 @@ def test_threads_that_need_a_way_at_once_prove_it_once(router, ipc):
         assert go_on.wait(BOUND_S)
 
     ipc.probe = probe
-    results = []
-    threads = [
-        threading.Thread(target=lambda: results.append(routes(router, ("a",)))) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    assert started.wait(BOUND_S)
-    go_on.set()
-    for thread in threads:
-        thread.join(BOUND_S)
-    assert results == [[("a", "ipc"), ("a", "comm")]] * 3
+    with ThreadPoolExecutor(3) as threads:
+        results = [threads.submit(routes, router, ("a",)) for _ in range(3)]
+        assert started.wait(BOUND_S)
+        go_on.set()
+    assert [result.result() for result in results] == [[("a", "ipc"), ("a", "comm")]] * 3
     assert ipc.probed == [("a", "cupy")]
 
 

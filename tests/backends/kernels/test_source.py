@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from importlib import util
 from types import SimpleNamespace
 
 import pytest
 
-import dask_p2p.backends.kernels as folder
-from tests.support import BOUND_S
+from tests.support import BOUND_S, loaded_anew
 
 THREADS = 4
 
@@ -46,10 +45,7 @@ def module(monkeypatch, compiled):
 
     cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3), Device=nullcontext)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module, cuda=cuda))
-    spec = util.spec_from_file_location("cuda", f"{folder.__path__[0]}/cuda.py")
-    loaded = util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
+    return loaded_anew("dask_p2p.backends.kernels.cuda")
 
 
 def test_each_device_loads_the_source_once(module, compiled):
@@ -70,11 +66,9 @@ def test_threads_compile_once(module, compiled):
 
     source = module.CudaSource("transpose.cu", load)
     source._loaded = kernels
-    threads = [threading.Thread(target=source.on, args=(0,)) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(BOUND_S)
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in range(THREADS):
+            threads.submit(source.on, 0)
     assert len(compiled) == 1
     assert [*kernels] == [0]
 

@@ -168,31 +168,24 @@ def test_the_function_comes_after_what_the_null_stream_does(gpu):
     through(gpu, work, array())
 
 
-def followed(gpu, first, then, before=lambda: None):
-    """Two blocks through the streams, of which the second begins as soon as it may."""
-    outs = [array(True), array(True)]
-
-    @contextmanager
-    def begin():
-        before()
-        through(gpu, then, outs[1])
-        begun.append(gpu.most_bytes)
-        yield
-
-    begun = []
-    PartStreams(NEVER, pytest.fail, on_issued=begin).run(first, outs[0])
-    gpu.do(HOST, "whoever reads the output", reads=[outs[0]])
-    gpu.check()
-    assert len(begun) == 1
-    for work, out in zip((first, then), outs, strict=True):
-        np.testing.assert_array_equal(out, work.expected())
-
-
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("pins", [(True, True), (True, False), (False, True), (False, False)])
 def test_the_next_block_begins_in_the_same_slots(gpu, pins, in_place):
+    """The second block begins as soon as it may."""
     first, then = (Work(gpu, array(is_pinned), in_place=in_place) for is_pinned in pins)
-    followed(gpu, first, then)
+    out, begun = array(True), []
+
+    @contextmanager
+    def begin():
+        through(gpu, then, array(True))
+        begun.append(then)
+        yield
+
+    PartStreams(NEVER, pytest.fail, on_issued=begin).run(first, out)
+    gpu.do(HOST, "whoever reads the output", reads=[out])
+    gpu.check()
+    assert begun == [then]
+    np.testing.assert_array_equal(out, first.expected())
     assert gpu.most_bytes <= sum(first.plan.device_bytes(SLOTS)), "slots for one block, not for two"
     PartStreams.drop_slots()
     assert gpu.live_bytes == 0, "and none of the results is left"

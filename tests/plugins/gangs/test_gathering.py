@@ -17,7 +17,7 @@ from dask_p2p.errors import SectionError
 from dask_p2p.plugins.gangs.coordinator import Coordinator
 from dask_p2p.plugins.gangs.gathering import Gathering
 from dask_p2p.plugins.registration import workers_of
-from tests.sections.schedulers import Scheduler, Task
+from tests.sections.schedulers import Scheduler, Task, ranks
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, restart, result_of
 from tests.transports.loopback import wait_until
@@ -45,7 +45,7 @@ class Looks:
 
 def short():
     scheduler = Scheduler(GPU, GPU)
-    scheduler.gang(*(Task(("x", rank), GPU) for rank in range(3)))
+    scheduler.gang(*ranks(3, GPU))
     return scheduler
 
 
@@ -113,13 +113,13 @@ def test_gangs_are_not_looked_at_when_they_run_or_have_ended():
     assert looks.after(1.0) == []
 
 
-def placed(needs=None, name="x"):
+def placed(needs=None):
     """A gang with a rank on each of two workers."""
     scheduler = Scheduler(GPU, GPU, GPU)
-    tasks = [Task((name, rank), needs) for rank in range(2)]
+    tasks = ranks(2, needs)
     for task, worker in zip(tasks, "ab", strict=True):
         task.state, task.processing_on = "processing", scheduler.workers[worker]
-    scheduler.gang(*tasks, name=name)
+    scheduler.gang(*tasks)
     return scheduler
 
 

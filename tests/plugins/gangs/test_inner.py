@@ -8,10 +8,11 @@ import dask
 import dask.array as da
 import numpy as np
 import pytest
-from distributed import Client, LocalCluster, worker_client
+from distributed import worker_client
 
 from dask_p2p import spmd
 from dask_p2p.errors import P2PWarning
+from tests.support import own_client
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -52,8 +53,7 @@ def test_a_warning_names_the_section_whose_workers_an_inner_one_needs(monkeypatc
     with (
         dask.config.set({"p2p.sections.warn-after": "100 ms"}),
         warnings.catch_warnings(record=True) as records,
-        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as cluster,
-        Client(cluster) as client,
+        own_client() as client,
     ):
         warnings.simplefilter("always", P2PWarning)
         section = inner()

@@ -5,13 +5,9 @@ import re
 import pytest
 
 from dask_p2p.plugins.gangs.gathering import describe_shortage
-from tests.sections.schedulers import Scheduler, Task
+from tests.sections.schedulers import Scheduler, ranks
 
 GPU = {"GPU": 1}
-
-
-def ranks(count, *args, **kwargs):
-    return [Task(("x", rank), *args, **kwargs) for rank in range(count)]
 
 
 @pytest.mark.parametrize(

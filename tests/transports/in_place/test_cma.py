@@ -119,8 +119,7 @@ class TestCma(Conformance):
         assert setup.host.calls.count("p2p_cma_publish") == 5
 
     def test_what_is_closed_is_not_read(self, setup, block):
-        key, array = block
-        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        remote = self.open(setup, *block)
         pending = remote.request()
         remote.close()
         with pytest.raises(TransferError, match="was closed before it was read"):
@@ -147,7 +146,6 @@ class TestCma(Conformance):
         def refuse(*args):
             raise PermissionError(1, "Operation not permitted")
 
-        key, array = block
         monkeypatch.setattr(process_memory, "read", refuse)
         obstacle = setup.reader.obstacle("holder", "numpy", F8)
         assert obstacle.code == "forbidden"
@@ -155,7 +153,7 @@ class TestCma(Conformance):
         assert "not permitted" in obstacle.text
         assert "SYS_PTRACE" in obstacle.remedy
         with pytest.raises(TransferError, match="cannot be read in place: its memory may not be"):
-            self.open(setup, key, array)
+            self.open(setup, *block)
 
     @pytest.mark.parametrize(
         ("memory", "words"),
@@ -172,15 +170,12 @@ class TestCma(Conformance):
         assert words in setup.reader.obstacle("holder", "numpy", F8).text
 
     def test_memory_that_cannot_be_read(self, setup, block, monkeypatch):
-        key, array = block
         monkeypatch.setattr(CmaTransport, "address_of", lambda transport, block: {"address": 8})
-        with pytest.raises(TransferError, match=r"block .* cannot be read: .*Bad address"):
-            self.read(setup, key, array, ((0, 6), (0, 10)))
+        self.refused(setup, block, r"block .* cannot be read: .*Bad address")
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block, monkeypatch):
-        key, array = block
         whole_box = ((0, 6), (0, 10))
-        remote = self.open(setup, key, array, whole_box, whole_box)
+        remote = self.open(setup, *block, whole_box, whole_box)
         remote.request().result()
         remote.confirm()
         with subprocess.Popen([sys.executable, "-c", ""]) as ended:

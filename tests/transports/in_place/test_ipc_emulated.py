@@ -105,17 +105,15 @@ class TestIpcEmulated(Conformance):
     is_eager = True
 
     def test_a_holder_that_ended_while_it_was_read(self, setup, block):
-        key, array = block
-        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        remote = self.open(setup, *block)
         remote.request()
         remote.confirm()
         setup.serving.directory.lock(OWNER, fcntl.F_UNLCK)  # as the kernel does for the dead
         with pytest.raises(TransferError, match=r"holder ended while block .* was read"):
             remote.confirm()
         remote.close()
-        with pytest.raises(TransferError, match=r"published and withdrew block .* 3 times") as info:
-            self.read(setup, key, array, ((0, 6), (0, 10)))
-        assert info.value.scope == "region"  # other blocks may still be read in this way
+        error = self.refused(setup, block, r"published and withdrew block .* 3 times")
+        assert error.scope == "region"  # other blocks may still be read in this way
 
     @pytest.mark.parametrize("fails", [False, True])
     def test_memory_is_unmapped_before_its_lease_ends(self, setup, monkeypatch, fails):
@@ -145,16 +143,14 @@ class TestIpcEmulated(Conformance):
         ids=str,
     )
     def test_a_descriptor_that_is_not_of_the_block(self, setup, block, monkeypatch, change, words):
-        key, array = block
 
         def text(published):
             return json.dumps({**asdict(published), **change}).encode()
 
         monkeypatch.setattr(Descriptor, "text", text)
-        with pytest.raises(BlockMismatchError, match=words):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, words, BlockMismatchError)
         assert setup.device.runtime.open == {}, "nothing was mapped"
-        assert nothing_is_kept(setup, key)
+        assert nothing_is_kept(setup, block[0])
 
     @pytest.mark.parametrize("failing_call", ["it is not mapped", "it is not made an array"])
     def test_memory_that_cannot_be_had_leaves_nothing_behind(self, setup, block, failing_call):
@@ -168,8 +164,7 @@ class TestIpcEmulated(Conformance):
         assert nothing_is_kept(setup, key)
 
     def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
-        key, array = block
-        remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+        remote = self.open(setup, *block)
 
         async def forget():
             setup.reader.on_worker_left(setup.holder)
@@ -182,14 +177,13 @@ class TestIpcEmulated(Conformance):
         assert usage(setup.reader)["mapped"] == 0
 
     def test_nothing_is_published_before_its_values_are_there(self, setup, block, monkeypatch):
-        key, array = block
         published = []
         monkeypatch.setattr(
             ipc,
             "wait_until_written",
             lambda blocks, any_stream: published.append(len(setup.serving.directory)),
         )
-        self.read(setup, key, array, ((0, 6), (0, 10)))
+        self.read(setup, *block, ((0, 6), (0, 10)))
         assert published == [0]
 
     @pytest.mark.parametrize("error", [OSError("full"), ValueError("closed"), TransferError("no")])
@@ -199,11 +193,9 @@ class TestIpcEmulated(Conformance):
         def fail(block):
             raise error
 
-        key, array = block
         monkeypatch.setattr(cuda_ipc, "export", fail)
         setup.serving.publish(setup.host.blocks)
-        with pytest.raises(TransferError, match=f"holder could not send .*{error}"):
-            self.read(setup, key, array, ((0, 6), (0, 10)))
+        self.refused(setup, block, f"holder could not send .*{error}")
 
     def test_an_event_loop_that_is_stuck(self, setup, loop):
         go_on = threading.Event()
@@ -225,11 +217,10 @@ class TestIpcEmulated(Conformance):
         assert setup.reader.obstacle("holder", "cupy", np.dtype("f8")) is None
 
     def test_a_holder_that_may_not_be_mapped_is_not(self, setup, block, monkeypatch):
-        key, array = block
         monkeypatch.setattr(cuda_ipc, "peer_obstacle", lambda gpu: TOO_FAR)
         assert setup.reader.obstacle("holder", "cupy", np.dtype("f8")) == TOO_FAR
         with pytest.raises(TransferError, match="holder cannot be read in place: too far apart"):
-            self.open(setup, key, array)
+            self.open(setup, *block)
         assert setup.device.runtime.open == {}
 
     def test_closing_lets_go_of_everything(self, setup, block, loop):

@@ -62,8 +62,8 @@ def one_bucket(monkeypatch):
 
 
 @pytest.mark.usefixtures("one_bucket")
-@pytest.mark.parametrize("other", ["key", "other"])
-def test_an_entry_used_again_between_finding_and_locking(directory, monkeypatch, other):
+@pytest.mark.parametrize("second_key", ["key", "other"])
+def test_an_entry_used_again_between_finding_and_locking(directory, monkeypatch, second_key):
     publish(directory, "key", Block(), b"text")
     before = directory.published["key"].entry
 
@@ -72,13 +72,13 @@ def test_an_entry_used_again_between_finding_and_locking(directory, monkeypatch,
     def lock(leases, *args):
         monkeypatch.setattr(Leases, "lock", real)
         directory.withdraw("key")
-        publish(directory, other, Block(), b"another text")
-        assert directory.published[other].entry == before
+        publish(directory, second_key, Block(), b"another text")
+        assert directory.published[second_key].entry == before
         real(leases, *args)
 
     monkeypatch.setattr(Leases, "lock", lock)
     lease = take(directory.folder, "key")
-    if other == "key":
+    if second_key == "key":
         assert lease.text == b"another text", "it is read when it cannot change any more"
         directory.withdraw("key")
         assert len(directory) == 1

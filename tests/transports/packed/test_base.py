@@ -82,10 +82,10 @@ def holder(loop, tmp_path, monkeypatch):
     host.close()
 
 
-def serve(holder, loop, parts=PARTS, wait_s=60.0):
+def serve(holder, loop):
     """Return the answers, and the regions that were packed."""
     blocks = [(number, (4, 3)) for number in range(3)]
-    request = ReadRequest(blocks, parts, "float64 <f8", 8, time.monotonic() + wait_s)
+    request = ReadRequest(blocks, PARTS, "float64 <f8", 8, time.monotonic() + 60.0)
     target = Memory(holder.happened)
 
     async def packed():

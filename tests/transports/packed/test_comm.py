@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends.host import HostQueue
-from dask_p2p.errors import BlockMismatchError, TransferError
+from dask_p2p.errors import BlockMismatchError
 from dask_p2p.transports.packed import CommTransport
 from tests.transports.loopback import wait_until
 from tests.transports.packed.conformance import PackedConformance
@@ -23,10 +23,9 @@ class TestComm(PackedConformance):
         def fail(*args, **kwargs):
             raise MemoryError("no room")
 
-        key, array = block
         monkeypatch.setattr(HostQueue, "permute", fail)
-        with pytest.raises(TransferError, match=r"out of memory while packing .*no room"):
-            self.read(setup, key, array, ((0, 6), (0, 1)))
+        words = r"out of memory while packing .*no room"
+        self.refused(setup, block, words, box=((0, 6), (0, 1)))
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_what_is_handed_over_in_one_process_takes_no_room(self, setup, loop, block):
@@ -54,18 +53,14 @@ class TestComm(PackedConformance):
             return reply
 
         setup.host.handlers["p2p_comm_read"] = send_reply
-        key, array = block
-        with pytest.raises(TransferError, match=words):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, words)
 
     def test_masked_blocks_are_refused(self, setup):
         setup.put("block", np.ma.masked_equal(np.ones((2, 2)), 0))
-        with pytest.raises(BlockMismatchError, match=r"(?i)masked"):
-            self.read(setup, "block", np.ones((2, 2)), ((0, 1), (0, 1)))
+        self.refused(setup, ("block", np.ones((2, 2))), r"(?i)masked", BlockMismatchError)
 
     def test_errors_that_nobody_waits_for_are_not_logged(self, setup, loop, block, monkeypatch):
         """A killed holder ends all requests at once; the reader gives up with the first."""
-        key, array = block
         requests, logged = [], []
 
         async def call(address, op, **kwargs):
@@ -78,7 +73,7 @@ class TestComm(PackedConformance):
         monkeypatch.setattr(setup.reader.worker, "call", call)
         loop.loop.set_exception_handler(lambda loop, context: logged.append(context))
         try:
-            remote = self.open(setup, key, array, ((0, 6), (0, 10)))
+            remote = self.open(setup, *block)
             remote.request()
             wait_until(lambda: requests)
             remote.close()
@@ -93,8 +88,5 @@ class TestComm(PackedConformance):
         assert logged == []
 
     def test_a_holder_that_cannot_be_reached(self, setup, block):
-        key, array = block
         del setup.network["holder"]
-        expected = r"holder cannot be reached to ask about block .*: nobody"
-        with pytest.raises(TransferError, match=expected):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, r"holder cannot be reached to ask about block .*: nobody")

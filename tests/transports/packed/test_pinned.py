@@ -157,9 +157,8 @@ class Pinned(PackedConformance):
         second_remote.close()
 
     def test_closing_lets_go_of_all_memory(self, setup, block, loop):
-        key, array = block
         before = shared_files()
-        self.read(setup, key, array, WHOLE)
+        self.read(setup, *block, WHOLE)
         assert shared_files() - before
         for transport in (setup.reader, setup.serving):
             loop.run(transport.close())
@@ -193,17 +192,16 @@ class TestPinned(Pinned):
         assert in_flight <= largest_bytes <= in_flight + 1
 
     def test_a_holder_unmaps_what_its_reader_gave_up(self, setup, block):
-        key, array = block
         regions = []
         for _ in range(4):
-            remote = self.open(setup, key, array, WHOLE)
+            remote = self.open(setup, *block, WHOLE)
             regions.append(remote.request().result(BOUND_S))
             remote.close()
         assert usage(setup.serving)["mapped"] == 4
         setup.reader.segments[setup.kind].clear()
         del regions[1:], remote
         setup.reader.segments[setup.kind].clear()
-        self.read(setup, key, array, WHOLE)
+        self.read(setup, *block, WHOLE)
         assert usage(setup.serving)["mapped"] == 2
 
 
@@ -336,12 +334,10 @@ class TestPinnedOnGpus(Pinned):
     test_dtypes_of_numpy = None
 
     def test_memory_that_cannot_be_pinned(self, setup, block):
-        key, array = block
         setup.gpu.can_pin = False
-        with pytest.raises(TransferError, match="no memory to share: cudaErrorMemory"):
-            self.read(setup, key, array, WHOLE)
+        self.refused(setup, block, "no memory to share: cudaErrorMemory")
         setup.gpu.can_pin = True
-        self.read(setup, key, array, WHOLE)
+        self.read(setup, *block, WHOLE)
 
 
 def test_segments_of_another_size_make_room():

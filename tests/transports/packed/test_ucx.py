@@ -63,9 +63,8 @@ def test_a_spilled_block_does_not_go_into_memory_of_a_gpu(
 class TestUcx(PackedConformance):
     def test_ucx_rests_when_there_is_nothing_to_do(self, setup, block, monkeypatch):
         monkeypatch.setattr("dask_p2p.transports.ucx.REST_S", 0.05)
-        key, array = block
         for _ in range(2):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+            self.read(setup, *block, ((0, 1), (0, 1)))
             for transport in (setup.reader, setup.serving):
                 messenger = transport.messenger()
                 wait_until(lambda messenger=messenger: messenger.stop_when_idle(3600))
@@ -81,8 +80,7 @@ class TestUcx(PackedConformance):
                 ended.set()
 
         setup.host.handlers["p2p_ucx_read"] = send_reply
-        key, array = block
-        remote = self.open(setup, key, array, ((0, 1), (0, 1)))
+        remote = self.open(setup, *block, ((0, 1), (0, 1)))
         remote.request()
         assert requested.wait(BOUND_S)
         remote.close()
@@ -93,10 +91,8 @@ class TestUcx(PackedConformance):
         def fail(queue):
             raise RuntimeError("the device is lost")
 
-        key, array = block
         monkeypatch.setattr(HostQueue, "synchronize", fail)
-        with pytest.raises(TransferError, match="the device is lost"):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, "the device is lost")
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_after_it_is_closed_nothing_is_started(self, setup, loop, monkeypatch):
@@ -107,8 +103,7 @@ class TestUcx(PackedConformance):
                 transport.messenger()
 
     def test_no_thread_and_no_timer_is_left(self, setup, loop, block):
-        key, array = block
-        self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.read(setup, *block, ((0, 1), (0, 1)))
         assert len(resting(loop)) == 2
         for transport in (setup.reader, setup.serving):
             loop.run(transport.close())
@@ -140,10 +135,8 @@ class TestUcx(PackedConformance):
         wait_until(lambda: not resting(loop))  # nobody looks after it any more
 
     def test_a_holder_that_may_not_send_unencrypted(self, setup, block):
-        key, array = block
         setup.host.encrypted_only = True
-        with pytest.raises(TransferError, match="requires encryption"):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, "requires encryption")
 
     def test_a_reader_that_nobody_reaches(self, setup, loop, block):
         key, _ = block
@@ -165,30 +158,26 @@ class TestUcx(PackedConformance):
             return {"status": "error", "message": "UCX has not started"}
 
         setup.reader.worker.handlers["p2p_ucx_peer"] = fail
-        key, array = block
-        with pytest.raises(TransferError, match="could not send its UCX address: UCX has not"):
-            self.read(setup, key, array, ((0, 1), (0, 1)))
+        self.refused(setup, block, "could not send its UCX address: UCX has not")
 
     def test_a_message_that_never_comes(self, setup, block):
         async def lie(**kwargs):
             return {"status": "ok", "parts": [{"status": "ok"}]}
 
         setup.host.handlers["p2p_ucx_read"] = lie
-        key, array = block
-        with pytest.raises(TransferError, match=r"block .* did not arrive: no message within"):
-            self.read(setup, key, array, ((0, 1), (0, 1)), request_timeout_s=0.2)
+        words = r"block .* did not arrive: no message within"
+        self.refused(setup, block, words, request_timeout_s=0.2)
 
     def test_a_message_that_does_not_get_through(self, setup, block, monkeypatch):
         """The holder answers, and says so before the reader gives it up: other transports work."""
-        key, array = block
 
         def stuck(message, timeout_s):
             assert timeout_s < 60.0, "earlier than the reader"
             raise TransferError("no message within 59.5 s", is_silence=True)
 
         monkeypatch.setattr(Message, "result", stuck)
-        with pytest.raises(TransferError, match=r"holder could not send .* no message within"):
-            self.read(setup, key, array, ((0, 1), (0, 10)), request_timeout_s=60.0)
+        words = r"holder could not send .* no message within"
+        self.refused(setup, block, words, request_timeout_s=60.0)
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_a_holder_that_stops_in_the_middle(self, setup, block):
@@ -360,10 +349,9 @@ class TestUcx(PackedConformance):
             np.testing.assert_array_equal(region, array)
 
     def test_a_worker_that_left_and_came_back(self, setup, block):
-        key, array = block
         calls = setup.reader.worker.calls
         for times in (1, 2):
-            self.read(setup, key, array, ((0, 1), (0, 10)))
+            self.read(setup, *block, ((0, 1), (0, 10)))
             assert len(setup.serving.messenger().endpoints) == 1
             for transport, peer in ((setup.reader, "holder"), (setup.serving, "reader")):
                 transport.worker.loop.call_soon_threadsafe(transport.on_worker_left, peer)
