@@ -7,19 +7,31 @@ what relies on it here, before the range of releases is raised.
 from __future__ import annotations
 
 import inspect
+import threading
+from dataclasses import fields
 from importlib import metadata
 from itertools import count
 from pathlib import Path
 
 import dask
+import dask.array as da
 import distributed
+import numpy as np
 import pytest
-from distributed import Scheduler, SchedulerPlugin, Worker
+from dask.task_spec import GraphNode
+from distributed import Scheduler, SchedulerPlugin, Worker, get_worker, wait
 from distributed.scheduler import ALL_TASK_STATES, SchedulerState, TaskGroup, TaskState, WorkerState
+from distributed.spill import SpillBuffer
+from distributed.threadpoolexecutor import ThreadPoolExecutor, thread_state
+from distributed.worker import WORKER_ANY_RUNNING
+from distributed.worker import thread_state as task_state
+from distributed.worker_state_machine import SecedeEvent
 from distributed.worker_state_machine import TaskState as WorkerTaskState
+from zict import Buffer, Cache, File, Func
 
 import dask_p2p
 from dask_p2p import versions
+from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.dask_internals import PROFILE
 from dask_p2p.plugins.registration import workers_of
@@ -73,6 +85,56 @@ def test_the_scheduler_calls_what_is_replaced(client):
         )
         client.submit(lambda *values: values, left_block, right, pure=False).result(timeout=BOUND_S)
     assert called_methods == set(METHODS)
+
+
+def test_the_message_that_a_worker_gets_for_a_task(client):
+    """The one that the worker's plugin changes: see `dask_p2p.plugins.worker.P2PPlugin`."""
+    dask_p2p.register(client)
+    messages = []
+    workers = list(client.cluster.workers.values())
+    with pytest.MonkeyPatch.context() as patch:
+        for worker in workers:
+            original = worker.stream_handlers["compute-task"]
+
+            def spy(original=original, **message):
+                messages.append(message)
+                original(**message)
+
+            patch.setitem(worker.stream_handlers, "compute-task", spy)
+        x = da.ones((4, 6), chunks=(1, 6)).persist()
+        wait(x)
+        y = dask_p2p.transpose(x).persist()
+        wait(y)
+    our_messages = [
+        message for message in messages if isinstance(message["run_spec"], AssembleTask)
+    ]
+    assert len(our_messages) == 4
+    for message in our_messages:
+        assert isinstance(message["run_spec"], GraphNode)
+        assert set(message["who_has"]) == set(message["nbytes"])
+        assert len(message["who_has"]) == 4
+        addresses = {worker.address for worker in workers}
+        assert all(set(holders) <= addresses for holders in message["who_has"].values())
+        assert all(type(nbytes) is int for nbytes in message["nbytes"].values())
+
+
+def test_parts_of_the_dashboard_that_are_used(client):
+    """See `dask_p2p.monitoring.dashboard`; `applications` are those of Dask's own pages."""
+    pytest.importorskip("bokeh")
+    from bokeh.server.tornado import BokehTornado
+    from distributed.dashboard.scheduler import applications, template_variables
+
+    dask_p2p.register(client)
+    scheduler = client.cluster.scheduler
+    variables = template_variables(scheduler)
+    assert variables is template_variables(scheduler), "kept for all pages"
+    assert {"status", "p2p"} <= set(variables["pages"])
+    assert all(set(plot) == {"url", "name"} for plot in variables["plots"])
+    dashboard, own_pages = (
+        app for app in scheduler.http_application.applications if isinstance(app, BokehTornado)
+    )
+    assert own_pages.app_paths == set(own_pages._applications)
+    assert dashboard.app_paths == set(applications) | own_pages.app_paths
 
 
 def test_parts_of_states_that_are_used():
@@ -161,6 +223,36 @@ def test_dask_serializes_cupy_blocks_as_is_expected():
         assert line in text
 
 
+def test_the_levels_of_dasks_store(tmp_path):
+    """`dask_p2p.plugins.storage` reads them, maps the files, and has a function called."""
+    data = SpillBuffer(str(tmp_path), target=10**6)
+    assert isinstance(data, Buffer)
+    events = []
+    data.fast_to_slow_callbacks.append(lambda key, value: events.append(key))
+    data["key", 0] = values = np.arange(1000)
+    assert data.memory["key", 0] is values
+    data.evict()
+    assert events == [("key", 0)]
+    assert isinstance(data.disk, Cache)
+    assert data.disk.cache["key", 0] is values
+    files = data.disk.data
+    assert isinstance(files, Func)
+    assert isinstance(files.d, File)
+    content = (Path(files.d.directory) / files.d.filenames["key", 0]).read_bytes()
+    np.testing.assert_array_equal(files.load(memoryview(content)), values)
+
+
+def test_threads_of_a_pool():
+    """They stay as long as they are told to go on: see dask_p2p/plugins/dask_internals.py."""
+
+    def read_pool_state():
+        is_listed = threading.current_thread() in thread_state.executor._threads
+        return thread_state.executor, thread_state.proceed, is_listed
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(read_pool_state).result() == (pool, True, True)
+
+
 def test_what_sections_read_of_the_scheduler_and_of_workers(client):
     """See dask_p2p/plugins/placement.py, and `gathering`, `units` and `threads` of gangs."""
     dask_p2p.register(client)
@@ -188,6 +280,28 @@ def test_gangs_change_the_states_of_tasks():
     signature = inspect.signature(SchedulerPlugin.update_graph)
     assert {"client", "tasks"} <= {*signature.parameters}
     assert [*inspect.signature(SchedulerPlugin.log_event).parameters] == ["self", "topic", "msg"]
+
+
+def test_a_worker_takes_the_event_of_a_thread_that_leaves():
+    """See dask_p2p/plugins/dask_internals.py."""
+    names = {field.name for field in fields(SecedeEvent)}
+    assert {"key", "compute_duration", "stimulus_id"} <= names
+    assert callable(Worker.handle_stimulus)
+
+
+def read_by_a_rank():
+    worker = get_worker()
+    task = worker.state.tasks[task_state.key]
+    return task_state.start_time > 0, task.resource_restrictions, worker.scheduler is not None
+
+
+def test_what_ranks_read_in_their_thread_and_of_their_worker(client):
+    """See `threads` and `units` of dask_p2p/plugins/gangs, and `worker` of sections."""
+    dask_p2p.register(client)
+    assert client.submit(read_by_a_rank, pure=False).result(timeout=BOUND_S) == (True, None, True)
+    (worker, *_) = client.cluster.workers.values()
+    assert worker.status in WORKER_ANY_RUNNING
+    assert callable(worker.security.get_listen_args)
 
 
 def test_the_profiler_of_a_worker():
