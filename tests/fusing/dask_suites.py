@@ -10,7 +10,7 @@ import dask
 import pytest
 from dask.array.utils import assert_eq
 
-from tests.suites import expect_failures, module_of
+from tests.suites import expect_failures
 
 COUNTS = "counts tasks of another method, since rechunks depend on the client"
 WARNS = "expects a warning in this process"
@@ -53,7 +53,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
-    expect_failures(items, EXPECTED.get(module_of(items[0]), {}), optional={COLLIDES})
+    expect_failures(items, EXPECTED, optional={COLLIDES})
 
 
 def pytest_terminal_summary(terminalreporter, config):
