@@ -13,13 +13,11 @@ from dask.array.utils import assert_eq
 from tests.suites import expect_failures
 
 COUNTS = "counts tasks of another method, since rechunks depend on the client"
-WARNS = "expects a warning in this process"
 #: Some runs fail: the cluster may still have the keys of the first array.
 COLLIDES = "makes arrays of the same name and other chunks"
 #: Causes of failures of Dask's tests, by module and name.
 EXPECTED = {
     "test_rechunk": {"test_rechunk_intermediates": COUNTS},
-    "test_reductions": {"test_nanquantile_all_nan": WARNS},
     "test_shuffle": {"test_shuffle_config_tolerance": COLLIDES},
 }
 GANGS = pytest.StashKey[list[int]]()
