@@ -12,7 +12,7 @@ pytestmark = pytest.mark.programs(25)
 
 
 #: Suites that one process runs, and the least numbers of tests that pass and of gangs.
-QUICK = ("test_overlap test_rechunk test_atop test_reshape test_shuffle", 301, 400)
+QUICK = ("test_overlap test_rechunk test_atop test_reshape test_shuffle", 301, 490)
 LONG = [
     ("test_array_function", 69, 200),
     ("test_creation", 1208, 2500),
