@@ -4,6 +4,7 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import subprocess
 from collections import Counter
 from functools import cache
@@ -22,7 +23,8 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold
 
 SHARING = 2  # workers on one GPU, by `--share-gpu`
 MOST_PROCESSES = 8  # each may have a cluster of its own
-WITH_CLUSTERS = "not programs", "slow and not programs"
+WITH_CLUSTERS = "not programs", "slow or programs"
+OF_FEW_FILES = "programs", "slow or programs"  # each of which names the mark
 SKIPPED = "slow", "long"  # marks of tests that an option of the same name runs
 
 
@@ -57,8 +59,7 @@ def pytest_xdist_auto_num_workers(config):
     """Run all tests in parallel, but one by one those that are named, and those on GPUs.
 
     Tests with clusters wait a good deal, and stand beside others that compute: then there are two
-    processes for each core. The others alone, and programs, wait less, and each process more has
-    to collect all tests.
+    processes for each core. The others alone, and programs alone, wait less.
     """
     if config.args_source is config.ArgsSource.ARGS or gpu_count():
         return 0
@@ -66,11 +67,25 @@ def pytest_xdist_auto_num_workers(config):
     return min(for_two_cores * (os.cpu_count() or 1) // 2 or 1, MOST_PROCESSES)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Import no other file where tests of few files are asked for: all take half a minute."""
+    if collection_path.suffix == ".py" and config.option.markexpr in OF_FEW_FILES:
+        return None if names_mark(collection_path) else True
+    return None
+
+
+@cache
+def names_mark(path):
+    return re.search(r"mark\.(slow|programs)|mostly_slow", path.read_text("utf-8"))
+
+
 def pytest_collection_modifyitems(config, items):
     """Mark tests that start clusters or programs; sort files; skip tests that cannot run here."""
     for item in items:
         if starts_cluster(item) or item.get_closest_marker("programs"):
             item.add_marker("cluster")
+        if item.get_closest_marker("programs") or item.get_closest_marker("slow"):
+            assert names_mark(item.path), f"{item.path} would be left out"
     order = file_order(items)
     items.sort(key=lambda item: order[item.path])
     for mark in SKIPPED:
@@ -95,12 +110,14 @@ def file_order(items):
     """Return the position of each file, from 0 to 1: files that wait run with files that compute.
 
     Of files with clusters, and of the others, those that take long go first: no process is left
-    alone with one at the end. A test with a cluster takes about as long as ten others.
+    alone with one at the end. A test with a cluster takes about as long as ten others, and one of
+    `programs(n)` as long as n with a cluster.
     """
     with_clusters, without = Counter(), Counter()
     for item in items:
         if item.get_closest_marker("cluster"):
-            with_clusters[item.path] += 10
+            programs = item.get_closest_marker("programs")
+            with_clusters[item.path] += 10 * (programs.args[0] if programs and programs.args else 1)
         else:
             without[item.path] += 1
     for path in with_clusters:

@@ -17,17 +17,21 @@ def output_of_suite(plugin, folder, *arguments, **variables):
 
 
 def expect_failures(items, reasons, optional=()):
-    """Mark the tests of a module that fail, by name: with parameters, or for all of them.
+    """Mark the tests that fail, by module and name: with parameters, or for all of them.
 
     Tests may also pass for the reasons in `optional`.
     """
-    missing = reasons.keys() - {name for item in items for name in (item.name, item.originalname)}
-    if missing:
-        raise pytest.UsageError(f"there are no tests {missing} any more")
+    missing = {
+        (module, name) for module in map(module_of, items) for name in reasons.get(module, ())
+    }
     for item in items:
-        reason = reasons.get(item.name) or reasons.get(item.originalname)
+        of_module = reasons.get(module_of(item), {})
+        missing -= {(module_of(item), name) for name in (item.name, item.originalname)}
+        reason = of_module.get(item.name) or of_module.get(item.originalname)
         if reason is not None:
             item.add_marker(pytest.mark.xfail(reason=reason, strict=reason not in optional))
+    if missing:
+        raise pytest.UsageError(f"there are no tests {missing} any more")
 
 
 def module_of(item):

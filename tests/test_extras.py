@@ -30,7 +30,6 @@ PROGRAMS = {
         "import xarray as xr, dask_p2p.xarray\n"
         "xr.DataArray([1.0], dims='x', name='a').p2p.to_zarr('a.zarr')",
     ),
-    "zarr, read": ("zarr", "zarr", "from dask_p2p.cli.files import open_array; open_array('.')"),
     "zarr, command": (
         "zarr",
         "zarr",

@@ -160,7 +160,7 @@ CHECKERS = {
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("checker", CHECKERS)
+@pytest.mark.parametrize("checker", ["pyright", pytest.param("mypy", marks=pytest.mark.long)])
 def test_types_as_a_checker_sees_them(tmp_path, checker):
     pytest.importorskip(checker)
     (readme,) = (block.text for block in blocks_of(README) if block.language == "python")

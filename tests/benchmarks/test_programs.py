@@ -36,7 +36,7 @@ ROOT = Path(benchmarks.__file__).parents[1]
 PROGRAMS = {
     "checkpoints": ("--mib 1 --repeats 3", {}),
     "cuts": ("--side 512 --members 2 --rounds 2 --repeats 1", {}),
-    "first_calls": ("--side 64 --workers 2 --repeats 1", {}),
+    "first_calls": ("--side 64 --workers 2 --repeats 1 --way registration --way iterate", {}),
     "fused_gpus": (
         "--cpu --size 16 --cube 16 --side 32 --call 16 --runs 1",
         {"fused_gpus._CALLS": 10},

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from glob import glob
 
 import numpy as np
 import pytest
@@ -159,36 +159,38 @@ def test_help_loads_no_command():
     assert "loaded set()" in output
 
 
+BEGUN = ".*.partial"
+BLOCK = f"{BEGUN}/*/c/*"
 PROGRAM = [sys.executable, "-m", "dask", "p2p", "transpose"]
 
 
 @contextlib.contextmanager
-def writing(*command):
-    """Run a command in a session of its own, and give it once it writes its output."""
+def writing(*command, path=BLOCK):
+    """Run a command in a session of its own, and give it once a path is there."""
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes, text=True, start_new_session=True) as process:
         try:
-            wait_until(lambda: process.poll() is not None or "partial" in "".join(os.listdir()))
-            time.sleep(0.3)
-            assert process.poll() is None
+            wait_until(lambda: process.poll() is not None or glob(path))
             yield process
         finally:
             process.kill()
 
 
 @pytest.mark.usefixtures("image")
-@pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM", "a terminal that closes", "SIGHUP"])
-def test_the_program_leaves_nothing_when_it_is_stopped(how):
-    # With 4,096 blocks it is far from its end, however late the signal comes on a busy machine.
-    command = [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "8"]
-    with writing(*command) as process:
-        if how == "Ctrl-C":  # a terminal sends it to all processes
+@pytest.mark.parametrize(
+    ("how", "path"), [("Ctrl-C", BEGUN), ("SIGTERM", BLOCK), ("a terminal that closes", BLOCK)]
+)
+def test_the_program_leaves_nothing_when_it_is_stopped(how, path):
+    # With 2,048 blocks it is far from its end, however late the signal comes on a busy machine.
+    command = [*PROGRAM, "in.npy", "out.zarr", "--workers", "1", "--chunks", "3,8,16"]
+    with writing(*command, path=path) as process:
+        if how == "SIGTERM":
+            process.terminate()
+        elif how == "Ctrl-C":  # a terminal sends it to all processes
             os.killpg(process.pid, signal.SIGINT)
-        elif how == "a terminal that closes":  # its shell sends it to all processes, then it itself
+        else:  # its shell sends it to all processes, then it itself
             os.killpg(process.pid, signal.SIGHUP)
             os.killpg(process.pid, signal.SIGHUP)
-        else:
-            process.send_signal(getattr(signal, how))
         out, err = process.communicate(timeout=120)
     assert (process.returncode, err.strip()) == (1, "Aborted!")
     assert out == ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -19,6 +18,7 @@ import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from tests.docs.pages import ROOT
 from tests.support import BOUND_S, import_path, indexed, run_command
+from tests.transports.loopback import wait_until
 
 DEPLOY = ROOT / "deploy"
 BIN = Path(sys.executable).parent
@@ -86,21 +86,16 @@ def running(folder, *commands, **variables):
                 process.wait(20)
 
 
-def transpose_on(address, workers, *, has_plugin=True, **kwargs):
-    """Transpose on a cluster, where the plugin is, or is not, before a client asks for it."""
+def transpose_on(address, workers, **kwargs):
+    """Transpose on a cluster that has the plugin before a client asks for it."""
     x = indexed((40, 12))
     y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))  # before there is a client
     with Client(address, timeout=BOUND_S, **kwargs) as client:
         client.wait_for_workers(workers, timeout=BOUND_S)
-        plugins = client.run(_has_plugin, patience_s=20 if has_plugin else 0.5)
-        assert [*plugins.values()] == [has_plugin] * workers
+        # The scheduler gives it to those that have joined.
+        wait_until(lambda: [*client.run(_has_plugin).values()] == [True] * workers)
         np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), x.T)
 
 
-async def _has_plugin(dask_worker, patience_s):
-    """The scheduler gives it to those that have joined."""
-    for _ in range(int(patience_s / 0.02)):
-        if PLUGIN_NAME in dask_worker.plugins:
-            return True
-        await asyncio.sleep(0.02)
-    return False
+def _has_plugin(dask_worker):
+    return PLUGIN_NAME in dask_worker.plugins

@@ -48,7 +48,7 @@ def test_the_units_make_a_cluster_and_the_configuration_puts_the_plugin_on_it(tm
     shutil.copy(DEPLOY / "p2p-cluster.yaml", tmp_path)
     commands = [command(name, variables) for name in ("dask-scheduler", "dask-worker")]
     with running(tmp_path, *commands, DASK_CONFIG=str(tmp_path)):
-        transpose_on(f"tcp://127.0.0.1:{port}", 1, has_plugin=True)
+        transpose_on(f"tcp://127.0.0.1:{port}", 1)
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")

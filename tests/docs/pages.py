@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from dataclasses import dataclass
@@ -72,12 +71,3 @@ def run_program(path: Path) -> Any:
     names = {"__name__": path.stem}
     exec(compile(path.read_text("utf-8"), str(path), "exec"), names)
     return names["main"]()
-
-
-def cells_of(notebook: Path) -> list[Block]:
-    cells = json.loads(notebook.read_text("utf-8"))["cells"]
-    return [
-        Block(notebook, number, "python", "".join(cell["source"]))
-        for number, cell in enumerate(cells, 1)
-        if cell["cell_type"] == "code"
-    ]

@@ -1,4 +1,7 @@
-"""The code in the documentation runs: each page from its top, as a reader would type it."""
+"""The code in the documentation runs: each page from its top, as a reader would type it.
+
+Sphinx runs the notebooks, and fails where a cell does.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,6 @@ import dask_p2p
 from dask_p2p.cli import p2p
 from tests.docs.pages import (
     GALLERY,
-    NOTEBOOKS,
     OTHERS,
     PAGES,
     READ,
@@ -31,7 +33,6 @@ from tests.docs.pages import (
     RUN,
     Block,
     blocks_of,
-    cells_of,
     run_program,
 )
 
@@ -152,16 +153,6 @@ def run_all(blocks):
             client.close()
             if cluster is not None:
                 cluster.close()
-
-
-@pytest.mark.usefixtures("elsewhere")
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name)
-def test_the_code_of_a_notebook_runs(notebook, monkeypatch):
-    """Only the code, in this process: Sphinx runs it in a kernel, as a reader would."""
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    names = {"__name__": "docs"}
-    for cell in cells_of(notebook):
-        run_python(cell, names)
 
 
 def test_no_block_is_left_out_silently():

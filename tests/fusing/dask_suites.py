@@ -10,16 +10,14 @@ import dask
 import pytest
 from dask.array.utils import assert_eq
 
-from tests.suites import expect_failures, module_of
+from tests.suites import expect_failures
 
 COUNTS = "counts tasks of another method, since rechunks depend on the client"
-WARNS = "expects a warning in this process"
 #: Some runs fail: the cluster may still have the keys of the first array.
 COLLIDES = "makes arrays of the same name and other chunks"
 #: Causes of failures of Dask's tests, by module and name.
 EXPECTED = {
     "test_rechunk": {"test_rechunk_intermediates": COUNTS},
-    "test_reductions": {"test_nanquantile_all_nan": WARNS},
     "test_shuffle": {"test_shuffle_config_tolerance": COLLIDES},
 }
 GANGS = pytest.StashKey[list[int]]()
@@ -53,7 +51,7 @@ def pytest_sessionstart(session):
 
 
 def pytest_collection_modifyitems(items):
-    expect_failures(items, EXPECTED.get(module_of(items[0]), {}), optional={COLLIDES})
+    expect_failures(items, EXPECTED, optional={COLLIDES})
 
 
 def pytest_terminal_summary(terminalreporter, config):

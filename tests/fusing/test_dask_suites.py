@@ -8,16 +8,11 @@ import pytest
 
 from tests.suites import output_of_suite
 
-pytestmark = pytest.mark.programs
+pytestmark = pytest.mark.programs(25)
 
 
-QUICK = [
-    ("test_overlap", 98, 250),
-    ("test_rechunk", 81, 40),
-    ("test_atop", 60, 50),
-    ("test_reshape", 50, 30),
-    ("test_shuffle", 12, 30),
-]
+#: Suites that one process runs, and the least numbers of tests that pass and of gangs.
+QUICK = ("test_overlap test_rechunk test_atop test_reshape test_shuffle", 301, 490)
 LONG = [
     ("test_array_function", 69, 200),
     ("test_creation", 1208, 2500),
@@ -32,11 +27,11 @@ LONG = [
 
 
 @pytest.mark.parametrize(
-    ("suite", "passed", "gangs"),
-    [*QUICK, *(pytest.param(*suite, marks=pytest.mark.long) for suite in LONG)],
+    ("suites", "passed", "gangs"),
+    [QUICK, *(pytest.param(*suite, marks=pytest.mark.long) for suite in LONG)],
 )
-def test_suites_of_dask(tmp_path, suite, passed, gangs):
-    modules = ["--pyargs", f"dask.array.tests.{suite}"]
-    output = output_of_suite("tests.fusing.dask_suites", tmp_path, *modules)
+def test_suites_of_dask(tmp_path, suites, passed, gangs):
+    modules = [f"dask.array.tests.{suite}" for suite in suites.split()]
+    output = output_of_suite("tests.fusing.dask_suites", tmp_path, "--pyargs", *modules)
     assert int(re.search(r"(\d+) passed", output)[1]) >= passed
     assert int(re.search(r"(\d+) gangs", output)[1]) >= gangs

@@ -43,12 +43,13 @@ def da(dask_array, monkeypatch):
     list_chunkmanagers.cache_clear()
 
 
-@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils]))
-@pytest.mark.parametrize("mode", mostly_slow(["on", "auto"], ["on"]))
-def test_values_are_those_without_the_option(client, da, program, mode, gangs):
-    check_values(client, program, mode)
-    if mode == "on" or program is stencils:
-        assert gangs
+CASES = *((program, "on") for program in PROGRAMS), (stencils, "auto")
+
+
+@pytest.mark.parametrize("case", mostly_slow(CASES, CASES[:1]))
+def test_values_are_those_without_the_option(client, da, case, gangs):
+    check_values(client, *case)
+    assert gangs
 
 
 @pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils]))

@@ -19,7 +19,7 @@ from tests.support import indexed, output_of
 VALUES = indexed((64, 48)).astype(float)
 
 
-@pytest.mark.programs
+@pytest.mark.programs(7)
 def test_results_are_expressions_with_query_planning():
     """Dask decides when `dask.array` is imported; no option changes it later."""
     output_of("-W", "error", "-m", "tests.query_planning", DASK_ARRAY__QUERY_PLANNING="True")

@@ -13,11 +13,12 @@ from tests.hosts.network import Host, Network
 from tests.support import BOUND_S, import_path
 
 PORT = 8786
-#: Lost connections are noticed sooner than by default, and idle processes take less time.
+#: Lost connections are noticed sooner than by default; processes start and idle in less time.
 SETTINGS = {
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__TCP": "11 s",
     "DASK_DISTRIBUTED__COMM__TIMEOUTS__CONNECT": "5 s",
     "DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False",
+    "DASK_DISTRIBUTED__WORKER__MULTIPROCESSING_METHOD": "forkserver",
 }
 
 

@@ -12,7 +12,7 @@ from functools import wraps
 import dask_p2p
 from dask_p2p import fft
 from dask_p2p.ops.arguments import is_dask_array
-from tests.suites import expect_failures, module_of
+from tests.suites import expect_failures
 
 WIDE = "wants larger blocks where rims are wider than blocks, which is right here as it is"
 
@@ -106,4 +106,4 @@ def of_cut_arrays(function, original):
 
 
 def pytest_collection_modifyitems(items):
-    expect_failures(items, DASK[module_of(items[0])])
+    expect_failures(items, DASK)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support import output_of
 
-pytestmark = pytest.mark.programs
+pytestmark = pytest.mark.programs(6)
 
 ROOT = Path(__file__).parents[2]
 TESTED = ("tests/ops", "tests/on_gpu", "tests/test_fft.py")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support import output_of
 
-pytestmark = pytest.mark.programs
+pytestmark = pytest.mark.programs(4)
 
 FOLDER = Path(__file__).parent
 

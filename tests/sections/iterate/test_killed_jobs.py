@@ -188,7 +188,7 @@ def finished(jobs, folder, program, stage, draw, states):
     assert {f"step-{steps:012}.complete"} <= names(folder / "states") or steps % EVERY_CHECKPOINT
 
 
-@pytest.mark.programs
+@pytest.mark.programs(6)
 @pytest.mark.timeout(0)  # as many kills as wanted
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig, program):

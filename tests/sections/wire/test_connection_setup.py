@@ -88,8 +88,9 @@ def errors_of(gang, function):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("host", ["processes", "hosts"])
-def test_ranks_connect_among_many_silent_connections(request, host):
+def test_ranks_connect_among_many_silent_connections(request, host, monkeypatch):
     """The process could not have all of them as open files."""
+    monkeypatch.setattr(endpoint, "_SILENT_S", 1.0)  # ranks wait for that twice
     request.getfixturevalue(host)
     with Gang(2) as gang, ExitStack() as closing:
         for at in addresses(gang.connections[1]):
