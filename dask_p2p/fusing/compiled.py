@@ -358,8 +358,9 @@ def _compiled(
     programs = programs_of(tasks, size, sizes_of(tasks, graph.declared), owners)
     kept_tasks = {key: task for key, task in tasks.dask_tasks.items() if name_of(key) not in names}
     arguments = [x.name for x in arrays]
+    output_names, results = [x.name for x in outputs], [*map(Declared.from_array, outputs)]
     gang = fused_gang(
-        tasks, programs, kind, options, outputs, dask_tasks=kept_tasks, arguments=arguments
+        tasks, programs, kind, options, output_names, results, kept_tasks, arguments=arguments
     )
-    signature = Signature(declared, gang.arrays, returns_several, arrays[0])
+    signature = Signature(declared, results, returns_several, arrays[0])
     return CompiledFunction(func, signature, gang, names)

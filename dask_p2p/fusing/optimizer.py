@@ -28,7 +28,7 @@ from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import InputError, P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.option import arrays_of
 from dask_p2p.fusing.planning.owners import Locations
-from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
+from dask_p2p.fusing.planning.sizes import Declared, blocks_of_expression
 from dask_p2p.fusing.planning.tasks import ANNOTATIONS, name_of
 from dask_p2p.fusing.suitability import (
     Cluster,
@@ -130,7 +130,7 @@ class AtScheduler:
         graph: Any,
         keys: Any,
         annotations: Sequence[str] = (),
-        declared: Mapping[str, DeclaredBlocks] = {},
+        declared: Mapping[str, Declared] = {},
     ) -> Any:
         try:
             if annotations:
@@ -227,7 +227,7 @@ def explain(*collections: Any) -> str:
         cluster = cluster_of(workers_of(current_client()).values())
         options, kinds = checked_options(), optimizers[0].kinds
         # The graph that the scheduler gets, before it is fused.
-        declared: Mapping[str, DeclaredBlocks] = {}
+        declared: Mapping[str, Declared] = {}
         if arrays_of(expr):
             planned = expr.optimize()
             graph, keys = planned.__dask_graph__(), list(flatten(planned.__dask_keys__()))
