@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from dask.array.optimization import optimize
 from dask.core import flatten
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import Alias, DataNode, Task
 from dask.utils import ensure_dict, format_bytes
 
@@ -309,16 +309,9 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
     programs, kind, arrays = choice.programs, choice.kind, choice.arrays
     work = fused_gang(tasks, programs, kind, options, names, arrays, most_bytes=most_bytes)
     gang = GangTasks.for_inputs(work)
-    output_layer = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
-    layers = {
-        f"{gang.name}-inputs": MaterializedLayer(dict(tasks.dask_tasks)),
-        gang.name: MaterializedLayer(gang.tasks),
-        f"{gang.name}-outputs": MaterializedLayer(output_layer),
-        f"{gang.name}-after": MaterializedLayer(dict(choice.after)),
-    }
-    inputs, ranks, outputs, after = layers
-    dependencies = {inputs: set(), ranks: {inputs}, outputs: {ranks}, after: {inputs, outputs}}
-    return optimize(HighLevelGraph(layers, dependencies), keys), gang.name
+    outputs = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
+    all_tasks = {**tasks.dask_tasks, **gang.tasks, **outputs, **choice.after}
+    return optimize(all_tasks, keys), gang.name
 
 
 def substitute_tasks(graph: Any, outputs: Sequence[Key]) -> Mapping[Key, Any]:
