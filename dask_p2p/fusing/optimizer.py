@@ -86,9 +86,6 @@ class Optimizer:
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
         return optimize(graph, keys)
 
-    def of_expression(self, expr: Any, keys: Any) -> Any:
-        return expr.__dask_graph__()
-
     def __reduce__(self) -> tuple[Any, ...]:
         obstacle = self.obstacles[0] if self.obstacles else ""
         kinds = frozenset(self.kinds)
