@@ -172,7 +172,7 @@ async def test_a_warning_of_many_workers_names_some():
             return {"status": "ok", "failed": {}, "silent": workers, "workers": 12}
 
     client = Mock(spec=Client, asynchronous=True, scheduler=Mute(), status="running")
-    client.scheduler_comm = None
+    client.scheduler_comm, client.sync = None, lambda function, client: function(client)
     named = r"^9 of 12 workers .* \(tcp://w0, .*tcp://w3, \.\.\.\)"
     with pytest.warns(P2PWarning, match=named):
         await dask_p2p.register(client)
