@@ -138,7 +138,6 @@ class Assembly:
         start_s = perf_counter() if start_s is None else start_s
         self.sources = RemoteSources(plan, output.dtype, output.options, context, start_s)
         self.kernels = Timer()  # kernels of stage 0
-        self.epilogue = Timer()  # calls of `OutputSpec.epilogue`
         self._local_queued = False
         self._input_bytes = 0  # memory of this worker's own blocks
         self._out: Any = None
@@ -179,7 +178,7 @@ class Assembly:
             return block
         is_large = block.nbytes >= _KEEP_FROM_BYTES
         keeping = keep_temporaries() if is_large else nullcontext()
-        with device_work(), device_of(block), self.epilogue, keeping:
+        with device_work(), device_of(block), keeping:
             # A view: the block itself is marked as written. A function may overwrite its argument
             # on a stream and return it, and then the mark would be false.
             return self.output.epilogue(block[...], index)

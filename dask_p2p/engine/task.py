@@ -320,7 +320,6 @@ def _record(
         stages=sources.progress() if is_running else tuple(sources.stages),
         fallbacks=() if is_running else sources.fallbacks,
         kernel_s=assembly.kernels.seconds,
-        epilogue_s=assembly.epilogue.seconds,
         **fields,
     )
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from inspect import signature
 from itertools import compress, count
 from typing import Any
@@ -265,40 +264,31 @@ class CompiledFunction:
                 "expected a synchronous client for a resident gang, got none. Make a "
                 "distributed.Client, outside of tasks."
             )
-        idle_s, signature = checked_options().resident_idle_s, self._signature
-        memory = HandleMemory(signature.results, [rank.outputs for rank in self._gang.ranks])
-        annotations = dask.get_annotations()
-        submit = partial(self._submit, client, [*arrays.values()], idle_s, annotations)
+        gang, signature = self._gang, self._signature
+        idle_s, annotations = checked_options().resident_idle_s, dask.get_annotations()
+
+        def submit(token: str) -> tuple[Any, Sequence[Any]]:
+            name, ranks = name_of_gang(PREFIX, token), []
+            for rank in gang.ranks:
+                body = rank.body
+                resident = RunResident(
+                    name, body.program, self._names, body.dtype, body.shape, body.kind, idle_s
+                )
+                ranks.append(rank._replace(body=resident))
+            inputs = client.persist([*arrays.values()])
+            futures = {key: future for x in inputs for key, future in x.__dask_graph__().items()}
+            tasks = replace(gang, ranks=ranks).tasks(name, [x.name for x in inputs])
+            layers = {
+                f"{name}-inputs": MaterializedLayer(futures),
+                name: MaterializedLayer(tasks, annotations),
+            }
+            graph = HighLevelGraph(layers, {f"{name}-inputs": set(), name: {f"{name}-inputs"}})
+            return client.compute(Delayed(commit_of(name), graph, layer=name)), inputs
+
+        memory = HandleMemory(signature.results, [rank.outputs for rank in gang.ranks])
         streams = ClientStreams(client, self.ranks, memory)
         names = [arrays[n].name if n in arrays else None for n in range(len(arguments))]
         return ResidentGang(streams, submit, signature, names)
-
-    def _submit(
-        self,
-        client: Any,
-        arrays: Sequence[DaskArray],
-        idle_s: float,
-        annotations: Mapping[str, Any],
-        token: str,
-    ) -> tuple[Any, Sequence[Any]]:
-        """Submit a resident gang; return the future of its commit task, and its inputs."""
-        gang, name = self._gang, name_of_gang(PREFIX, token)
-        ranks = []
-        for rank in gang.ranks:
-            body = rank.body
-            resident = RunResident(
-                name, body.program, self._names, body.dtype, body.shape, body.kind, idle_s
-            )
-            ranks.append(rank._replace(body=resident))
-        inputs = client.persist(arrays)
-        futures = {key: future for x in inputs for key, future in x.__dask_graph__().items()}
-        tasks = replace(gang, ranks=ranks).tasks(name, [x.name for x in inputs])
-        layers = {
-            f"{name}-inputs": MaterializedLayer(futures),
-            name: MaterializedLayer(tasks, annotations),
-        }
-        graph = HighLevelGraph(layers, {f"{name}-inputs": set(), name: {f"{name}-inputs"}})
-        return client.compute(Delayed(commit_of(name), graph, layer=name)), inputs
 
     def _checked(self, arguments: Sequence[Any]) -> tuple[dict[int, DaskArray], dict[int, Any]]:
         declarations, like = self._signature.arguments, self._signature.like
@@ -358,8 +348,9 @@ def _compiled(
     programs = programs_of(tasks, size, sizes_of(tasks, graph.declared), owners)
     kept_tasks = {key: task for key, task in tasks.dask_tasks.items() if name_of(key) not in names}
     arguments = [x.name for x in arrays]
+    output_names, results = [x.name for x in outputs], [*map(Declared.from_array, outputs)]
     gang = fused_gang(
-        tasks, programs, kind, options, outputs, dask_tasks=kept_tasks, arguments=arguments
+        tasks, programs, kind, options, output_names, results, kept_tasks, arguments=arguments
     )
-    signature = Signature(declared, gang.arrays, returns_several, arrays[0])
+    signature = Signature(declared, results, returns_several, arrays[0])
     return CompiledFunction(func, signature, gang, names)

@@ -19,7 +19,6 @@ from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
     CallValue,
     Declared,
-    DeclaredBlocks,
     DeclaredValue,
     blocks_of_expression,
     blocks_of_layers,
@@ -27,7 +26,6 @@ from dask_p2p.fusing.planning.sizes import (
 )
 from dask_p2p.fusing.planning.tasks import (
     FusedTasks,
-    check_annotations,
     check_arrays,
     check_tasks,
     is_fused,
@@ -136,7 +134,8 @@ def _fused(arrays: Sequence[DaskArray], size_limit: int) -> list[DaskArray]:
     kind = kind_of(kinds_of(arrays), tasks)
     # An expression has no other layers, for the tasks that stay with Dask.
     dask_tasks = tasks.dask_tasks if is_expression(arrays[0]) else {}
-    work = fused_gang(tasks, programs, kind, options, arrays, dask_tasks=dask_tasks)
+    names, declared = [x.name for x in arrays], [*map(Declared.from_array, arrays)]
+    work = fused_gang(tasks, programs, kind, options, names, declared, dask_tasks)
     if is_expression(arrays[0]):
         return [array_of_layer(x, GangLayer(work, n), []) for n, x in enumerate(arrays)]
     gang = GangTasks.for_inputs(work)
@@ -301,7 +300,7 @@ class ArraysGraph:
     keys: Sequence[Sequence[Key]]  # of the blocks of each array
     layers: HighLevelGraph  # without layers where arrays are expressions
     tasks: FusedTasks  # of all layers
-    declared: Mapping[str, DeclaredBlocks]  # blocks of all arrays, by name
+    declared: Mapping[str, Declared]  # all arrays, by name
 
     def random_layers(self) -> dict[Any, Any]:
         nodes = {**self.tasks.nodes, **self.tasks.dask_tasks}
@@ -333,6 +332,5 @@ def graph_of(
     value_tasks = {key: task for x in values for key, task in x.__dask_graph__().items()}
     without_copies = {key: _without_copies(task, value_tasks) for key, task in tasks.items()}
     fused_tasks = read_graph(value_tasks | without_copies, keys)
-    check_tasks(fused_tasks)
-    check_annotations(layers.layers, fused_tasks)
+    check_tasks(fused_tasks, layers.layers)
     return ArraysGraph(tasks_of, keys, layers, fused_tasks, declared)

@@ -28,7 +28,7 @@ from dask_p2p.engine.task import PLUGIN_NAME, current_worker
 from dask_p2p.errors import InputError, P2PError, RegistrationError, UnsupportedArrayError
 from dask_p2p.fusing.option import arrays_of
 from dask_p2p.fusing.planning.owners import Locations
-from dask_p2p.fusing.planning.sizes import DeclaredBlocks, blocks_of_expression
+from dask_p2p.fusing.planning.sizes import Declared, blocks_of_expression
 from dask_p2p.fusing.planning.tasks import ANNOTATIONS, name_of
 from dask_p2p.fusing.suitability import (
     Cluster,
@@ -86,9 +86,6 @@ class Optimizer:
     def __call__(self, graph: Any, keys: Any, **_: Any) -> Any:
         return optimize(graph, keys)
 
-    def of_expression(self, expr: Any, keys: Any) -> Any:
-        return expr.__dask_graph__()
-
     def __reduce__(self) -> tuple[Any, ...]:
         obstacle = self.obstacles[0] if self.obstacles else ""
         kinds = frozenset(self.kinds)
@@ -130,7 +127,7 @@ class AtScheduler:
         graph: Any,
         keys: Any,
         annotations: Sequence[str] = (),
-        declared: Mapping[str, DeclaredBlocks] = {},
+        declared: Mapping[str, Declared] = {},
     ) -> Any:
         try:
             if annotations:
@@ -227,7 +224,7 @@ def explain(*collections: Any) -> str:
         cluster = cluster_of(workers_of(current_client()).values())
         options, kinds = checked_options(), optimizers[0].kinds
         # The graph that the scheduler gets, before it is fused.
-        declared: Mapping[str, DeclaredBlocks] = {}
+        declared: Mapping[str, Declared] = {}
         if arrays_of(expr):
             planned = expr.optimize()
             graph, keys = planned.__dask_graph__(), list(flatten(planned.__dask_keys__()))

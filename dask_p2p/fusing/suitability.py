@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from dask.array.optimization import optimize
 from dask.core import flatten
-from dask.highlevelgraph import HighLevelGraph, MaterializedLayer
+from dask.highlevelgraph import HighLevelGraph
 from dask.task_spec import Alias, DataNode, Task
 from dask.utils import ensure_dict, format_bytes
 
@@ -22,7 +22,7 @@ from dask_p2p.errors import UnsupportedArrayError
 from dask_p2p.fusing.planning.owners import UNKNOWN, Locations
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import (
-    DeclaredBlocks,
+    Declared,
     Program,
     blocks_of_layers,
     peak_bytes,
@@ -31,7 +31,6 @@ from dask_p2p.fusing.planning.sizes import (
 from dask_p2p.fusing.planning.tasks import (
     FusedTasks,
     before_stores,
-    check_annotations,
     check_tasks,
     kind_of,
     name_of,
@@ -240,7 +239,7 @@ class Choice:
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
     most_bytes: float | None = None  # of a rank's values; None: `p2p.fuse` is not "auto"
     is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
-    first: DeclaredBlocks | None = None  # blocks of the first output; None: unknown
+    arrays: Sequence[Declared] = ()  # the first output; empty: unknown
 
     def __str__(self) -> str:
         if not self.programs:
@@ -259,7 +258,7 @@ def choice_of(
     kinds: Iterable[Kind],  # of the blocks of the arrays
     known_tasks: Known = Known(),
     is_auto: bool = True,
-    declared: Mapping[str, DeclaredBlocks] = {},
+    declared: Mapping[str, Declared] = {},
 ) -> Choice:
     """Return the programs for a graph. Only obstacles count, unless `is_auto`.
 
@@ -282,8 +281,7 @@ def choice_of(
     tasks = replace(tasks, outputs=(outputs,))
     if not outputs:
         return Choice(tasks, is_known=bool(known_tasks.tasks) and not after)
-    check_tasks(tasks)
-    check_annotations(layers, tasks)
+    check_tasks(tasks, layers)
     declared = declared or blocks_of_layers(layers)
     sizes_bytes = sizes_of(tasks, declared, known_tasks.sizes_bytes)
     kind = kind_of(kinds, tasks)
@@ -294,8 +292,9 @@ def choice_of(
     most_bytes = None
     if is_auto:
         most_bytes = check_suitable(tasks, programs, sizes_bytes, cluster, kind)
-    first = declared.get(name_of(outputs[0]))
-    return Choice(tasks, programs, kind, after, most_bytes, first=first)
+    name = name_of(outputs[0])
+    arrays = [declared[name]] if name in declared else []
+    return Choice(tasks, programs, kind, after, most_bytes, arrays=arrays)
 
 
 def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[Any, str | None]:
@@ -306,27 +305,13 @@ def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[
     tasks = choice.tasks
     if not choice.programs:
         return optimize(dict(tasks.dask_tasks) if choice.is_known else graph, keys), None
-    names = [tasks.outputs, sorted(map(str, tasks.dask_tasks))]
-    work = fused_gang(
-        tasks,
-        choice.programs,
-        choice.kind,
-        options,
-        names=names,
-        first=choice.first,
-        most_bytes=choice.most_bytes,
-    )
+    names, most_bytes = [tasks.outputs, sorted(map(str, tasks.dask_tasks))], choice.most_bytes
+    programs, kind, arrays = choice.programs, choice.kind, choice.arrays
+    work = fused_gang(tasks, programs, kind, options, names, arrays, most_bytes=most_bytes)
     gang = GangTasks.for_inputs(work)
-    output_layer = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
-    layers = {
-        f"{gang.name}-inputs": MaterializedLayer(dict(tasks.dask_tasks)),
-        gang.name: MaterializedLayer(gang.tasks),
-        f"{gang.name}-outputs": MaterializedLayer(output_layer),
-        f"{gang.name}-after": MaterializedLayer(dict(choice.after)),
-    }
-    inputs, ranks, outputs, after = layers
-    dependencies = {inputs: set(), ranks: {inputs}, outputs: {ranks}, after: {inputs, outputs}}
-    return optimize(HighLevelGraph(layers, dependencies), keys), gang.name
+    outputs = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
+    all_tasks = {**tasks.dask_tasks, **gang.tasks, **outputs, **choice.after}
+    return optimize(all_tasks, keys), gang.name
 
 
 def substitute_tasks(graph: Any, outputs: Sequence[Key]) -> Mapping[Key, Any]:

@@ -261,24 +261,6 @@ def _short_names(workers: Iterable[str]) -> dict[str, str]:
 _RECENT = 10  # points that the time left is computed from
 
 
-class Speed(NamedTuple):
-    """Steps of a section a second, between two points in time."""
-
-    seconds: float  # since the start of the attempt
-    rate: float
-    step: int  # the last one of the interval
-
-
-class RankWait(NamedTuple):
-    """The time that a rank waited for others, in its latest attempt."""
-
-    rank: str
-    worker: str
-    share: float  # of its time: 0 to 1
-    text: str
-    step: int  # its steps so far
-
-
 class Speeds:
     """Points in time of running sections: the step at each. Seen while a page is open."""
 
@@ -309,18 +291,19 @@ def section_of(runs: Sequence[Run]) -> Run | None:
 
 
 def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
-    """Return the speed of a section over time, a `Speed` for each interval.
+    """Return the speed of a section over time: steps a second between two points in time.
 
     The title has its steps, and while it runs its speeds and the time left.
     """
     if run is None:
-        return Chart("Steps: no section has made any yet", [], as_columns([], Speed._fields))
+        columns = as_columns([], ("seconds", "rate", "step"))
+        return Chart("Steps: no section has made any yet", [], columns)
     points = speeds.add(run)
-    begun_s = points[0][0]
-    intervals = [
-        Speed(at_s - begun_s, (step - before) / (at_s - before_s), step)
-        for (before_s, before), (at_s, step) in pairwise(points)
-    ]
+    columns = {
+        "seconds": [at_s - points[0][0] for at_s, _ in points[1:]],  # since the attempt's start
+        "rate": [(n - before) / (s - before_s) for (before_s, before), (s, n) in pairwise(points)],
+        "step": [step for _, step in points[1:]],
+    }
     (old_s, old), (new_s, new) = points[-_RECENT - 1 :][0], points[-1]
     rate = (new - old) / (new_s - old_s) if new > old else 0.0
     is_running = run.state == "running"
@@ -329,26 +312,21 @@ def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
         text += f", {run.state}"
     elif not rate:
         text += ", no step for a while" if points[1:] else ", begun"
-    return Chart(f"{run.operation}: {text}", [], as_columns(intervals, Speed._fields))
+    return Chart(f"{run.operation}: {text}", [], columns)
 
 
 def waiting_chart(run: Run | None) -> Chart:
-    """Return the waits of a section's ranks, a `RankWait` for each."""
-    title = "Waiting by rank"
-    if run is None:
-        return Chart(title, [], as_columns([], RankWait._fields))
-    by_wait = sorted(run.latest, key=lambda record: -record.waited_share)
-    longest = by_wait[:MOST_RANKS]
-    if len(longest) < len(run.latest):
-        title += f": the longest {len(longest)} of {len(run.latest)}"
-    waits = [
-        RankWait(
-            record.block,
-            record.worker.rpartition("://")[2],
-            record.waited_share,
-            waits_text(record.waited_share, record.waited_per_step_s),
-            record.step,
-        )
-        for record in sorted(longest, key=lambda record: natural_sort_key(record.block))
-    ]
-    return Chart(title, [wait.rank for wait in waits], as_columns(waits, RankWait._fields))
+    """Return the waits of a section's ranks for others, in their latest attempts."""
+    title, latest = "Waiting by rank", () if run is None else run.latest
+    longest = sorted(latest, key=lambda record: -record.waited_share)[:MOST_RANKS]
+    if len(longest) < len(latest):
+        title += f": the longest {len(longest)} of {len(latest)}"
+    ranks = sorted(longest, key=lambda record: natural_sort_key(record.block))
+    columns: Columns = {
+        "rank": [record.block for record in ranks],
+        "worker": [record.worker.rpartition("://")[2] for record in ranks],
+        "share": [record.waited_share for record in ranks],  # of its time: 0 to 1
+        "text": [waits_text(record.waited_share, record.waited_per_step_s) for record in ranks],
+        "step": [record.step for record in ranks],  # so far
+    }
+    return Chart(title, columns["rank"], columns)

@@ -81,8 +81,6 @@ class TaskRecord(NamedTuple):
     fallbacks: tuple[Fallback, ...] = ()  #: preferred transports that were not used
     error: str = ""  #: reason of the failure; empty if the attempt succeeded
     kernel_s: float = 0.0  #: seconds of kernels that write the worker's own blocks to the output
-    #: seconds of the step after the assembly, until it returned; on a GPU its kernels may still run
-    epilogue_s: float = 0.0
     #: total bytes to read from other workers, for a running attempt; None for a finished one
     wanted_bytes: int | None = None
     run: int = 0  #: number of the array's run; until the scheduler has it, Dask's of the task's run

@@ -76,12 +76,13 @@ def register(client: Any = None) -> Any:
     >>> dask_p2p.register(client)  # doctest: +SKIP
     """
     client = checked_client(client)
-    if client.asynchronous:
-        return _register_async(client)
+    return client.sync(_register, client)
+
+
+async def _register(client: Any) -> None:
     connection = connection_of(client)
-    _report(client.sync(ask, client.scheduler))
+    _report(await ask(client.scheduler))
     _remember(connection)
-    return None
 
 
 def register_cluster(cluster: Any) -> None:
@@ -165,12 +166,6 @@ async def ask_later(worker: Any) -> None:
             return
 
 
-async def _register_async(client: Any) -> None:
-    connection = connection_of(client)
-    _report(await ask(client.scheduler))
-    _remember(connection)
-
-
 def _remember(connection: Any) -> None:
     """Record that the scheduler of a connection has the plugins, or will soon have them."""
     if connection is not None:  # not lost since
@@ -181,7 +176,7 @@ async def register_later(client: Any) -> None:
     """Register an asynchronous client; if that fails, warn its user."""
     connection = connection_of(client)
     try:
-        await _register_async(client)
+        await _register(client)
     except (P2PError, OSError) as exc:
         if connection is not None:
             _registered.discard(connection)

@@ -373,20 +373,14 @@ async def _measure_from(
     holders: Mapping[str, str], kind: Kind, options: Options, dask_worker: Any
 ) -> Link:
     """Return the measured link from this worker's holder; runs in a thread, as tasks do."""
-    context = dask_worker.plugins[PLUGIN_NAME].context
-    nbytes = most_probe_bytes(kind, dask_worker.memory_manager.memory_limit or None)
     holder = holders[dask_worker.address]
-    return await asyncio.to_thread(_measure_link, context, holder, kind, nbytes, options)
+    return await asyncio.to_thread(_measure_link, dask_worker, holder, kind, options)
 
 
-def _measure_link(
-    context: DaskWorkerContext,  # the reader's
-    holder: str,
-    kind: Kind,
-    nbytes: int,  # size of the large block
-    options: Options,
-) -> Link:
+def _measure_link(reader: Any, holder: str, kind: Kind, options: Options) -> Link:
     """Return the measured link, with a transport that takes less than half the time, if any."""
+    context: DaskWorkerContext = reader.plugins[PLUGIN_NAME].context
+    nbytes = most_probe_bytes(kind, reader.memory_manager.memory_limit or None)
     order, repeats = options.order(kind), tuning.current.check_repeats
     router = context.router
 

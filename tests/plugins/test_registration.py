@@ -169,7 +169,7 @@ async def test_a_warning_of_many_workers_names_some():
     workers = [f"tcp://w{i}" for i in range(9)]
     scheduler = answering({"status": "ok", "failed": {}, "silent": workers, "workers": 12})
     client = Mock(spec=Client, asynchronous=True, scheduler=scheduler, status="running")
-    client.scheduler_comm = None
+    client.scheduler_comm, client.sync = None, lambda function, client: function(client)
     named = r"^9 of 12 workers .* \(tcp://w0, .*tcp://w3, \.\.\.\)"
     with pytest.warns(P2PWarning, match=named):
         await dask_p2p.register(client)

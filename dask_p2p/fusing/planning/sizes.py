@@ -25,7 +25,7 @@ _REDUCED = 16  # least elements along the axes of a reduction, as a guess
 
 def sizes_of(
     tasks: FusedTasks,
-    declared: Mapping[str, DeclaredBlocks],
+    declared: Mapping[str, Declared],
     inputs_bytes: Mapping[Key, int] = {},
 ) -> dict[Key, int]:
     """Return the size of each value; an upper bound or a guess where it is not declared.
@@ -47,7 +47,7 @@ def sizes_of(
 
 
 def _input_bytes(
-    tasks: FusedTasks, inputs_bytes: Mapping[Key, int], declared: Mapping[str, DeclaredBlocks]
+    tasks: FusedTasks, inputs_bytes: Mapping[Key, int], declared: Mapping[str, Declared]
 ) -> dict[Key, int]:
     """Return the sizes of inputs; that of the largest reader where an input declares none."""
     sizes_bytes, undeclared = dict[Key, int](), set[Key]()
@@ -66,7 +66,7 @@ def _input_bytes(
 
 
 def _declared_bytes(
-    key: Key, node: GraphNode | None, declared: Mapping[str, DeclaredBlocks]
+    key: Key, node: GraphNode | None, declared: Mapping[str, Declared]
 ) -> int | None:
     blocks = declared.get(name_of(key))
     if blocks is None or not isinstance(key, tuple) or len(key) != len(blocks.chunks) + 1:
@@ -161,14 +161,7 @@ def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
 MOST_VALUE_BYTES = 2**12
 
 
-class DeclaredBlocks(NamedTuple):
-    """The declared properties of the blocks of an array in a graph."""
-
-    chunks: Chunks
-    dtype: DType
-
-
-def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, DeclaredBlocks]:
+def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, Declared]:
     """Return the blocks of the arrays that layers belong to, by name.
 
     Dask keeps the properties of an array with its layer. Other layers are left out.
@@ -177,13 +170,13 @@ def blocks_of_layers(layers: Mapping[str, Any]) -> dict[str, DeclaredBlocks]:
     for name, layer in layers.items():
         annotations = getattr(layer, "collection_annotations", None) or {}
         if annotations.get("chunks") is not None and "dtype" in annotations:
-            blocks[name] = DeclaredBlocks(annotations["chunks"], annotations["dtype"])
+            blocks[name] = Declared(annotations["chunks"], annotations["dtype"])
     return blocks
 
 
-def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
+def blocks_of_expression(expr: Any) -> dict[str, Declared]:
     """Return the blocks of the arrays that an expression consists of, by name."""
-    blocks, stack, visited = dict[str, DeclaredBlocks](), [expr], set[str]()
+    blocks, stack, visited = dict[str, Declared](), [expr], set[str]()
     while stack:
         part = stack.pop()
         if part._name in visited:
@@ -192,17 +185,17 @@ def blocks_of_expression(expr: Any) -> dict[str, DeclaredBlocks]:
         # Merged operations of `dask_array` have their parts as `exprs`.
         stack += [*part.dependencies(), *getattr(part, "exprs", ())]
         with suppress(AttributeError, NotImplementedError):  # no array
-            blocks[part._name] = DeclaredBlocks(part.chunks, part.dtype)
+            blocks[part._name] = Declared(part.chunks, part.dtype)
     return blocks
 
 
 @dataclass(frozen=True)
 class Declared:
-    """The properties of an argument, or of a result."""
+    """The declared properties of an array in a graph, of an argument, or of a result."""
 
     chunks: Chunks
     dtype: DType
-    meta: Any
+    meta: Any = None  # None: not needed
 
     @classmethod
     def from_array(cls, x: DaskArray) -> Declared:

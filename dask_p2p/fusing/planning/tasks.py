@@ -359,15 +359,14 @@ def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
     return {backend_for(x._meta).name for x in arrays}
 
 
-def check_tasks(tasks: FusedTasks) -> None:
-    """Refuse tasks that ranks cannot run: `UnsupportedArrayError`."""
+def check_tasks(tasks: FusedTasks, layers: Mapping[str, Any]) -> None:
+    """Refuse tasks that ranks cannot run: `UnsupportedArrayError`.
+
+    These have Python objects, or are of layers that Dask has to run under conditions of their own.
+    """
     for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):
             _check_dtype(node.output.dtype, f"task {key!r}")
-
-
-def check_annotations(layers: Mapping[str, Any], tasks: FusedTasks) -> None:
-    """Refuse layers that Dask has to run under conditions of their own: `UnsupportedArrayError`."""
     for name, layer in layers.items():
         annotations = {k: v for k, v in (layer.annotations or {}).items() if k in ANNOTATIONS}
         if annotations and any(key in tasks.nodes for key in layer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -11,6 +11,7 @@ from uuid import uuid4
 from weakref import finalize
 
 from dask.array.core import finalize as joined
+from dask.core import reshapelist
 from distributed.protocol import Serialized, deserialize
 from distributed.protocol.pickle import dumps, loads
 
@@ -239,9 +240,9 @@ class ResidentGang:
                 blocks[index] = loads(block)
             elif isinstance(block, Serialized):  # of this process: it is the block itself
                 blocks[index] = deserialize(block.header, block.frames).copy(order="K")
-        nested_blocks = nested(blocks)
-        # Outside of a list Dask takes a number of zero for a list without blocks.
-        return joined(nested_blocks if isinstance(nested_blocks, list) else [nested_blocks])
+        # In a list also without axes: otherwise Dask takes a zero for a list without blocks.
+        shape = tuple(map(len, handle.chunks)) or (1,)
+        return joined(reshapelist(shape, [blocks[index] for index in sorted(blocks)]))
 
     def array(self, handle: Handle) -> DaskArray:
         """Return a Dask array with the values of a handle. Its blocks are on the workers.
@@ -334,13 +335,3 @@ class ResidentGang:
                 "expected a handle of this resident gang, got that of another one. Call other.array"
                 "(handle), and begin a gang from this array."
             )
-
-
-def nested(regions: Mapping[tuple[int, ...], Any]) -> Any:
-    """Return regions as nested lists, by the position of each region in its block."""
-    if () in regions:
-        return regions[()]
-    groups: dict[int, dict[tuple[int, ...], Any]] = {}
-    for start in sorted(regions):
-        groups.setdefault(start[0], {})[start[1:]] = regions[start]
-    return [nested(group) for group in groups.values()]

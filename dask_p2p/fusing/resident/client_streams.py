@@ -14,9 +14,11 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from math import inf, isnan, prod
-from typing import Any
+from typing import Any, TypeAlias
 from uuid import uuid4
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from dask.utils import format_bytes
 from distributed.comm import connect
@@ -31,10 +33,10 @@ from dask_p2p.fusing.resident.commands import (
     DROP,
     END,
     KEEP,
+    TOPIC,
     CommandLog,
     CommandStream,
     Ranks,
-    receive,
 )
 from dask_p2p.fusing.running.gang import PREFIX
 from dask_p2p.geometry import block_shape
@@ -68,8 +70,8 @@ class ClientStreams:
         self._future: Any = None  # of the gang's commit task
         self._inputs: Sequence[Any] = ()  # Dask arrays on workers, until the gang has ended
         self._is_awake = self._drops_soon = False  # whether `_send` will run
-        self._awaited_requests = set[int]()  # requests whose answers a thread awaits
-        self._replies: dict[int, Mapping[int, Any]] = {}  # by number of the request
+        #: By number of a request whose answers a thread awaits; None: not all have come.
+        self._replies: dict[int, Mapping[int, Any] | None] = {}
         self._dropped: deque[int] = deque()  # numbers of handles
         self._error: BaseException | None = None
         self._has_raised = False  # whether the user has got the error
@@ -84,7 +86,10 @@ class ClientStreams:
 
     def start(self, submit: Submit) -> None:
         token = uuid4().hex  # each gang has its own ranks
-        receive(self.client, name_of_gang(PREFIX, token), self)
+        by_gang = _streams.setdefault(self.client, WeakValueDictionary())
+        by_gang[name_of_gang(PREFIX, token)] = self
+        # Once more for each gang: the client may have connected to another scheduler.
+        self.client.subscribe_topic(TOPIC, partial(_record_ranks, by_gang))
         self._future, self._inputs = submit(token)
         self._future.add_done_callback(self._record_end)
 
@@ -129,12 +134,11 @@ class ClientStreams:
     def request(self, kind: str, *arguments: Any) -> list[Any]:
         with self._changed:
             number = self._add(kind, *arguments)
-            self._awaited_requests.add(number)
+            self._replies[number] = None
             try:
-                self._wait_until(lambda: number in self._replies)
+                self._wait_until(lambda: self._replies[number] is not None)
             finally:
-                self._awaited_requests.discard(number)
-                replies = self._replies.pop(number, {})
+                replies = self._replies.pop(number) or {}
         return [replies[rank] for rank in range(len(replies))]
 
     def drop(self, handle: int) -> None:
@@ -261,7 +265,7 @@ class ClientStreams:
             self.log.record_done(number)
             return
         replies = self.log.record_answer(rank, number, reply)
-        if replies is not None and number in self._awaited_requests:
+        if replies is not None and number in self._replies:
             self._replies[number] = replies
 
     def _send_dropped(self) -> None:
@@ -278,6 +282,17 @@ class ClientStreams:
             commands = self.log.take_unsent()
         for stream in self._streams:
             stream.send(*commands)
+
+
+_StreamsByGang: TypeAlias = WeakValueDictionary[str, ClientStreams]
+_streams: WeakKeyDictionary[Any, _StreamsByGang] = WeakKeyDictionary()  # by client
+
+
+def _record_ranks(by_gang: _StreamsByGang, event: tuple[float, Mapping[str, Any]]) -> None:
+    """Pass the ranks of a gang to its streams when all of them have begun."""
+    _, message = event
+    if (streams := by_gang.get(message["gang"])) is not None:
+        streams.record_ranks(message["ranks"], message["resume"])
 
 
 _MOST_MEMORY = 0.8  # part of a worker's memory limit: beyond it Dask pauses the worker

@@ -4,7 +4,7 @@ All ranks receive all commands in the same order. A rank that is lost takes its 
 the next attempt repeats the commands since the last checkpoint. If the checkpoint is lost as well,
 it repeats all commands, as long as they are few enough to be in the log.
 
-This is a state machine without Dask, asyncio or a clock.
+`CommandLog` is a state machine without Dask, asyncio or a clock.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from math import inf
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 from uuid import uuid4
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from distributed import Future, Worker
 from distributed.core import Status
@@ -30,10 +27,6 @@ from dask_p2p.geometry import Index
 from dask_p2p.plugins.dask_internals import Units
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from dask_p2p.types import Key
-
-if TYPE_CHECKING:
-    from dask_p2p.fusing.resident.client_streams import ClientStreams
-
 
 #: The number of a handle, or a value, for each argument of a call; its first new handle.
 CALL = "call"
@@ -221,26 +214,6 @@ async def register_blocks(client: Any, name: str, sizes: Sequence[Sizes], ranks:
 #: Address, token and memory limit of each rank.
 Ranks: TypeAlias = Sequence[tuple[str, str, int]]
 
-
-#: Streams of a client, by the name of the gang.
-_Streams: TypeAlias = "WeakValueDictionary[str, ClientStreams]"
-_streams: WeakKeyDictionary[Any, _Streams] = WeakKeyDictionary()  # by client
-
-
-def receive(client: Any, gang: str, streams: ClientStreams) -> None:
-    """Record the ranks of a gang in its streams when all of them have begun."""
-    client_streams = _streams.setdefault(client, WeakValueDictionary())
-    client_streams[gang] = streams
-    # Once more for each gang: the client may have connected to another scheduler.
-    client.subscribe_topic(TOPIC, partial(_pass_on, client_streams))
-
-
-def _pass_on(client_streams: _Streams, event: tuple[float, Mapping[str, Any]]) -> None:
-    _, message = event
-    if (streams := client_streams.get(message["gang"])) is not None:
-        streams.record_ranks(message["ranks"], message["resume"])
-
-
 #: Request of a client to a worker, which begins the stream of commands to a rank there.
 COMMANDS = "p2p_resident_commands"
 #: Topic of events: all ranks of a gang have begun, and receive commands.
@@ -255,8 +228,8 @@ class CommandQueue:
     def __init__(
         self,
         has_ended: Callable[[], bool],  # whether the attempt has ended
-        units: Units | None = None,  # the resources of the rank's task
-        idle_s: float = inf,  # time without a command until the rank lends them
+        units: Units,  # the resources of the rank's task
+        idle_s: float,  # time without a command until the rank lends them
     ) -> None:
         self.token = uuid4().hex
         self._has_ended, self._units, self._idle_s = has_ended, units, idle_s
@@ -285,13 +258,12 @@ class CommandQueue:
                         f"the client has not connected to a rank of its resident gang for "
                         f"{limit_s:g} s. Run the client where it reaches the workers."
                     )
-                if self._units is not None and waited_s >= self._idle_s:
+                if waited_s >= self._idle_s:
                     self._units.lend_while_idle()
                 self._changed.wait(_LOOK_S)
             command = self._commands.popleft()
-        if self._units is not None:
-            # Waiting for tasks that have borrowed them could wait for another gang for ever.
-            self._units.take(lambda: False)
+        # Waiting for tasks that have borrowed them could wait for another gang for ever.
+        self._units.take(lambda: False)
         return command
 
     def send(self, message: Any) -> None:

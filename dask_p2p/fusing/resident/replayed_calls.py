@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from dask.task_spec import GraphNode
 from distributed.protocol.pickle import dumps, loads
+from distributed.protocol.utils import pack_frames_prelude, unpack_frames
 
 from dask_p2p import tuning
 from dask_p2p.backends import memory_order
@@ -119,19 +120,17 @@ class ReplayedCalls:
         exchanging_here, count = exchanging(self._ready.program), len(self._ready.steps)
         supersteps = bytes(n in exchanging_here for n in range(count))
         data = b"".join((supersteps, _CAN if can_begin else _CANNOT, own_gpu()))
-        messages = [bytes(message) for message in self._gathered("begin of captured calls", data)]
+        gathered = self._ctx.connections.gather("begin of captured calls", data)
+        messages = [bytes(message) for message in gathered]
         can_all = all(message[count:].startswith(_CAN) for message in messages)
         if not can_all or share_gpus([message[count:] for message in messages]):
             return None
         return frozenset(n for n in range(count) if any(message[n] for message in messages))
 
     def _all(self, is_ready: bool) -> bool:
-        votes = self._gathered("captured calls", _CAN if is_ready else _CANNOT)
+        vote = _CAN if is_ready else _CANNOT
+        votes = self._ctx.connections.gather("captured calls", vote)
         return all(bytes(vote) == _CAN for vote in votes)
-
-    def _gathered(self, call: str, data: bytes) -> Sequence[Any]:
-        connections = self._ctx.connections
-        return [data] if connections.is_alone else connections.gather(call, data)
 
 
 class _CallGraph:
@@ -340,9 +339,6 @@ class _GraphMessages(Messages):
         self._connections.exchange(text_of(number), sends, dict.fromkeys(superstep.receives))
 
 
-_ITEM_BYTES = 8
-
-
 class HandleTable:
     """The values of a rank's handles, by the index of the block in its array."""
 
@@ -374,17 +370,11 @@ class HandleTable:
         buffers: list[PickleBuffer] = []
         pickled = dumps(handles, buffer_callback=buffers.append)
         parts = [pickled, *(buffer.raw() for buffer in buffers)]
-        sizes = np.array([len(parts), *(len(part) for part in parts)], np.int64)
-        return [sizes.view(np.uint8), *(np.asarray(memoryview(part)) for part in parts)]
+        return [np.asarray(memoryview(part)) for part in (pack_frames_prelude(parts), *parts)]
 
     def restore(self, state: memoryview) -> None:
-        (count,) = np.frombuffer(state, np.int64, 1)
-        sizes = np.frombuffer(state, np.int64, count, _ITEM_BYTES)
-        start, parts = (1 + len(sizes)) * _ITEM_BYTES, []
-        for size in sizes:
-            parts.append(bytearray(state[start : start + size]))  # a copy: functions may write
-            start += size
-        self.handles |= loads(parts[0], buffers=parts[1:])
+        pickled, *buffers = map(bytearray, unpack_frames(state))  # copies: functions may write
+        self.handles |= loads(pickled, buffers=buffers)
 
     def has_one_dtype_by_shape(self) -> bool:
         """Return whether all handles with blocks of the same shapes have the same dtypes, too."""

@@ -19,7 +19,7 @@ from distributed.utils import sync
 from dask_p2p.config import Options
 from dask_p2p.engine.task import current_worker
 from dask_p2p.errors import InputError, MemoryLimitError
-from dask_p2p.fusing.planning.sizes import CallValue, Declared, DeclaredBlocks, Program, Superstep
+from dask_p2p.fusing.planning.sizes import CallValue, Declared, Program, Superstep
 from dask_p2p.fusing.planning.tasks import FusedTasks, name_of
 from dask_p2p.fusing.running.assembling import Assembling, name_task
 from dask_p2p.fusing.running.messages import Messages
@@ -327,7 +327,7 @@ class FusedGang:
     own_token: str
     ranks: Sequence[RankProgram]
     options: Options  # sent with the tasks
-    arrays: Sequence[Declared] = ()  # that it computes; empty: blocks under their own keys
+    arrays: Sequence[Declared]  # that it computes, as far as known
     arguments: tuple[str, ...] = ()  # names of arrays that stand for those of a call
     dask_tasks: Mapping[Key, Any] = field(default_factory=dict)  # tasks that stay with Dask
     prefix: ClassVar[str] = PREFIX
@@ -399,9 +399,8 @@ def fused_gang(
     programs: Sequence[Program],  # by rank
     kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
-    arrays: Sequence[DaskArray] = (),  # that it computes; empty: blocks under their own keys
-    names: Sequence[Any] = (),  # without arrays: they distinguish gangs of the same tasks
-    first: DeclaredBlocks | None = None,  # without arrays: blocks of the first one, if known
+    names: Sequence[Any],  # such as those of its arrays: they distinguish gangs of the same tasks
+    arrays: Sequence[Declared],  # that it computes, as far as known
     dask_tasks: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
     most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
     arguments: Sequence[str] | None = None,  # see `FusedGang`; None: the gang runs once
@@ -409,15 +408,12 @@ def fused_gang(
     """Return the gang that runs some programs."""
     # Clients with the same arrays may have found their tasks in another order.
     keys = str([list(tasks.nodes), [program.inputs for program in programs]])
-    names = [x.name for x in arrays] or list(names)
-    token = tokenize(PREFIX, names, len(programs), options, keys, most_bytes)
-    declared = [Declared.from_array(x) for x in arrays]
-    like = declared[0] if declared else first
-    dtype = None if like is None else like.dtype
-    shape = None if like is None else tuple(map(sum, like.chunks))
+    token = tokenize(PREFIX, list(names), len(programs), options, keys, most_bytes)
+    dtype = arrays[0].dtype if arrays else None
+    shape = tuple(map(sum, arrays[0].chunks)) if arrays else None
     runs_again = arguments is not None
     ranks = []
     for program in programs:
         body = _RunProgram(dumps(program), dtype, shape, kind, runs_again, most_bytes)
         ranks.append(RankProgram(body, program.inputs, program.outputs))
-    return FusedGang(token, ranks, options, declared, tuple(arguments or ()), dict(dask_tasks))
+    return FusedGang(token, ranks, options, arrays, tuple(arguments or ()), dict(dask_tasks))

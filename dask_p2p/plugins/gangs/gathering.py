@@ -221,12 +221,11 @@ def _describe_missing(rank: int, ts: Any) -> str:
         worker = ts.processing_on
         status = worker.status.name
         busy = len(worker.processing) - len(worker.long_running)
+        why = f" on {worker.address}"
         if status != "running":
-            why = f" on {worker.address}, which is {status}"
+            why += f", which is {status}"
         elif busy > worker.nthreads:
-            why = f" on {worker.address}, with {busy} tasks for {worker.nthreads} threads"
-        else:
-            why = f" on {worker.address}"
+            why += f", with {busy} tasks for {worker.nthreads} threads"
         for name, n in (ts.resource_restrictions or {}).items():
             why += f", and needs {n:g} of {worker.resources.get(name, 0):g} {name!r} there"
     elif state == "waiting":

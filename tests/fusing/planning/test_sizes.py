@@ -7,7 +7,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p.fusing.planning.planner import programs_of
-from dask_p2p.fusing.planning.sizes import blocks_of_expression, peak_bytes
+from dask_p2p.fusing.planning.sizes import Declared, blocks_of_expression, peak_bytes
 from tests.fusing.support import tasks_and_sizes
 from tests.support import tune
 
@@ -101,4 +101,4 @@ def test_blocks_of_expressions(dask_array, merges):
     names = {expr._name: expr for expr in y.expr.optimize(fuse=False).walk()}
     blocks = blocks_of_expression(y.expr.optimize(fuse=merges))
     assert {name for name, expr in names.items() if hasattr(expr, "chunks")} <= {*blocks}
-    assert (((2,) * 3, (2,) * 3, (4,)), "f4") in blocks.values()
+    assert Declared(((2,) * 3, (2,) * 3, (4,)), np.dtype("f4")) in blocks.values()

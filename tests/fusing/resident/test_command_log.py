@@ -184,4 +184,4 @@ def test_answers_of_an_attempt_that_has_ended_do_not_count():
 def test_a_client_that_does_not_reach_the_worker(monkeypatch):
     tune(monkeypatch, client_wait_s=0)
     with pytest.raises(SectionError, match="Run the client where it reaches the workers"):
-        CommandQueue(lambda: False).get()
+        CommandQueue(lambda: False, None, 60.0).get()
