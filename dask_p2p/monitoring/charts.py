@@ -295,15 +295,14 @@ def speed_chart(run: Run | None, speeds: Speeds) -> Chart:
 
     The title has its steps, and while it runs its speeds and the time left.
     """
-    if run is None:
-        columns = as_columns([], ("seconds", "rate", "step"))
-        return Chart("Steps: no section has made any yet", [], columns)
-    points = speeds.add(run)
-    columns = {
+    points = [] if run is None else speeds.add(run)
+    columns: Columns = {
         "seconds": [at_s - points[0][0] for at_s, _ in points[1:]],  # since the attempt's start
         "rate": [(n - before) / (s - before_s) for (before_s, before), (s, n) in pairwise(points)],
         "step": [step for _, step in points[1:]],
     }
+    if run is None:
+        return Chart("Steps: no section has made any yet", [], columns)
     (old_s, old), (new_s, new) = points[-_RECENT - 1 :][0], points[-1]
     rate = (new - old) / (new_s - old_s) if new > old else 0.0
     is_running = run.state == "running"
