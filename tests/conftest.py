@@ -24,7 +24,7 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and commands would fold
 SHARING = 2  # workers on one GPU, by `--share-gpu`
 MOST_PROCESSES = 8  # each may have a cluster of its own
 WITH_CLUSTERS = "not programs", "slow or programs"
-OF_FEW_FILES = "programs", "slow or programs"  # each of which names the mark
+OF_FEW_FILES = "programs", "slow or programs"  # selections whose files name one of these marks
 SKIPPED = "slow", "long"  # marks of tests that an option of the same name runs
 
 

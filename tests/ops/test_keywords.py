@@ -84,7 +84,7 @@ def parameter_names():
     return parameters
 
 
-def given_by_name(operation):
+def keyword_names(operation):
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     parameters = inspect.signature(operation).parameters.values()
     return {parameter.name for parameter in parameters if parameter.kind in kinds}
@@ -95,7 +95,7 @@ PLAIN = {"func", "x", "self", "plan", "function", "local_block", "arrays", "kwar
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_other_keywords_are_for_the_function(name):
-    names = parameter_names() - set().union(*map(given_by_name, OPERATIONS)) | PLAIN
+    names = parameter_names() - set().union(*map(keyword_names, OPERATIONS)) | PLAIN
     assert len(names) > 200
     result = CALLS[name](added, array(), **dict.fromkeys(names, 3))
     np.testing.assert_array_equal(computed(result), X + 3 * len(names))

@@ -362,7 +362,7 @@ def kinds_of(arrays: Iterable[DaskArray]) -> set[Kind]:
 def check_tasks(tasks: FusedTasks, layers: Mapping[str, Any]) -> None:
     """Refuse tasks that ranks cannot run: `UnsupportedArrayError`.
 
-    These have Python objects, or are of layers that Dask has to run under conditions of their own.
+    Ranks take no Python objects, and no layer that Dask has to run under conditions of its own.
     """
     for key, node in tasks.nodes.items():
         if isinstance(node, AssembleTask):

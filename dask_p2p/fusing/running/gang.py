@@ -399,7 +399,7 @@ def fused_gang(
     programs: Sequence[Program],  # by rank
     kind: Kind,  # of the arrays
     options: Options,  # sent with the tasks
-    names: Sequence[Any],  # such as those of its arrays: they distinguish gangs of the same tasks
+    names: Sequence[Any],  # parts of the token: gangs of the same tasks differ by them
     arrays: Sequence[Declared],  # that it computes, as far as known
     dask_tasks: Mapping[Key, Any] = MappingProxyType({}),  # tasks that stay with Dask
     most_bytes: float | None = None,  # of a rank's values, before Dask's tasks take over
