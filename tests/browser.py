@@ -1,7 +1,5 @@
 """Chromium without a window, to look at pages as users see them."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Clocks that tests advance, for code that waits: no test then depends on the machine's speed."""
 
-from __future__ import annotations
-
 import asyncio
 import selectors
 

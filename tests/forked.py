@@ -1,7 +1,5 @@
 """What processes of clusters have when they are forked: all of it would take each its time."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import suppress
 

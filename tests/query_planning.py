@@ -3,8 +3,6 @@
 They are where DASK_ARRAY__QUERY_PLANNING says so when it is imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import tempfile

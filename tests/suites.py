@@ -1,7 +1,5 @@
 """Suites of other packages, with this package's functions; tests that cannot pass then."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

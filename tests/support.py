@@ -1,7 +1,5 @@
 """Clusters, arrays and checks for several test modules."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import itertools

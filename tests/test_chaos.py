@@ -3,8 +3,6 @@
 What a seed decides is what is done; when it hits is left to the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """CONTRIBUTING.md is true: what it shows runs, and does what it says."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,5 +1,5 @@
-from __future__ import annotations
-
+import gc
+import importlib.util
 import json
 import os
 import pickle
@@ -16,8 +16,10 @@ from distributed.core import error_message
 import dask_p2p
 from dask_p2p import errors, results
 from dask_p2p.cli import p2p
+from dask_p2p.errors import MissingPackageError, install_command, needs
+from dask_p2p.loading import call_when_imported, is_library, load_module
 from tests.docs.pages import DOCS, README, blocks_of
-from tests.support import output_of
+from tests.support import import_path, output_of, ran
 
 LOOK = """
 import json, os, sys
@@ -233,3 +235,223 @@ def test_the_version_and_the_types_are_there():
     result = CliRunner().invoke(p2p, ["--version"])
     assert result.output == f"dask p2p, version {dask_p2p.__version__}\n"
     assert files("dask_p2p").joinpath("py.typed").is_file()
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Give a function that makes a module of a text, and returns its name."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write_module(text):
+        (tmp_path / "made_for_loading.py").write_text(text)
+        return "made_for_loading"
+
+    yield write_module
+    sys.modules.pop("made_for_loading", None)
+
+
+@pytest.fixture
+def collections():
+    """Count the collections, which are on with Python's thresholds."""
+    counted, was_on, thresholds = [], gc.isenabled(), gc.get_threshold()
+
+    def count(phase, info):
+        counted.append(info)
+
+    gc.callbacks.append(count)
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    yield counted
+    gc.callbacks.remove(count)
+    gc.set_threshold(*thresholds)
+    if not was_on:
+        gc.disable()
+
+
+def test_a_threshold_that_an_import_sets_stays(module, collections):
+    load_module(module("import gc\ngc.set_threshold(5000)"))
+    assert gc.get_threshold()[0] == 5000
+
+
+def test_collections_go_on_after_an_import_that_fails(module, collections):
+    with pytest.raises(ZeroDivisionError):
+        load_module(module("1 / 0"))
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+SLICED = """
+import gc
+import dask_p2p
+dask_p2p.transpose
+import dask.array as da
+da.ones((4, 4), chunks=2)[1:, 2]
+print(gc.isenabled(), gc.get_threshold()[0] > 0)
+"""
+
+
+@pytest.mark.slow
+def test_collections_are_on_after_the_import_of_dask():
+    """Dask turns them off in slices, and then on if they were on at its import."""
+    assert output_of("-c", SLICED) == "True True\n"
+
+
+@pytest.fixture
+def _finders():
+    """There are no more finders after a test than before."""
+    before = [*sys.meta_path]
+    yield
+    assert sys.meta_path == before
+
+
+of_later_imports = pytest.mark.usefixtures("_finders")
+
+
+def test_an_action_on_a_module_that_is_imported_already():
+    modules = []
+    call_when_imported("sys", modules.append)()
+    assert modules == [sys]
+
+
+@of_later_imports
+def test_an_action_on_a_module_that_does_not_exist():
+    forget = call_when_imported("missing_in_a_test", lambda module: pytest.fail("called"))
+    with pytest.raises(ModuleNotFoundError, match="missing_in_a_test"):
+        importlib.import_module("missing_in_a_test")
+    forget()
+
+
+@of_later_imports
+def test_an_action_on_a_module_whose_first_import_fails(module):
+    name, modules = module("import sys\nif not hasattr(sys, 'may_load'): 1 / 0"), []
+    call_when_imported(name, modules.append)
+    with pytest.raises(ZeroDivisionError):
+        importlib.import_module(name)
+    assert not modules
+    sys.may_load = True
+    try:
+        assert modules == [importlib.import_module(name)]
+    finally:
+        del sys.may_load
+
+
+@pytest.mark.parametrize("folder", ["data", "package-1.0.dist-info"])  # as by `pip --target`
+def test_libraries_lie_beside_metadata(module, tmp_path, folder):
+    (tmp_path / folder).mkdir()
+    importlib.import_module(name := module(""))
+    assert is_library(name) == (folder != "data")
+
+
+# Python imports it at each start, also in workers.
+WITHOUT = """
+import os
+from importlib.machinery import PathFinder
+
+found = PathFinder.find_spec
+missing = os.environ["MISSING_PACKAGES"].split(",")
+
+def find_spec(name, path=None, target=None):
+    return None if name.partition(".")[0] in missing else found(name, path, target)
+
+PathFinder.find_spec = find_spec
+"""
+
+# Missing packages, extra, program that says so.
+PROGRAMS = {
+    "xarray": ("xarray", "xarray", "import dask_p2p.xarray"),
+    "zarr, to_zarr": (
+        "zarr",
+        "zarr",
+        "import xarray as xr, dask_p2p.xarray\n"
+        "xr.DataArray([1.0], dims='x', name='a').p2p.to_zarr('a.zarr')",
+    ),
+    "zarr, command": (
+        "zarr",
+        "zarr",
+        "from dask_p2p.cli import p2p; p2p(['transpose', '.', 'out.zarr'])",
+    ),
+    "bokeh": (
+        "bokeh",
+        "dashboard",
+        "from dask_p2p.cli import p2p; p2p(['demo', '--cpu', '--size', '64', '--workers', '1'])",
+    ),
+    "bokeh, page": (
+        "bokeh",
+        "dashboard",
+        "from urllib.request import urlopen\n"
+        "from distributed import Client\n"
+        "import dask_p2p\n"
+        "with dask_p2p.local_cluster(1, gpus=False, processes=False) as made, Client(made) as c:\n"
+        "    dask_p2p.register(c)\n"
+        "    with urlopen(c.dashboard_link.replace('status', 'p2p')) as page:\n"
+        "        print(page.read().decode())",
+    ),
+    "prometheus_client": (
+        "prometheus_client",
+        "metrics",
+        "import logging\n"
+        "from distributed import Client\n"
+        "import dask_p2p\n"
+        "with Client(processes=False, silence_logs=logging.INFO) as c: dask_p2p.register(c)",
+    ),
+    "cupy": ("cupy", "cuda13", "import dask_p2p; dask_p2p.local_cluster(gpus=True)"),
+    "cupy, map_on_gpu": (
+        "cupy",
+        "cuda13",
+        "import dask.array as da, dask_p2p\n"
+        "dask_p2p.map_on_gpu(abs, da.ones(4), dtype=float).compute()",
+    ),
+    "dask_cuda": ("dask_cuda", "cuda13", "import dask_p2p; dask_p2p.local_cluster(gpus=True)"),
+    "distributed_ucxx": (
+        "distributed_ucxx",
+        "cuda13",
+        "import dask_p2p; dask_p2p.local_cluster(1, gpus=False, protocol='ucx')",
+    ),
+    "ucxx": (
+        "ucxx",
+        "ucx",
+        "from dask_p2p.transports.ucx_messenger import ucxx_obstacle\n"
+        "print(ucxx_obstacle().full_text)",
+    ),
+    "rich": ("rich", "bench", "import runpy; runpy.run_module('benchmarks', run_name='__main__')"),
+}
+
+
+def output_without(missing, folder, program):
+    (folder / "sitecustomize.py").write_text(WITHOUT)
+    (folder / "program.py").write_text(f"if __name__ == '__main__':\n    {indented(program)}\n")
+    variables = {"PYTHONPATH": f"{folder}:{import_path()}", "MISSING_PACKAGES": missing}
+    process = ran(folder / "program.py", cwd=folder, **variables)
+    return process.stdout + process.stderr
+
+
+def indented(program):
+    return program.replace("\n", "\n    ")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_missing_package(tmp_path, case):
+    missing, extra, program = PROGRAMS[case]
+    assert install_command(extra) in output_without(missing, tmp_path, program)
+
+
+@pytest.mark.programs
+def test_the_package_without_any_extra(tmp_path):
+    """The others work without them."""
+    names = {name for name, _, _ in PROGRAMS.values()}
+    program = (
+        "import dask.array as da, dask_p2p\n"
+        "x = da.arange(12, chunks=3).reshape(4, 3)\n"
+        "print(dask_p2p.transpose(x).compute().tolist())"
+    )
+    output = output_without(",".join(sorted(names)), tmp_path, program)
+    assert output == "[[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]\n"
+
+
+def test_errors_of_packages_that_are_there():
+    with pytest.raises(ModuleNotFoundError, match="other") as caught, needs("zarr", "zarr"):
+        raise ModuleNotFoundError("No module named 'other'", name="other")
+    assert not isinstance(caught.value, MissingPackageError)
+    with pytest.raises(MissingPackageError, match="package zarr") as caught, needs("zarr", "zarr"):
+        raise ModuleNotFoundError("No module named 'zarr.core'", name="zarr.core")
+    assert caught.value.name == "zarr"

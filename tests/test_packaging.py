@@ -1,7 +1,5 @@
 """Metadata, workflows and templates: what a package index and a forge show and run."""
 
-from __future__ import annotations
-
 import re
 from datetime import date
 

@@ -10,8 +10,6 @@ links, `ipc` with its directory, `comm`, and the plugin. Whatever happens to the
 * every task ends: with the right bits, or with an error that has a name, within its attempts.
 """
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Functions whose calls a graph may replace, found by their code."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

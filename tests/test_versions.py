@@ -1,7 +1,5 @@
 """Clusters where another version of the package runs at one side, or none at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What transports hold for others, or of others: all zero when nobody reads or is read."""
 
-from __future__ import annotations
-
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.transports.in_place import IpcTransport
 from dask_p2p.transports.packed import PackedTransport

@@ -1,7 +1,5 @@
 """Executes the launches of a plan on the processor, with the source of the CUDA kernels itself."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import mmap

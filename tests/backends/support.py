@@ -1,7 +1,5 @@
 """Arrays and views that every kernel is tried with."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

@@ -2,12 +2,26 @@ import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import dask.array as da
 import numpy as np
+import pint
 import pytest
 
-from dask_p2p.backends import BACKENDS, as_array, backend_for, backend_named, checksum, device_of
+from dask_p2p.backends import (
+    BACKENDS,
+    as_array,
+    backend_for,
+    backend_named,
+    check_dtype_text,
+    checked_block,
+    checksum,
+    device_of,
+    dtype_text,
+)
 from dask_p2p.backends import cupy as backends_cupy
-from dask_p2p.errors import UnsupportedArrayError
+from dask_p2p.backends.base import check_plain, is_plain
+from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
+from dask_p2p.sections.checks import strict_view
 from dask_p2p.transports.base import PROBE_BYTES, Probes, probe_key
 from dask_p2p.transports.buffers import Buffers
 from tests.support import loaded_anew, output_of
@@ -177,3 +191,130 @@ def test_numpy_blocks_do_not_need_cupy():
         "assert not {'cupy', 'dask_p2p.backends.kernels.cuda'} & set(sys.modules)"
     )
     output_of("-c", code)
+
+
+class Quantity(np.ndarray):
+    """An array with a unit, as in astropy."""
+
+    def __array_finalize__(self, like):
+        self.unit = getattr(like, "unit", "m")
+
+
+class Modular(np.ndarray):
+    """An array with an operator of its own."""
+
+    def __add__(self, addend):
+        return (np.asarray(self) + addend) % 7
+
+
+@pytest.mark.parametrize(
+    ("value", "lost"),
+    [
+        (np.ma.masked_array([1, 2], [True, False]), "mask"),
+        (np.ma.masked_all(2).max(), "mask"),
+        (np.ones((2, 2)).view(np.matrix), "unit or operators"),
+        (np.ones(2).view(Quantity), "unit or operators"),
+        (np.ones(2).view(Quantity).sum(), "unit or operators"),
+        (np.ones(2).view(Modular), "unit or operators"),
+        (np.ones(2) * pint.get_application_registry().m, "unit or operators"),
+    ],
+)
+def test_arrays_that_are_more_than_their_elements(value, lost):
+    assert not is_plain(value)
+    with pytest.raises(UnsupportedArrayError, match=f"^u: expected .* whose {lost} would be lost"):
+        check_plain("u", value)
+    with pytest.raises(UnsupportedArrayError):
+        backend_for(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.ones(2),
+        type("ndarray", (), {"__module__": "cupy", "__array_function__": None})(),
+        type("csr_matrix", (), {"__module__": "cupyx.scipy", "__array_function__": None})(),
+        np.ones(2).view(np.memmap),
+        np.ones(2).view(np.recarray),
+        np.float32(3),
+        3.5,
+        [1, 2],
+        None,
+        strict_view(np.ones(2), np),
+        da.ones(2),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_plain_arrays_and_other_values(value):
+    assert is_plain(value)
+    check_plain("u", value)
+
+
+F8 = np.dtype("f8")
+
+
+@pytest.mark.parametrize(
+    ("block", "error", "words"),
+    [
+        (np.ones((2, 4)), BlockMismatchError, r"float64 \(2, 3\).*it is float64 \(2, 4\)"),
+        (np.ones((3, 2)), BlockMismatchError, r"it is float64 \(3, 2\)"),
+        (np.ones((2, 3), "f4"), BlockMismatchError, r"it is float32 \(2, 3\)"),
+        (np.ones((2, 3), ">i8"), BlockMismatchError, r"it is >i8 \(2, 3\)"),
+        (np.ma.masked_array(np.ones((2, 3))), UnsupportedArrayError, "(?i)masked"),
+        ([[1.0] * 3] * 2, UnsupportedArrayError, "list"),
+    ],
+    ids=["length", "order", "dtype", "other dtype", "masked", "list"],
+)
+def test_a_block_that_is_not_as_declared(block, error, words):
+    good = np.ones((2, 3))
+    assert checked_block(good, "key", (2, 3), F8) is good
+    with pytest.raises(error, match=words):
+        checked_block(block, "key", (2, 3), F8)
+
+
+ONE, MIXED = ">i4", [("a", ">i2"), ("b", "<f8"), ("c", [("d", ">u4", (2,))])]
+
+
+@pytest.mark.parametrize("declared", [ONE, ">f8", ">c8", ">M8[s]", ">U3", MIXED], ids=str)
+def test_a_block_in_another_byte_order_is_converted(declared):
+    declared = np.dtype(declared)
+    raw = np.arange(3 * declared.itemsize, dtype="u1") if declared.kind != "U" else None
+    block = np.array(["ab", "c", "\u20ac"], declared) if raw is None else raw.view(declared)
+    for real in (declared.newbyteorder("="), declared.newbyteorder("S"), declared):
+        result = checked_block(block.astype(real), "key", (3,), declared)
+        assert result.dtype == declared
+        assert result.tobytes() == block.tobytes()
+        if real != declared:
+            with pytest.raises(TransferError, match="only comm changes the byte order"):
+                check_dtype_text("block", dtype_text(declared), dtype_text(real))
+    opaque = np.zeros(3, declared.newbyteorder("=")).view(f"V{declared.itemsize}")
+    with pytest.raises(BlockMismatchError):
+        checked_block(opaque, "key", (3,), declared)
+    with pytest.raises(BlockMismatchError):
+        check_dtype_text("block", dtype_text(declared), dtype_text(opaque.dtype))
+
+
+@pytest.mark.parametrize(
+    ("one", "second"),
+    [
+        ("f8", ">f8"),
+        ("i8", "M8[ns]"),
+        ("M8[s]", "M8[ns]"),
+        ("S4", "V4"),
+        ("u1", "?"),
+        ([("a", "i1"), ("b", "f8")], [("a", "i1"), ("b", "i8")]),
+        ([("a", "i4"), ("b", "f4")], [("b", "i4"), ("a", "f4")]),
+        ([("a", "i4", (2,))], [("a", "i4", (2, 1))]),
+        ([("a", [("b", "i4")])], [("a", [("b", "f4")])]),
+        (
+            {"names": "ab", "formats": ["i1", "i1"], "offsets": [0, 1], "itemsize": 4},
+            {"names": "ab", "formats": ["i1", "i1"], "offsets": [0, 2], "itemsize": 4},
+        ),
+    ],
+    ids=str,
+)
+def test_text_of_dtypes_tells_them_apart(one, second):
+    one, second = np.dtype(one), np.dtype(second)
+    assert one.itemsize == second.itemsize
+    assert one != second
+    assert dtype_text(one) != dtype_text(second)
+    assert dtype_text(one) == dtype_text(one.newbyteorder().newbyteorder())

@@ -1,7 +1,5 @@
 """Transforms by kept plans: values on a GPU, and by a stand-in for CuPy which plans there are."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from itertools import count, product

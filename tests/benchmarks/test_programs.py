@@ -1,7 +1,6 @@
 """Each program that measures runs once with small numbers, and writes figures."""
 
-from __future__ import annotations
-
+import contextlib
 import importlib
 import json
 import math
@@ -15,10 +14,12 @@ from click import ClickException
 from click.testing import CliRunner
 
 import benchmarks
+from benchmarks import bench as command
 from benchmarks import (
     chart,
     growth,
     hosts,
+    measure,
     messages_gpu,
     report,
     sections_calls,
@@ -26,7 +27,7 @@ from benchmarks import (
     transforms,
 )
 from benchmarks.rivals import copy_engines, mpi_fft, torch_dtensor
-from tests.support import output_of
+from tests.support import output_of, ran
 
 pytestmark = pytest.mark.programs
 
@@ -163,3 +164,29 @@ def test_the_hand_written_step_is_the_reference():
     out = np.empty_like(u)
     wave(np.pad(u, ((RADIUS, RADIUS), (0, 0), (0, 0)), "wrap"), before, out)
     np.testing.assert_allclose(out, reference(u, before, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def bench(client, monkeypatch):
+    """Run the command with the tests' cluster, of four workers."""
+
+    def run(*args):
+        monkeypatch.setattr(report, "start", lambda _: contextlib.nullcontext(client))
+        return CliRunner().invoke(command.bench, ["--cpu", "--workers", "4", *args])
+
+    return run
+
+
+def test_the_program_runs_from_a_checkout():
+    arguments = ["--cpu", "--workers", "1", "--size", "64", "--repeats", "1"]
+    process = ran("-m", "benchmarks", *arguments, cwd=ROOT)
+    assert process.returncode == 0, process.stderr
+    assert "All 4096 elements are where they belong." in process.stdout
+
+
+def test_wrong_elements_are_status_1(bench, monkeypatch):
+    monkeypatch.setattr(measure, "transpose", lambda x, axes: x.transpose(axes) + 1)
+    result = bench("--shape", "20x20", "--repeats", "1")
+    assert result.exit_code == 1
+    assert result.stderr == "Error: some elements are wrong: 400 of 400 of dask_p2p\n"
+    assert "where they belong" not in result.stdout

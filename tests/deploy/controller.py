@@ -1,7 +1,5 @@
 """A Slurm of its own: controller and nodes on this host, in a folder, on ports of their own."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

@@ -1,7 +1,5 @@
 """Running what deployment files say, as it is there."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

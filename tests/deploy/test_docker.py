@@ -1,7 +1,5 @@
 """deploy/docker: linted, held against the schema of compose files, and its commands run."""
 
-from __future__ import annotations
-
 import re
 import sys
 

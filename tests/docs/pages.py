@@ -1,7 +1,5 @@
 """The documents, and the blocks of code in them."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The page "Start it on a cluster": its programs and commands start clusters that transpose."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import shutil

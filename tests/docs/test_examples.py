@@ -3,8 +3,6 @@
 Sphinx runs the notebooks, and fails where a cell does.
 """
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re

@@ -1,7 +1,5 @@
 """Assemblies with transports that do what a test says: order, overlap, failures, leases."""
 
-from __future__ import annotations
-
 from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a task and a holder really hold, counted, for limits of all sizes."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor

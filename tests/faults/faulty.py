@@ -4,8 +4,6 @@
 of UCX where they are sent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter

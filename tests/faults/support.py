@@ -1,7 +1,5 @@
 """Clusters to do harm to, and traps: what happens to a worker when it gets to some moment."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

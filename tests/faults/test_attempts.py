@@ -1,7 +1,5 @@
 """A peer that always fails: a limited number of attempts, then an error that lists them."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

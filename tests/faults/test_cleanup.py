@@ -1,11 +1,11 @@
-"""Nothing stays behind: after cancelling, a restart, a worker's end."""
-
-from __future__ import annotations
+"""Nothing stays behind after a cancellation or a restart; concurrent transposes all end."""
 
 import os
+import time
 from glob import glob
 
 import numpy as np
+from distributed import wait
 
 import dask_p2p
 from tests.faults.support import (
@@ -110,3 +110,38 @@ def test_a_cluster_leaves_no_folder(tmp_path):
         works(client)
         assert len(directories(client)) == 2 * 2
     wait_until(lambda: not glob(f"{tmp_path}/**/p2p-*", recursive=True))
+
+
+def test_others_end_while_a_worker_waits_in_the_middle_of_one(client, gate):
+    """Its thread is busy, but the others read the blocks that it holds."""
+    workers = addresses(client)
+    waiting, *free = workers
+    xs = [one_block_each(client, source(SHAPE, (16, 48)) + i, workers) for i in range(3)]
+    wait(xs)
+    client.run(set_trap, "placed", 1, "wait", gate.path, workers=[waiting])
+    first = one_block_each(client, dask_p2p.transpose(xs[0]), workers)
+    gate.wait_until_reached()
+    futures = [
+        client.persist(dask_p2p.transpose(x), workers=free, allow_other_workers=False)
+        for x in xs[1:]
+    ]
+    for i, y in enumerate(futures, start=1):
+        result = client.compute(y, workers=free).result(timeout=BOUND_S)
+        np.testing.assert_array_equal(result, expected(SHAPE).T + i)
+    assert not all(future.done() for future in client.futures_of(first))
+    gate.open()
+    result = client.compute(first).result(timeout=BOUND_S)
+    np.testing.assert_array_equal(result, expected(SHAPE).T)
+    assert_nothing_is_held(client)
+
+
+def test_all_at_once_within_a_deadline(client):
+    """From nothing, inputs included, each worker with tasks of all of them."""
+    xs = [source((60, 40 + i), (6, -1)) for i in range(3)]
+    started_s = time.monotonic()
+    futures = client.compute([dask_p2p.transpose(x) for x in xs])
+    for i, future in enumerate(futures):
+        result = future.result(timeout=BOUND_S)
+        np.testing.assert_array_equal(result, expected((60, 40 + i)).T)
+    assert time.monotonic() - started_s < BOUND_S
+    assert_nothing_is_held(client)

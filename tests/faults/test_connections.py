@@ -4,8 +4,6 @@ A transpose always ends within its bound: with right values, or with an error th
 that could not be brought, and its holder.
 """
 
-from __future__ import annotations
-
 import time
 
 import dask

@@ -1,7 +1,5 @@
 """Workers that are halted: who reads from them goes another way, or ends in time; others go on."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Each call of the system, and each RPC, fails once: the result is right, or the error is named."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 from importlib import import_module

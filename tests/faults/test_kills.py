@@ -6,8 +6,6 @@ in stage 2. A fourth worker takes no part. By cma there are no requests, but eac
 its block.
 """
 
-from __future__ import annotations
-
 import dask
 import numpy as np
 import pytest

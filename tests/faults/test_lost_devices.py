@@ -1,7 +1,5 @@
 """Workers whose GPU is lost while tasks run, as far as that can be tested without a GPU."""
 
-from __future__ import annotations
-
 import os
 import time
 

@@ -1,7 +1,5 @@
 """Workers that are retired, paused, replaced, added and taken away while transposes run."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Blocks that are on disk, or go there while they are read."""
 
-from __future__ import annotations
-
 import dask
 import numpy as np
 import pytest

@@ -4,8 +4,6 @@ One reader waits before its first pull; its addresses of the blocks' holders are
 goes on.
 """
 
-from __future__ import annotations
-
 import pytest
 from distributed import futures_of, wait
 

@@ -1,7 +1,5 @@
 """Workers that run out of memory, or never have enough: a named error, and then all works again."""
 
-from __future__ import annotations
-
 import warnings
 
 import dask

@@ -1,7 +1,5 @@
 """Transposes one after another in one cluster: memory, files, threads and leases stay flat."""
 
-from __future__ import annotations
-
 import gc
 import threading
 

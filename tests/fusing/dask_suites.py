@@ -4,8 +4,6 @@
 main thread, where the option has no effect.
 """
 
-from __future__ import annotations
-
 import dask
 import pytest
 from dask.array.utils import assert_eq

@@ -1,7 +1,5 @@
 """Ordinary programs, as one first writes them."""
 
-from __future__ import annotations
-
 import dask
 import dask.array as da
 import numpy as np

@@ -1,7 +1,5 @@
 """Random graphs of arrays, and programs whose ranks are threads here."""
 
-from __future__ import annotations
-
 import pickle
 import warnings
 

@@ -1,7 +1,5 @@
 """Dask's own tests of arrays, each graph run by one gang. `dask_suites` names those that fail."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 `tests.query_planning` uses them with the expressions of `dask.array` too.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 

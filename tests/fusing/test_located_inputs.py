@@ -1,7 +1,5 @@
 """Inputs of gangs that lie on workers in no order."""
 
-from __future__ import annotations
-
 import signal
 from uuid import uuid4
 

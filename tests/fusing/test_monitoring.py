@@ -1,7 +1,5 @@
 """Fused graphs and resident gangs in `last_runs` and on the page /p2p."""
 
-from __future__ import annotations
-
 import dask
 import pytest
 from distributed import Event, wait

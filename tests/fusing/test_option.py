@@ -1,7 +1,5 @@
 """Ordinary programs with the option `p2p.fuse`, on two workers with Dask's default settings."""
 
-from __future__ import annotations
-
 import asyncio
 
 import dask

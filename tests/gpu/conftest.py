@@ -1,7 +1,5 @@
 """One cluster on two GPUs for all tests of a module that do it no harm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ All transfers between processes are the same. Two GPUs also have links between t
 have free memory while the other has none: these are not tested.
 """
 
-from __future__ import annotations
-
 from tests.gpu.support import POOL
 
 

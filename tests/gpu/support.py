@@ -1,7 +1,5 @@
 """Blocks, kernels and checks for tests on GPU clusters."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import dask.array as da

@@ -1,7 +1,5 @@
 """The transports of blocks between GPUs, and the report of `check` about them."""
 
-from __future__ import annotations
-
 import os
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """All operations on CuPy blocks, in arrays of both libraries: the values are those of NumPy."""
 
-from __future__ import annotations
-
 import dask
 import dask.array as da
 import numpy as np
@@ -10,7 +8,7 @@ import pytest
 import dask_p2p
 from dask_p2p import estimate, fft
 from tests.gpu.support import on_host
-from tests.gpu.test_fft import declared
+from tests.gpu.test_operations import declared
 from tests.ops.programs import PROGRAMS, SECTIONS, VALUES
 from tests.support import persisted, used
 

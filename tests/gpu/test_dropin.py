@@ -1,7 +1,5 @@
 """Code for CuPy blocks that rechunks by Dask's own methods, as it is."""
 
-from __future__ import annotations
-
 import dask
 import dask.array as da
 import numpy as np

@@ -1,7 +1,5 @@
 """Faults on GPUs: workers that die."""
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import contextmanager

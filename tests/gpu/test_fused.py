@@ -1,7 +1,5 @@
 """Fused graphs and resident gangs of CuPy blocks: values are those of NumPy."""
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import replace

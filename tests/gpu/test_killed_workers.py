@@ -4,8 +4,6 @@ Its nanny starts the new worker once. If the pool of the old one is still mapped
 pool does not fit, and the nanny gives up.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -28,7 +26,7 @@ from tests.faults.support import BOUND_S, addresses, wait_at
 from tests.gpu.support import HeldKernel, gpu_client, on_gpu
 from tests.gpu.test_sections import heat
 from tests.gpu.test_streams import spin
-from tests.sections.iterate.test_iterate import reference
+from tests.sections.iterate.test_programs import reference
 from tests.sections.support import nothing_is_left
 from tests.support import result_of
 from tests.transports.loopback import wait_until

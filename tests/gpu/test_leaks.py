@@ -3,8 +3,6 @@
 The free memory of a GPU is that of all processes: a test beside these would be seen.
 """
 
-from __future__ import annotations
-
 import gc
 
 import dask

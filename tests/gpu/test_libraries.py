@@ -1,7 +1,5 @@
 """Programs of PyTorch and JAX over the memory of CuPy blocks, against the same ones in NumPy."""
 
-from __future__ import annotations
-
 import os
 from functools import partial, wraps
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Memory of GPUs: allocators, spilling, and shortage."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

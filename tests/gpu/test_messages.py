@@ -1,7 +1,5 @@
 """Messages of CuPy arrays between ranks: values, and that they go from GPU to GPU."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`map_on_gpu` on a GPU: values bit for bit those of whole blocks; slots not in use are filled."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """``pinned`` between GPUs: right values, of blocks that CUDA IPC cannot share too, nothing left."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """`iterate` and `spmd` with CuPy blocks: values are those of NumPy, and nothing is left behind."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 
@@ -17,7 +15,7 @@ from dask_p2p.errors import InputError
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.gpu.support import POOL, free_all_blocks, gpu_client, on_gpu, on_host
 from tests.gpu.test_streams import spin
-from tests.sections.iterate.test_iterate import reference
+from tests.sections.iterate.test_programs import reference
 from tests.sections.support import be_on_hosts, endpoints_of_ucx, nothing_is_left
 from tests.support import die_once, own_client, persisted, result_of, tune, tune_here
 

@@ -1,7 +1,5 @@
 """Tasks that use other streams and GPUs: blocks are right, and tasks are not disturbed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

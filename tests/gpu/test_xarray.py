@@ -1,13 +1,11 @@
 """The accessor for CuPy blocks, in arrays of both libraries: the values are those of NumPy."""
 
-from __future__ import annotations
-
 import dask.array as da
 import numpy as np
 import pytest
 
 from tests.gpu.support import on_host
-from tests.gpu.test_fft import declared
+from tests.gpu.test_operations import declared
 from tests.support import persisted
 
 xr = pytest.importorskip("xarray")

@@ -4,8 +4,6 @@ Each operation takes values and an array of them, and returns the results of Num
 library; None if it does not suit the values.
 """
 
-from __future__ import annotations
-
 import pickle
 import random
 

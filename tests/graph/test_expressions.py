@@ -1,7 +1,5 @@
 """Expressions: arrays of `dask.array` with query planning, and of the package `dask_array`."""
 
-from __future__ import annotations
-
 from threading import Lock
 
 import numpy as np

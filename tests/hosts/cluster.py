@@ -1,7 +1,5 @@
 """A Dask cluster over several hosts, whose processes are started as users start them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,7 +43,7 @@ class HostsCluster:
         **environment: str,
     ) -> None:
         self.network = network
-        self.scheduler, *self.others = network.hosts
+        self.scheduler, *self.worker_hosts = network.hosts
         scheme = "tcp" if security is None else "tls"
         self.address = f"{scheme}://{self.scheduler.address()}:{PORT}"
         self._security = security

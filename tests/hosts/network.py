@@ -56,8 +56,8 @@ def obstacle() -> str | None:
         return f"{', '.join(missing)} missing: apt-get install iproute2 util-linux"
     if not os.path.exists("/dev/net/tun"):
         return "there is no /dev/net/tun, which delayed links take"
-    tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
-    return f"no namespaces can be made: {tried.stderr.strip()}" if tried.returncode else None
+    process = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
+    return f"no namespaces can be made: {process.stderr.strip()}" if process.returncode else None
 
 
 class Host:
@@ -90,9 +90,9 @@ class Host:
 
     def run(self, *args: str) -> str:
         """Run a command, and return what it prints."""
-        done = subprocess.run(self.command(*args), capture_output=True, text=True, check=False)
-        assert not done.returncode, f"{' '.join(args)} on {self.name}: {done.stderr}"
-        return done.stdout
+        process = subprocess.run(self.command(*args), capture_output=True, text=True, check=False)
+        assert not process.returncode, f"{' '.join(args)} on {self.name}: {process.stderr}"
+        return process.stdout
 
     def start(self, *args: str, log: Path, **environment: str) -> None:
         """Start a process that runs until it is stopped, or the host ends."""
@@ -124,15 +124,15 @@ class Host:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Move this thread, and threads that it starts, to this host's networks."""
-        here = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
+        old_network = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        network = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY)
         try:
-            _enter(there)
+            _enter(network)
             yield
         finally:
-            _enter(here)
-            os.close(here)
-            os.close(there)
+            _enter(old_network)
+            os.close(old_network)
+            os.close(network)
 
     def sent_bytes(self, network: int = 0) -> int:
         """Return the bytes that have left it by one network."""
@@ -193,8 +193,8 @@ class Network:
     def _plug(self, host: Host, port: str, device: str) -> None:
         # The host's number is that of its process where `ip` runs: here, but for the network.
         cable = ["ip", "link", "add", port, "type", "veth", "peer", "name", device]
-        there = ["nsenter", "--target", str(self._switch.pid), "--net"]
-        subprocess.run([*there, *cable, "netns", str(host.pid)], check=True)
+        at_switch = ["nsenter", "--target", str(self._switch.pid), "--net"]
+        subprocess.run([*at_switch, *cable, "netns", str(host.pid)], check=True)
 
     # --- faults of links ---
 

@@ -3,8 +3,6 @@
 ``python relay.py NEAR FAR SECONDS`` prints "ready" when the devices are there; they go with it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """Clusters over several hosts: transports between them, and transfers over bad links."""
 
-from __future__ import annotations
-
 import time
 from itertools import permutations
 from urllib.parse import urlsplit
@@ -41,7 +39,7 @@ pytestmark = [
 def cluster(tmp_path_factory):
     with Network(3) as network:
         cluster = HostsCluster(network, tmp_path_factory.mktemp("hosts"))
-        for host in cluster.others:
+        for host in cluster.worker_hosts:
             cluster.start_workers(host, "--nworkers", "2")
         yield cluster
         assert "killed by signal" not in cluster.logs()
@@ -94,7 +92,7 @@ def assert_transposed(client, shape=SHAPE):
 
 
 def test_transposes_and_rechunks(client, cluster, transport):
-    before = [host.sent_bytes() for host in cluster.others]
+    before = [host.sent_bytes() for host in cluster.worker_hosts]
     x = laid_out(client, SHAPE)
     for y, result in (
         (dask_p2p.transpose(x), expected(SHAPE).T),
@@ -107,7 +105,7 @@ def test_transposes_and_rechunks(client, cluster, transport):
         assert any(host_of(reader) != host_of(holder) for reader, holder, _ in pairs)
         np.testing.assert_array_equal(y.compute(), result)
     # At least half of each array has crossed the network, the only path between hosts.
-    for host, sent in zip(cluster.others, before, strict=True):
+    for host, sent in zip(cluster.worker_hosts, before, strict=True):
         assert host.sent_bytes() - sent > x.nbytes / 4
 
 
@@ -134,14 +132,14 @@ async def offered(transport, kind, workers, dask_worker):
     """Return the obstacles of a worker to others by this transport, from a thread as in tasks."""
     context = dask_worker.plugins[PLUGIN_NAME].context
 
-    def look(other):
-        obstacle = context.router.transports[transport].obstacle(other, kind, np.dtype("f8"))
+    def find_obstacle(peer):
+        obstacle = context.router.transports[transport].obstacle(peer, kind, np.dtype("f8"))
         return None if obstacle is None else obstacle.code
 
     return {
-        other: await context.offload(look, other)
-        for other in workers
-        if other != dask_worker.address
+        peer: await context.offload(find_obstacle, peer)
+        for peer in workers
+        if peer != dask_worker.address
     }
 
 
@@ -161,7 +159,7 @@ def test_a_slow_link(client, cluster, transport):
     shape = (4000, 800)
     crossing_bytes = 4000 * 800 * 8 / 4
     x = laid_out(client, shape)
-    with cluster.network.limited(cluster.others[:1], MBIT):
+    with cluster.network.limited(cluster.worker_hosts[:1], MBIT):
         start_s = time.monotonic()
         y = persisted(client, dask_p2p.transpose(x))
         took_s = time.monotonic() - start_s
@@ -175,7 +173,7 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     shape = (4000, 2000)
     x = laid_out(client, shape)
     settings = {"p2p.timeouts.request": "1 s", "p2p.transports.order": ["comm"], "p2p.attempts": 12}
-    with cluster.network.limited(cluster.others, MBIT / 2), dask.config.set(settings):
+    with cluster.network.limited(cluster.worker_hosts, MBIT / 2), dask.config.set(settings):
         y = persisted(client, dask_p2p.transpose(x))
     run = run_of(client, y)
     assert run.attempts > WORKERS, "the first attempts fail"
@@ -184,7 +182,7 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
 
 def test_a_link_with_a_delay(client, cluster, transport):
     x = laid_out(client, SHAPE)
-    with cluster.network.delayed(cluster.others[0], DELAY_S):
+    with cluster.network.delayed(cluster.worker_hosts[0], DELAY_S):
         start_s = time.monotonic()
         y = persisted(client, dask_p2p.transpose(x))
         took_s = time.monotonic() - start_s
@@ -197,7 +195,7 @@ def test_a_link_with_a_delay(client, cluster, transport):
 def on_second_interface(client, cluster):
     """A worker on each host that is reached by the other network."""
     before = set(addresses(client))
-    for host in cluster.others:
+    for host in cluster.worker_hosts:
         cluster.start_workers(host, "--interface", "eth1")
     client.wait_for_workers(WORKERS + 2, timeout=BOUND_S)
     workers = sorted(set(addresses(client)) - before)
@@ -207,10 +205,10 @@ def on_second_interface(client, cluster):
 
 def test_workers_on_a_second_interface(client, cluster, on_second_interface):
     assert {host_of(worker) for worker in on_second_interface} == {
-        host.address(1) for host in cluster.others
+        host.address(1) for host in cluster.worker_hosts
     }
     for transport in ("comm", "ucx"):
-        before = [host.sent_bytes(1) for host in cluster.others]
+        before = [host.sent_bytes(1) for host in cluster.worker_hosts]
         x = one_block_each(client, source(SHAPE, (SHAPE[0] // 2, SHAPE[1])), on_second_interface)
         wait(x)
         with dask.config.set({"p2p.transports.order": [transport]}):
@@ -219,14 +217,14 @@ def test_workers_on_a_second_interface(client, cluster, on_second_interface):
         pairs = pairs_of(client, y)
         assert {(r, h) for r, h, _ in pairs} == set(permutations(on_second_interface, 2))
         assert {name for *_, name in pairs} == {transport}
-        for host, sent in zip(cluster.others, before, strict=True):
+        for host, sent in zip(cluster.worker_hosts, before, strict=True):
             assert host.sent_bytes(1) - sent > x.nbytes / 4
         del x, y
 
 
 def test_a_host_that_loses_its_network_in_the_middle(client, cluster):
     shape = (4000, 2000)
-    host, network = cluster.others[1], cluster.network
+    host, network = cluster.worker_hosts[1], cluster.network
     x = laid_out(client, shape)
     before_bytes = host.sent_bytes()
     results = []
@@ -239,7 +237,7 @@ def test_a_host_that_loses_its_network_in_the_middle(client, cluster):
         wait_until(lambda: host.sent_bytes() - before_bytes > 2e6)
         with network.cut(host):
             wait(results, timeout=BOUND_S)
-    assert {host_of(worker) for worker in addresses(client)} == {cluster.others[0].address()}
+    assert {host_of(worker) for worker in addresses(client)} == {cluster.worker_hosts[0].address()}
     for y in results:
         np.testing.assert_array_equal(y.compute(), expected(shape).T)
     assert_nothing_is_held(client)

@@ -1,7 +1,5 @@
 """Gangs with ranks on several hosts: kills, and interrupted networks between hosts."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -42,7 +40,7 @@ def connected(folder, security=None):
     """A cluster over two hosts with two workers each, and its client."""
     with Network(3) as network:
         cluster = HostsCluster(network, folder, security, DASK_P2P__ATTEMPTS=str(ATTEMPTS))
-        for host in cluster.others:
+        for host in cluster.worker_hosts:
             cluster.start_workers(host, "--nworkers", "2")
         with cluster.client() as client:
             client.wait_for_workers(WORKERS, timeout=BOUND_S)
@@ -50,19 +48,19 @@ def connected(folder, security=None):
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    with connected(tmp_path_factory.mktemp("hosts")) as both:
-        yield both
+def connection(tmp_path_factory):
+    with connected(tmp_path_factory.mktemp("hosts")) as connection:
+        yield connection
 
 
 @pytest.fixture
-def cluster(both):
-    return both[0]
+def cluster(connection):
+    return connection[0]
 
 
 @pytest.fixture
-def client(both):
-    _, client = both
+def client(connection):
+    _, client = connection
     client.wait_for_workers(WORKERS, timeout=BOUND_S)
     yield client
     nothing_is_left(client)
@@ -114,7 +112,7 @@ def is_done(ctx, path):
     return ctx.allreduce(int(os.path.exists(f"{path}.done")), "min") == 1
 
 
-def done(path):
+def let_end(path):
     path.with_name(f"{path.name}.done").touch()
 
 
@@ -134,10 +132,10 @@ def attempts(path):
 
 
 def test_ranks_on_two_hosts(client, cluster):
-    before = [host.sent_bytes() for host in cluster.others]
+    before = [host.sent_bytes() for host in cluster.worker_hosts]
     y = iterate(smooth, laid_out(client), {0: 1}, 50)
     assert np.array_equal(y.compute(), smoothed(50))
-    for host, sent in zip(cluster.others, before, strict=True):
+    for host, sent in zip(cluster.worker_hosts, before, strict=True):
         assert host.sent_bytes() - sent > 50 * X[0].nbytes
 
 
@@ -146,7 +144,7 @@ def test_a_worker_on_another_host_dies(client, tmp_path):
     wait_until(lambda: attempts(tmp_path / "runs") == 1)
     time.sleep(0.2)
     client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
-    done(tmp_path / "runs")
+    let_end(tmp_path / "runs")
     assert np.array_equal(result_of(client, future), stepped())
     future.release()
 
@@ -157,7 +155,7 @@ def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
     nsenter = psutil.Process(cluster.scheduler.pids[0])  # stops with its child processes
     for process in nsenter.children(recursive=True):
         process.suspend()
-    done(tmp_path / "runs")
+    let_end(tmp_path / "runs")
     time.sleep(3)
     for process in (*nsenter.children(recursive=True), nsenter):
         process.resume()
@@ -178,8 +176,8 @@ def test_hosts_that_cannot_reach_each_other(client, cluster, tmp_path, is_mended
     wait_until(lambda: attempts(path) == 1)
     time.sleep(0.2)
     began_s = time.monotonic()
-    with cluster.network.parted(cluster.others):
-        done(path)
+    with cluster.network.parted(cluster.worker_hosts):
+        let_end(path)
         if is_mended:
             wait_until(lambda: attempts(path) == 2, timeout_s=BOUND_S)
         else:
@@ -211,13 +209,13 @@ def sent_by_both_networks(host):
 def test_large_messages_by_ucx_if_that_is_enabled(client, cluster, transport):
     restart(client)
     wide = wide_laid_out(client)
-    before = [sent_by_both_networks(host) for host in cluster.others]
+    before = [sent_by_both_networks(host) for host in cluster.worker_hosts]
     with dask.config.set({"p2p.transports.order": [transport]}):
         smoothed_wide = iterate(smooth, wide, {0: 1}, 5)
         turned = spmd(turned_and_back, wide, times=3)
     np.testing.assert_array_equal(smoothed_wide.compute(), smoothed(5, WIDE))
     np.testing.assert_array_equal(turned.compute(), WIDE + 3)
-    for host, sent in zip(cluster.others, before, strict=True):
+    for host, sent in zip(cluster.worker_hosts, before, strict=True):
         assert sent_by_both_networks(host) - sent > (2 * 5 + 6) * WIDE[0].nbytes
     # To both workers of the other host, and none of the own one.
     expected = 2 if transport == "ucx" else 0
@@ -241,7 +239,7 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
     wait_until(lambda: attempts(tmp_path / "runs") == 1)
     time.sleep(0.2)
     client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
-    done(tmp_path / "runs")
+    let_end(tmp_path / "runs")
     np.testing.assert_array_equal(result_of(client, future), WIDE + 100)
     assert attempts(tmp_path / "runs") > 1
     future.release()
@@ -251,7 +249,7 @@ def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
 def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, cluster):
     """The default of UCX connects in the thread that drives all messages of the process."""
     near, far = (addresses(client)[number] for number in (0, -1))
-    hosts = [cluster.others[1].address(network) for network in (0, 1)]
+    hosts = [cluster.worker_hosts[1].address(network) for network in (0, 1)]
 
     async def address(dask_worker):
         return (await messenger_of(dask_worker)).address
@@ -275,7 +273,7 @@ def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, clu
     to = client.run(address, workers=[far])[far]
     for host in hosts:
         client.run(meet, host, workers=[near])
-    with cluster.network.parted(cluster.others):
+    with cluster.network.parted(cluster.worker_hosts):
         is_lost, received = client.run(send, to=to, workers=[near])[near]
     assert is_lost
     assert received.tolist() == [*range(8)]
@@ -297,8 +295,8 @@ def test_the_network_fails_while_ranks_compute_between_large_messages(client, cl
         future = client.compute(spmd(function, wide))
     wait_until(path.exists)
     began_s = time.monotonic()
-    with cluster.network.parted(cluster.others):
-        done(path)
+    with cluster.network.parted(cluster.worker_hosts):
+        let_end(path)
         with pytest.raises(SectionError, match=rf"{ATTEMPTS} attempts .* the connection to rank"):
             result_of(client, future)
         assert time.monotonic() - began_s < 20 * ATTEMPTS * REQUEST_S

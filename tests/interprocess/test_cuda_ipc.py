@@ -1,7 +1,5 @@
 """The bookkeeping of mappings, with a CUDA runtime that only counts."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,11 +1,11 @@
-from __future__ import annotations
-
+import asyncio
 import gc
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -13,7 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.errors import TransferError
+from dask_p2p.backends.device import private_stream
+from dask_p2p.errors import BlockMismatchError, Obstacle, TransferError, UnsupportedArrayError
+from dask_p2p.transports.buffers import Buffers
+from dask_p2p.transports.rpc import Background, check_reply, refuse
 from dask_p2p.transports.ucx_messenger import Messenger, ucxx_obstacle
 from tests.support import BOUND_S
 from tests.transports.loopback import wait_until
@@ -214,3 +217,120 @@ def test_a_sender_that_is_stopped_in_the_middle(other_process, how, moment_s):
     received.result(BOUND_S)
     local.close()
     second_messenger.close()
+
+
+BLOCK = "block 'x' of there"
+
+
+GONE = "block 'x' of there is no longer there"
+FAILED = "there could not send .*"
+
+
+@pytest.mark.parametrize(
+    ("raised", "error", "words", "details"),
+    [
+        (KeyError("x"), TransferError, GONE, ("block", False)),
+        (MemoryError("1 GiB"), TransferError, FAILED + "out of memory .*1 GiB", ("route", False)),
+        (RuntimeError("trouble"), TransferError, FAILED + "RuntimeError: tr", ("route", False)),
+        (TransferError("late", is_silence=True), TransferError, FAILED, ("route", True)),
+        (TransferError("short", scope="region"), TransferError, "another", ("region", False)),
+        (BlockMismatchError("of (2,)"), BlockMismatchError, r"of \(2,\) \(held by there\)", None),
+        (UnsupportedArrayError("masked"), BlockMismatchError, "masked .*held by there", None),
+    ],
+    ids=str,
+)
+def test_what_a_holder_raises_reaches_the_reader_as_text(raised, error, words, details):
+    """With the other reads that fail too."""
+    reply = refuse(raised)
+    assert all(type(value) is str for value in reply.values())
+    with pytest.raises(error, match=words) as caught:
+        check_reply(reply, "there", BLOCK)
+    assert type(caught.value) is error
+    if details is not None:
+        assert (caught.value.scope, caught.value.is_silence) == details
+
+
+def test_an_obstacle_goes_from_holder_to_reader():
+    obstacle = Obstacle("not-shareable", "it cannot be shared", "Share it")
+    reply = refuse(TransferError(obstacle.full_text, obstacle=obstacle))
+    with pytest.raises(TransferError, match=r"it cannot be shared\. Share it") as caught:
+        check_reply(reply, "there", BLOCK)
+    assert caught.value.obstacle == obstacle
+
+
+def test_no_more_than_the_limit_is_kept():
+    buffers = Buffers("numpy", 2**17)
+    arrays = [buffers.take((2**16,), "u1") for _ in range(5)]
+    arrays.clear()
+    assert buffers.idle_bytes == 2**17
+    buffers.clear()
+    assert buffers.idle_bytes == 0
+
+
+@pytest.mark.gpu
+def test_device_buffers_come_back():
+    import cupy
+
+    buffers = Buffers("cupy", 2**30)
+    array = buffers.take((1000, 1000), "c16")
+    where = array.data.ptr
+    view = array[5:].T
+    del array
+    gc.collect()
+    assert buffers.idle_bytes == 0
+    view[...] = 1
+    cupy.cuda.runtime.deviceSynchronize()
+    del view
+    assert buffers.idle_bytes == 16 * 2**20
+    assert buffers.take((10, 10), "f4").data.ptr != where
+    assert buffers.take((2**24,), "u1").data.ptr == where
+
+
+@pytest.mark.gpu
+def test_what_the_last_owner_queued_is_over():
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    side = 8192
+    with private_stream():  # whose memory a pool gives it again
+        last = cupy.zeros((side, side), "f8")
+        where = last.data.ptr
+        for _ in range(20):
+            last += 1
+        del last
+    array = Buffers("cupy", 0).take((side, side), "f8")
+    assert array.data.ptr == where
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        array[...] = -1
+        stream.synchronize()
+    cupy.cuda.runtime.deviceSynchronize()
+    assert (array == -1).all()
+
+
+async def test_coroutines_are_kept_until_they_end():
+    """Only the coroutine refers to the future that it awaits."""
+    background, futures, finished = Background(), [], []
+
+    async def work():
+        future = asyncio.get_running_loop().create_future()
+        futures.append(weakref.ref(future))
+        await future
+        finished.append(True)
+
+    background.start(work())
+    await asyncio.sleep(0)
+    gc.collect()
+    futures[0]().set_result(None)
+    while background._running:
+        await asyncio.sleep(0)
+    assert finished == [True]
+
+
+async def test_cancel():
+    background, event = Background(), asyncio.Event()
+    background.start(event.wait())
+    await asyncio.sleep(0)
+    background.cancel()
+    while background._running:
+        await asyncio.sleep(0)
+    assert not event.is_set()

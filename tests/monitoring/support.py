@@ -1,7 +1,5 @@
 """Records as workers would make them."""
 
-from __future__ import annotations
-
 from dask_p2p.monitoring.records import TaskRecord
 
 NAME = "p2p-transpose-0123456789abcdef0123456789abcdef"

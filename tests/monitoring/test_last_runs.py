@@ -1,7 +1,5 @@
 """`last_runs` on clusters: the figures are those of the placement."""
 
-from __future__ import annotations
-
 import logging
 import time
 from logging.handlers import BufferingHandler

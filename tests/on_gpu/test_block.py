@@ -1,7 +1,5 @@
 """Blocks of `map_on_gpu` through a GPU that is emulated, with a check of every access."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from types import SimpleNamespace

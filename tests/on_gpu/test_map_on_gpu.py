@@ -1,7 +1,5 @@
 """`map_on_gpu` on workers without a GPU: what it is called with, and what parts make together."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import dask.array as da

@@ -4,8 +4,6 @@
 has are expected to fail. One that passes is an error: it would show that nothing was replaced.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import wraps
 

@@ -1,7 +1,5 @@
 """Programs of all operations, for lazy arrays of any library and blocks of any kind."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import dask_p2p

@@ -1,7 +1,5 @@
 """Arrays with rims around their blocks, and a stencil of which one knows what it makes."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -3,8 +3,6 @@
 What fails, and why, `dask_suites` says.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

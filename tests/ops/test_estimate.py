@@ -1,7 +1,5 @@
 """The estimate is arithmetic; what it is measured against is in test_worker.py."""
 
-from __future__ import annotations
-
 import dask
 import dask.array as da
 import numpy as np

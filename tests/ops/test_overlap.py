@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from functools import partial
 
 import dask
@@ -12,7 +10,7 @@ from hypothesis import given
 import dask_p2p
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
 from tests.ops.stencils import BOUNDARIES, cases, windows
-from tests.plans.test_halo import with_halos
+from tests.plans.test_grid import with_halos
 from tests.support import layers_of, pairwise, persisted
 
 X = np.random.default_rng(0).random((12, 10))

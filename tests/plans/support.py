@@ -1,7 +1,5 @@
 """Strategies and reference computations for tests of plans."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pickle
 from itertools import product
 from math import prod

@@ -4,8 +4,6 @@ They are those of the worker that needs most beside its blocks. The peak is that
 over what the worker used before it had any block.
 """
 
-from __future__ import annotations
-
 import sys
 
 import dask

@@ -4,8 +4,6 @@ Where one of these tests fails with a new release of Dask, look at what has chan
 what relies on it here, before the range of releases is raised.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from dataclasses import fields

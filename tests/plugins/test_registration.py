@@ -1,7 +1,5 @@
 """How the plugins get onto clusters, and what happens where they cannot."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The scheduler plugin, without a cluster."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Stores that spill: blocks are found on each level, and stay there."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import weakref

@@ -1,26 +1,33 @@
 """The plugin on one worker: the message that it rewrites, and what it takes off again."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import threading
+import warnings
 import weakref
+from contextlib import asynccontextmanager
 
+import dask
+import dask.array as da
 import numpy as np
 import pytest
 from dask.task_spec import TaskRef
+from distributed import wait
+from distributed.batched import BatchedSend
 
 import dask_p2p
+from dask_p2p import fft
 from dask_p2p.config import options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import PLUGIN_NAME, AssembleTask, Blocks, WaitTask, assemble_block
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
+from dask_p2p.plugins.dask_internals import StreamFlusher
 from dask_p2p.plugins.worker import P2PPlugin
+from tests.clock import run_clocked
 from tests.plugins.test_context import DeafWorker
-from tests.support import in_process
+from tests.support import in_process, indexed, own_client
 from tests.transports.loopback import true_later
 
 
@@ -207,3 +214,168 @@ async def test_the_thread_that_unpickles_messages_imports_the_package_of_arrays(
         assert await asyncio.to_thread(warm.wait, 10)
         assert threads["import"] == threading.get_ident() != threads["kernels"]
         await true_later(lambda: worker.metrics[DEVICE_METRIC](worker) == 32)
+
+
+class Comm:
+    """The other end of a stream: what came there."""
+
+    def __init__(self):
+        self.received = []
+
+    def closed(self):
+        return False
+
+    async def write(self, messages, **kwargs):
+        self.received += messages
+        return 1
+
+
+def test_flush_sends_batched_messages():
+    async def main():
+        first, second = (BatchedSend(interval=3600) for _ in range(2))
+        ends = [Comm(), Comm()]
+        for stream, end in zip((first, second), ends, strict=True):
+            stream.start(end)
+            stream.send("begins")  # the pause begins with it
+        flusher = StreamFlusher()
+
+        async def flushed():
+            await asyncio.sleep(1)
+            return [end.received for end in ends]
+
+        assert await flushed() == [["begins"], ["begins"]]
+        first.send("waits")
+        second.send("waits")
+        assert await flushed() == [["begins"], ["begins"]]
+        flusher.flush(first, None)  # a worker that has gone has no stream
+        first.send("and what comes after")
+        sent = ["begins", "waits", "and what comes after"]
+        assert await flushed() == [sent, ["begins"]]
+        flusher.flush(second)
+        flusher.flush(second)
+        assert await flushed() == [sent, ["begins", "waits"]]
+        second.send("waits again")
+        assert await flushed() == [sent, ["begins", "waits"]]
+
+    run_clocked(main())
+
+
+_PAUSE_S, _SHORT_S = 120, 0.002
+
+
+@pytest.mark.parametrize("how", ["transform", "section"])
+def test_nobody_waits_for_what_is_next(how):
+    """Layers that follow each other: word of each task comes long before a pause has ended."""
+    rows = da.from_array(np.arange(32.0 * 16).reshape(32, 16), chunks=(16, 16))
+    with own_client() as client:
+        dask_p2p.register(client)
+        rows = client.persist(rows)  # else Dask fuses these tasks with the next, and renames them
+
+        def compute():
+            y = fft.fft2(rows) if how == "transform" else dask_p2p.iterate(_plus_one, rows, 1, 1)
+            y = client.persist(y)
+            wait(y, timeout=_PAUSE_S / 2)
+            return y
+
+        first = compute().compute()
+        set_intervals(client, _PAUSE_S)
+        second = compute()
+        set_intervals(client, _SHORT_S)
+        np.testing.assert_array_equal(second.compute(), first)
+
+
+def set_intervals(client, interval_s):
+    def on_scheduler(dask_scheduler):
+        streams = *dask_scheduler.stream_comms.values(), *dask_scheduler.client_comms.values()
+        for stream in streams:
+            stream.interval, stream.next_deadline = interval_s, None
+            stream.waker.set()
+
+    client.run(lambda dask_worker: setattr(dask_worker.batched_stream, "interval", interval_s))
+    client.run_on_scheduler(on_scheduler)
+
+
+def _plus_one(u, out):
+    out[...] = u[1:-1, 1:-1] + 1
+
+
+VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
+
+
+@asynccontextmanager
+async def four_workers():
+    """A client and workers of this process, all of whose states are checked at the end, too."""
+    with dask.config.set(VALIDATE):
+        async with in_process(4, protocol="tcp://") as (cluster, client):
+            workers = [*cluster.workers.values()]
+            assert cluster.scheduler.validate
+            assert all(worker.state.validate for worker in workers)
+            yield client, workers
+            cluster.scheduler.validate_state()
+            for worker in cluster.workers.values():
+                worker.state.validate_state()
+
+
+def source(shape, chunks):
+    return da.fromfunction(lambda i, j: i * shape[1] + j, shape=shape, chunks=chunks, dtype=float)
+
+
+async def make_blocks(c, shape, chunks):
+    """An array whose blocks are in memory, on a cluster that has the plugins."""
+    await dask_p2p.register(c)
+    x = c.persist(source(shape, chunks))
+    await wait(x)
+    return x
+
+
+async def check_transposed(c, y, shape):
+    np.testing.assert_array_equal(await c.compute(y), indexed(shape, float).T)
+
+
+async def test_cancelled_and_wanted_again():
+    async with four_workers() as (c, _):
+        x = await make_blocks(c, (400, 300), (50, 300))
+        for pause_s in (0.0, 0.001, 0.005, 0.01, 0.02):
+            y = c.persist(dask_p2p.transpose(x))
+            await asyncio.sleep(pause_s)
+            await c.cancel(y)
+            y = c.persist(dask_p2p.transpose(x))
+            await check_transposed(c, y, (400, 300))
+            del y
+
+
+async def test_inputs_released_as_soon_as_the_last_reader_is_done():
+    async with four_workers() as (c, workers):
+        await dask_p2p.register(c)
+        y = c.persist(dask_p2p.transpose(source((40, 30), (10, 30))))
+        await wait(y)
+        await true_later(lambda: all("p2p" in str(key) for w in workers for key in w.data))
+        await check_transposed(c, y, (40, 30))
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+async def test_a_worker_leaves_in_the_middle(graceful):
+    async with four_workers() as (c, workers):
+        x = await make_blocks(c, (800, 600), (50, 600))
+        y = c.persist(dask_p2p.transpose(x))
+        await asyncio.sleep(0.01)
+        if graceful:
+            await c.retire_workers([workers[0].address])
+        else:
+            await workers[0].close(nanny=False)
+        await check_transposed(c, y, (800, 600))
+
+
+async def test_the_plugin_goes_while_tasks_run():
+    async with four_workers() as (c, workers):
+        x = await make_blocks(c, (400, 300), (25, 300))
+        y = c.persist(dask_p2p.transpose(x))
+        await c.unregister_worker_plugin(PLUGIN_NAME)
+        for worker in workers:
+            assert PLUGIN_NAME not in worker.plugins
+            assert "p2p_comm_read" not in worker.handlers
+        y2 = c.persist(dask_p2p.transpose(x + 1))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300), float).T + 1)
+        del y

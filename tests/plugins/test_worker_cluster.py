@@ -1,7 +1,5 @@
 """The plugin at work, on clusters of real processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Sections of CuPy arrays without a GPU: values, and a check of every access of memory."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """Gangs whose ranks are threads here, with real connections between them."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 

@@ -1,7 +1,5 @@
 """A stand-in for Dask's scheduler: workers with units of resources, and tasks of a gang."""
 
-from __future__ import annotations
-
 import pickle
 
 from dask_p2p.engine.task import RankTask

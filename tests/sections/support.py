@@ -1,7 +1,5 @@
 """Checks that gangs leave nothing on a cluster."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

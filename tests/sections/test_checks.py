@@ -1,7 +1,5 @@
 """Functions whose results depend on the number of ranks are named, and no others."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """What may happen to gangs besides a worker that dies, on workers with one thread each."""
 
-from __future__ import annotations
-
 import ctypes
 import multiprocessing
 import os

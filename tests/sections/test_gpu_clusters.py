@@ -1,7 +1,5 @@
 """Gangs of CuPy arrays on a cluster whose workers are threads here, with one GPU that records."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from math import inf
@@ -18,7 +16,7 @@ from dask_p2p.sections.gang import rank
 from dask_p2p.sections.gpu import streams as gpu_streams
 from tests.sections.emulated import kernel
 from tests.sections.gangs import connection_to, connections_of
-from tests.sections.iterate.test_iterate import reference, star
+from tests.sections.iterate.test_programs import reference, star
 from tests.sections.support import nothing_is_left
 from tests.simulation.streams import drop_queue_slots
 from tests.support import mostly_slow, tune

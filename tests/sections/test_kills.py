@@ -1,7 +1,5 @@
 """Workers that are killed in the middle of a gang, at Dask's default settings, with nannies."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

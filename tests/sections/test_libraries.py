@@ -3,8 +3,6 @@
 The library is that of `test_dlpack`: its arrays have nothing but DLPack.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """A GPU for each worker: memory that is reused, mappings, and kernels that run late."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from contextlib import nullcontext

@@ -9,8 +9,6 @@ Several threads may use it. The host is one timeline for all: what one of them h
 others know to be done.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

@@ -5,8 +5,6 @@ NumPy arrays, and nothing converts them to NumPy arrays but `get` and `asnumpy`.
 returns scalars.
 """
 
-from __future__ import annotations
-
 import sys
 from types import ModuleType, SimpleNamespace
 

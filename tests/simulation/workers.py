@@ -9,8 +9,6 @@ A worker is killed by doing what the kernel does: its files are closed, and so i
 files stay. Its memory is filled with something else.
 """
 
-from __future__ import annotations
-
 import fcntl
 import sys
 from functools import partial

@@ -1,7 +1,5 @@
 """Scripts as newcomers write them, without and with `if __name__ == "__main__":`."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support import ran

@@ -1,7 +1,5 @@
 """Stores of Dask arrays to Zarr under `install`: each task writes whole shards, or chunks."""
 
-from __future__ import annotations
-
 from itertools import count
 
 import dask

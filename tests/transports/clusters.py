@@ -1,7 +1,5 @@
 """Transposes on clusters, whose transports are looked at."""
 
-from __future__ import annotations
-
 import dask.array as da
 
 import dask_p2p

@@ -1,7 +1,5 @@
 """What every transport must do. A transport's tests subclass `Conformance`."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Workers without a cluster: hosts of transports that call each other through Dask's protocol."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import threading

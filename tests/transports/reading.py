@@ -1,7 +1,5 @@
 """Reading of one block, region by region, as tests of transports do."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import numpy as np

@@ -3,8 +3,6 @@
 `test_dask_array` has pytest load it, in a process of its own.
 """
 
-from __future__ import annotations
-
 import dask
 import dask.array
 import dask_array.xarray

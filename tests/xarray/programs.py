@@ -1,7 +1,5 @@
 """Programs of the accessor, for blocks of any library: their results do not depend on it."""
 
-from __future__ import annotations
-
 import numpy as np
 import xarray as xr
 

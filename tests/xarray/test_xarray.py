@@ -1,7 +1,7 @@
-from __future__ import annotations
-
 import doctest
+import re
 
+import dask
 import dask.array as da
 import numpy as np
 import pytest
@@ -10,7 +10,9 @@ import xarray as xr
 import dask_p2p
 import dask_p2p.xarray
 from dask_p2p.errors import InputError
+from tests.ops.programs import scaled
 from tests.support import persisted, spread, used
+from tests.xarray.programs import PROGRAMS, SECTIONS, VALUES, as_dataset, build, variables
 
 
 @pytest.fixture
@@ -170,3 +172,201 @@ def test_the_representation_lists_the_methods(array, dataset):
     assert all(len(line.split()) > 3 for line in lines)
     of_dataset = {line.split()[0] for line in repr(dataset.p2p).splitlines()[1:]}
     assert of_dataset == public
+
+
+@pytest.fixture
+def arrays(strict_cupy):
+    """The same array twice: in CuPy blocks, and in NumPy's."""
+
+    def lazy(values):
+        return da.from_array(values, chunks=(6, -1)[: values.ndim])
+
+    return build(lambda values: lazy(values).map_blocks(strict_cupy.asarray)), build(lazy)
+
+
+@pytest.fixture
+def in_memory(strict_cupy):
+    """The same array twice, in memory, of CuPy and of NumPy."""
+    return build(strict_cupy.asarray), build(np.asarray)
+
+
+def check(result, expected, cupy):
+    """Compare a result of CuPy blocks with one of NumPy blocks."""
+    assert result.coords.keys() == expected.coords.keys()
+    results, expected_variables = variables(result), variables(expected)
+    assert results.keys() == expected_variables.keys()
+    for name, variable in results.items():
+        check_variable(variable, expected_variables[name], cupy)
+
+
+def check_variable(variable, reference, cupy):
+    assert isinstance(getattr(variable.data, "_meta", variable.data), cupy.ndarray)
+    assert (variable.dims, variable.chunks) == (reference.dims, reference.chunks)
+    with dask.config.set(scheduler="sync"):
+        values, expected = variable.compute().data, reference.compute().data
+    assert isinstance(values, cupy.ndarray)
+    assert values.dtype == variable.dtype == reference.dtype
+    tolerance = 1000 * np.finfo(values.dtype).eps
+    np.testing.assert_allclose(values.get(), expected, 0, tolerance * abs(expected).max())
+
+
+def on_host(values):
+    return values.get() if hasattr(values, "get") else values
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_are_those_of_numpy(name, arrays, strict_cupy):
+    check(*map(PROGRAMS[name], arrays), strict_cupy)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_arrays_in_memory(name, in_memory, strict_cupy):
+    check(*map(PROGRAMS[name], in_memory), strict_cupy)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_results_of_sections_have_the_kind_of_the_fields(name, arrays, strict_cupy):
+    for variable in variables(SECTIONS[name](arrays[0])).values():
+        assert isinstance(variable.data._meta, strict_cupy.ndarray)
+
+
+def test_a_number_in_gpu_memory_is_a_constant(arrays, strict_cupy):
+    a = arrays[0].assign_coords(number=strict_cupy.asarray(3.0))
+    result = a.p2p.iterate(scaled, {"t": 1}, 2, constants=("number",))
+    assert isinstance(result.data._meta, strict_cupy.ndarray)
+
+
+def test_coordinates_in_gpu_memory(strict_cupy):
+    """These have no index: an index holds its values in host memory."""
+
+    def with_times(values, times):
+        coords = xr.Coordinates({"t": ("t", times)}, indexes={})
+        return xr.DataArray(values, coords, ("t", "x"))
+
+    times = np.arange(24.0)[::-1] / 2
+    a = with_times(strict_cupy.asarray(VALUES), strict_cupy.asarray(times))
+    b = with_times(VALUES, times)
+    for program in (lambda a: a.p2p.fft("t"), lambda a: a.p2p.fft("t").p2p.ifft()):
+        result, expected = program(a), program(b)
+        check(result, expected, strict_cupy)
+        for name in expected.coords:
+            np.testing.assert_array_equal(on_host(result[name].data), on_host(expected[name].data))
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_to_zarr(lazy, arrays, in_memory, tmp_path):
+    pytest.importorskip("zarr")
+    a, host_array = arrays if lazy else in_memory
+    with dask.config.set(scheduler="sync"):
+        a.p2p.to_zarr(tmp_path / "array", chunks={"t": 5}, consolidated=False)
+        as_dataset(a).p2p.to_zarr(tmp_path / "dataset", consolidated=False)
+    with xr.open_zarr(tmp_path / "array", consolidated=False) as stored:
+        xr.testing.assert_equal(stored.u.compute(), host_array.compute())
+        assert stored.u.chunks[0] == (5, 5, 5, 5, 4)
+    with xr.open_zarr(tmp_path / "dataset", consolidated=False) as stored:
+        xr.testing.assert_equal(stored.compute(), as_dataset(host_array).compute())
+
+
+def test_arrays_of_cupy_xarray(strict_cupy):
+    pytest.importorskip("cupy_xarray", reason="needs it: pip install cupy-xarray")
+    a = build(lambda values: values).chunk(t=6).as_cupy()
+    assert a.cupy.is_cupy
+    turned = a.p2p.transpose("x", "t").p2p.fft("t")
+    assert turned.cupy.is_cupy
+    with dask.config.set(scheduler="sync"):
+        result = turned.cupy.as_numpy().compute()
+    expected = build(lambda values: values).p2p.transpose("x", "t").p2p.fft("t")
+    np.testing.assert_allclose(result.data, expected.compute().data)
+
+
+pytest.importorskip("zarr")
+MATRIX = np.arange(70.0).reshape(10, 7)
+UNEVEN = ((3, 3, 2, 2), (2, 5))
+
+
+def uneven_array(chunks=UNEVEN, **encoding):
+    a = xr.DataArray(da.from_array(MATRIX, chunks), dims=("x", "y"), name="a", attrs={"units": "m"})
+    a.encoding = encoding
+    return a
+
+
+def written(data, path, **options):
+    data.p2p.to_zarr(path, consolidated=False, **options)
+    return xr.open_zarr(path, consolidated=False)
+
+
+def test_chunks_by_dimension(tmp_path):
+    assert written(uneven_array(), tmp_path / "a.zarr", chunks={"x": 5}).a.chunks[0] == (5, 5)
+    assert written(uneven_array(), tmp_path / "b.zarr", chunks=-1).a.chunks == ((10,), (7,))
+    assert written(uneven_array(), tmp_path / "c.zarr", chunks={"y": "auto"}).a.chunks[1] == (7,)
+    memory = xr.DataArray(MATRIX, dims=("x", "y"), name="a")
+    assert written(memory, tmp_path / "d.zarr", chunks={"x": 4}).a.chunks == ((4, 4, 2), (7,))
+    assert written(memory, tmp_path / "e.zarr").a.shape == (10, 7)
+
+
+def test_chunks_that_zarr_has_not(tmp_path):
+    with pytest.raises(InputError, match=r"'a'.*one size along 'x'.*\(4, 6\).*chunks=\{'x': 6\}"):
+        uneven_array().p2p.to_zarr(tmp_path / "a.zarr", chunks={"x": (4, 6)})
+    memory = xr.DataArray(MATRIX, dims=("x", "y"), name="a")
+    with pytest.raises(InputError, match="one size along 'x'"):
+        memory.p2p.to_zarr(tmp_path / "a.zarr", chunks={"x": (4, 6)})
+    with pytest.raises(InputError, match="'z' is no dimension"):
+        uneven_array().p2p.to_zarr(tmp_path / "a.zarr", chunks={"z": 3})
+    unknown = uneven_array().data[uneven_array().data[:, 0] > 8]
+    with pytest.raises(InputError, match="compute_chunk_sizes"):
+        xr.DataArray(unknown, dims=("x", "y")).p2p.to_zarr(tmp_path / "a.zarr")
+    assert not (tmp_path / "a.zarr").exists()
+
+
+def test_chunks_of_the_file_that_was_read(tmp_path):
+    """xarray's own `chunk` keeps them, and they may not fit the blocks."""
+    read = written(uneven_array(((5, 5), (7,))), tmp_path / "a.zarr").a
+    assert read.encoding["chunks"] == (5, 7)
+    assert written(read.chunk(x=10), tmp_path / "b.zarr").a.encoding["chunks"] == (5, 7)
+    rechunked = read.chunk(x=4)
+    with pytest.raises(ValueError, match="would overlap"):
+        rechunked.to_zarr(tmp_path / "c.zarr", consolidated=False)
+    assert written(rechunked, tmp_path / "d.zarr").a.encoding["chunks"] == (4, 7)
+
+
+def test_datasets_and_their_coordinates(tmp_path):
+    ds = uneven_array().to_dataset().assign(of_x=("x", da.from_array(MATRIX[:, 0], ((7, 3),))))
+    ds = ds.assign_coords(lat=(("x",), da.from_array(MATRIX[:, 1], ((2, 8),))), z=3.0)
+    stored = written(ds, tmp_path / "a.zarr")
+    xr.testing.assert_identical(stored.compute(), ds.compute())
+    assert stored.a.chunks == ((3, 3, 3, 1), (2, 2, 2, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "chunks", "shards"),
+    [
+        ({"encoding": {"a": {"chunks": (2, 1), "shards": (4, 3)}}}, (2, 1), (4, 3)),
+        ({"encoding": {"a": {"shards": (4, 3)}}}, (4, 3), (4, 3)),
+        ({"encoding": {"a": {"shards": (4, 4)}}, "chunks": {"x": 2}}, (2, 4), (4, 4)),
+        ({"encoding": {"a": {"chunks": (4, 3)}}, "chunks": {"x": 5}}, (4, 3), None),
+    ],
+)
+def test_chunks_and_shards_of_an_encoding(tmp_path, options, chunks, shards):
+    for data in (uneven_array(), uneven_array().to_dataset(), uneven_array(((10,), (7,)))):
+        stored = written(data, tmp_path / "a.zarr", mode="w", zarr_format=3, **options).a
+        np.testing.assert_array_equal(stored, MATRIX)
+        assert stored.encoding["chunks"] == chunks
+        assert stored.encoding["shards"] == shards
+
+
+def test_stores_that_grow_within_a_chunk(tmp_path):
+    path, options = tmp_path / "a.zarr", {"consolidated": False}
+    shards = {"a": {"chunks": (2, 7), "shards": (4, 7)}}
+    ds = uneven_array().to_dataset().assign_coords(x=range(10))
+    ds[{"x": slice(5)}].p2p.to_zarr(path, zarr_format=3, encoding=shards, **options)
+    lazy = ds[{"x": slice(5, 10)}].p2p.to_zarr(path, append_dim="x", compute=False, **options)
+    keys = " ".join(map(str, lazy.__dask_graph__()))
+    assert len({*re.findall(r"p2p-\w+-\w+", keys)}) == 1
+    lazy.compute()
+    np.testing.assert_array_equal(xr.open_zarr(path, **options).a, MATRIX)
+    for region in ("auto", {"x": slice(3, 9)}):
+        part = -ds[{"x": slice(3, 9)}]
+        part = part if region == "auto" else part.drop_vars("x")
+        part.p2p.to_zarr(path, region=region, **options)
+        np.testing.assert_array_equal(xr.open_zarr(path, **options).a[3:9], -MATRIX[3:9])
+    np.testing.assert_array_equal(xr.open_zarr(path, **options).a[:3], MATRIX[:3])

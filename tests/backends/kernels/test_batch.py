@@ -1,7 +1,5 @@
 """Copies of many regions, and the kernel's own source executed from their plans."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 from pathlib import Path

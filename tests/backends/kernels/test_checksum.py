@@ -1,11 +1,14 @@
 """Checksums: every kind of array, every bit; the GPU's as defined."""
 
-from __future__ import annotations
+import ctypes
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+import dask_p2p.backends
 from dask_p2p.backends import checksum
+from tests.backends.emulator import compiled, needs_compiler
 from tests.backends.support import DTYPES, mixed_sum, random_bits
 
 LENGTHS = [0, 1, 7, 8, 9, 15, 16, 63, 64, 1000, 2**18 - 1, 2**18, 2**18 + 8, 2**18 + 13]
@@ -78,3 +81,42 @@ class TestOnGpu:
             copied[bit // 8] ^= 1 << bit % 8
         cupy.cuda.Stream.null.synchronize()
         assert checksum(copied) == good
+
+
+SOURCE = Path(dask_p2p.backends.__file__).with_name("kernels") / "checksums.cu"
+HARNESS = """
+#define __device__
+#define __forceinline__ inline
+#define __global__
+struct Index { unsigned x; };
+static Index blockIdx, threadIdx, blockDim, gridDim;
+static void atomicAdd(unsigned long long *to, unsigned long long value) { *to += value; }
+#include SOURCE
+extern "C" u64 sum(const u8 *data, u64 size_bytes, unsigned blocks, unsigned threads)
+{
+    u64 total = 0;
+    gridDim = {blocks};
+    blockDim = {threads};
+    for (blockIdx.x = 0; blockIdx.x < blocks; ++blockIdx.x)
+        for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+            add_mixed(data, size_bytes, &total);
+    return total;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    loaded = compiled(tmp_path_factory.mktemp("checksums"), SOURCE, HARNESS)
+    loaded.sum.restype = ctypes.c_ulonglong
+    loaded.sum.argtypes = [ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_uint, ctypes.c_uint]
+    return loaded
+
+
+@needs_compiler
+@pytest.mark.parametrize(("blocks", "threads"), [(1, 1), (1, 32), (3, 64), (512, 256)])
+@pytest.mark.parametrize("size_bytes", [1, 7, 8, 9, 64, 257, 999, 4096, 5003])
+def test_any_grid_gives_the_sum_of_numpy(library, blocks, threads, size_bytes):
+    data = random_bits((size_bytes,), "u1")
+    checksum = library.sum(data.ctypes.data, size_bytes, blocks, threads)
+    assert checksum == mixed_sum(data)

@@ -1,5 +1,11 @@
 """Plans for the GPU, and the kernels' own source executed from them on the processor."""
 
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -12,11 +18,13 @@ from dask_p2p.backends.kernels.launch import (
     MAX_OUTER,
     VECTOR_TILE,
     WORD_SIZES_BYTES,
+    CopyAxis,
     plan_launches,
+    reduce_copy,
 )
 from tests.backends.emulator import guarded, library, needs_compiler, permute
 from tests.backends.support import POISON, bits, boxes, permutations, random_bits
-from tests.support import pairwise
+from tests.support import BOUND_S, loaded_anew, pairwise
 
 
 def launches(shape, itemsize, axes=None):
@@ -233,3 +241,127 @@ def test_no_launch_has_almost_idle_blocks():
     """A million transposes of 2 x 2 items still fill the blocks."""
     (launch,) = launches((1 << 20, 2, 2), 8, (0, 2, 1))
     assert launch.grid < 1 << 14
+
+
+def moved(axes, word_bytes, src_offset, dst_offset):
+    """Return every (source byte, destination byte) that a copy moves."""
+    extents = [axis.extent for axis in axes]
+    pairs = set()
+    for position in np.ndindex(*extents):
+        src = src_offset + sum(n * a.src_stride_bytes for n, a in zip(position, axes, strict=True))
+        dst = dst_offset + sum(n * a.dst_stride_bytes for n, a in zip(position, axes, strict=True))
+        pairs |= {(src + byte, dst + byte) for byte in range(word_bytes)}
+    return pairs
+
+
+@given(
+    st.data(),
+    permutations(min_side=1, max_side=4, max_ndim=4),
+    st.sampled_from([1, 2, 3, 4, 8, 12, 16, 24]),
+    st.integers(0, 32),
+)
+def test_the_least_form_moves_the_same_bytes(data, case, itemsize, alignment):
+    shape, axes = case
+    dtype = np.dtype(("V", itemsize))
+    outer, box = data.draw(boxes(shape))
+    src = np.empty(outer, dtype)[box].transpose(axes)
+    dst_outer, dst_box = data.draw(boxes(src.shape))
+    dst = np.empty(dst_outer, dtype)[dst_box]
+
+    least = reduce_copy(src.shape, itemsize, src.strides, dst.strides, alignment)
+
+    full_axes = [CopyAxis(*axis) for axis in zip(src.shape, src.strides, dst.strides, strict=True)]
+    assert moved(
+        least.axes, least.word_bytes, least.src_offset_bytes, least.dst_offset_bytes
+    ) == moved(full_axes, itemsize, 0, 0)
+    assert len(least.axes) <= len(shape) + 1
+    strides = [axis.dst_stride_bytes for axis in least.axes]
+    assert strides == sorted(strides, reverse=True)
+    assert all(stride > 0 for stride in strides)
+    assert all(axis.extent > 1 for axis in least.axes)
+    assert least.word_bytes in (1, 2, 4, 8, 16)
+    multiples = [alignment, least.src_offset_bytes, least.dst_offset_bytes]
+    for axis in least.axes:
+        multiples += axis[1:]
+    assert all(number % least.word_bytes == 0 for number in multiples)
+
+
+THREADS = 4
+
+
+class WaitForAll(dict):
+    """Kernels by device; `all_asked` is set when all threads have looked for one."""
+
+    def __init__(self):
+        self.lookups, self.all_asked = 0, threading.Event()
+        self.lock = threading.Lock()
+
+    def get(self, device_id):
+        value = super().get(device_id)
+        with self.lock:
+            self.lookups += 1
+            if self.lookups >= THREADS:
+                self.all_asked.set()
+        return value
+
+
+@pytest.fixture
+def compiled():
+    """Options of all compilations."""
+    return []
+
+
+@pytest.fixture
+def module(monkeypatch, compiled):
+    def raw_module(code, options):
+        compiled.append(options)
+        return SimpleNamespace(code=code)
+
+    cuda = SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 3), Device=nullcontext)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(RawModule=raw_module, cuda=cuda))
+    return loaded_anew("dask_p2p.backends.kernels.cuda")
+
+
+def test_each_device_loads_the_source_once(module, compiled):
+    source = module.CudaSource("regions.cu", lambda compiled: compiled.code, "-DX=1")
+    assert "copy_regions" in source.on(0)
+    assert source.on(0) is source.on(0)
+    assert compiled == [("--std=c++17", "-DX=1")]
+    source.on(1)
+    assert len(compiled) == 2
+
+
+def test_threads_compile_once(module, compiled):
+    kernels = WaitForAll()
+
+    def load(compiled):
+        assert kernels.all_asked.wait(BOUND_S)
+        return compiled
+
+    source = module.CudaSource("transpose.cu", load)
+    source._loaded = kernels
+    with ThreadPoolExecutor(THREADS) as threads:
+        for _ in range(THREADS):
+            threads.submit(source.on, 0)
+    assert len(compiled) == 1
+    assert [*kernels] == [0]
+
+
+def test_sources_load_at_the_same_time(module):
+    barrier = threading.Barrier(2)
+
+    def load(compiled):
+        barrier.wait(BOUND_S)
+        return compiled.code
+
+    sources = [module.CudaSource(f"{name}.cu", load) for name in ("regions", "checksums")]
+    module.load_all(sources)
+    assert [[*source._loaded] for source in sources] == [[3], [3]]
+
+
+def test_a_source_that_cannot_be_compiled_is_an_error(module):
+    def load(compiled):
+        raise ValueError("no compiler")
+
+    with pytest.raises(ValueError, match="no compiler"):
+        module.load_all([module.CudaSource("regions.cu", load)])

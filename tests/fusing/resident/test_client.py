@@ -1,7 +1,5 @@
 """Resident gangs on a cluster with Dask's default settings, as one uses them."""
 
-from __future__ import annotations
-
 import pickle
 
 import dask

@@ -4,8 +4,6 @@ The model has ranks that do commands one after the other, each at its own time. 
 attempt of all ranks. The next attempt begins with the newest checkpoint that all ranks have.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

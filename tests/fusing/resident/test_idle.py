@@ -1,7 +1,5 @@
 """Resident gangs between two calls: other work of Dask, and clients that never end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from operator import neg

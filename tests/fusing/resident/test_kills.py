@@ -1,7 +1,5 @@
 """Workers that are killed between the calls of a resident gang, and during one."""
 
-from __future__ import annotations
-
 import signal
 
 import dask.array as da

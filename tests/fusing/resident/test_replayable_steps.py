@@ -1,7 +1,5 @@
 """Tasks whose code shows that a GPU may replay them, and those that do not."""
 
-from __future__ import annotations
-
 import functools
 
 import dask.array as da

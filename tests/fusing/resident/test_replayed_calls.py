@@ -1,7 +1,5 @@
 """Calls that GPUs replay: values, the order of all accesses, and ranks that decide alike."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """The pages are on the dashboard, however the plugin came onto the scheduler."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """The data of a page: workers are asked for it only while a page is open."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import wraps
 

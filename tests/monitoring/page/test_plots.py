@@ -1,7 +1,5 @@
 """The page /p2p, as Chromium shows it."""
 
-from __future__ import annotations
-
 import itertools
 import time
 

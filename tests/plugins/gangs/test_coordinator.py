@@ -5,8 +5,6 @@ in process on a worker, in memory there, or erred. The model reports each change
 and releases outputs that no longer count.
 """
 
-from __future__ import annotations
-
 import itertools
 
 from hypothesis import settings

@@ -1,21 +1,24 @@
 """The scheduler's side of gangs, with a stand-in for the scheduler."""
 
-from __future__ import annotations
-
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
+from distributed.core import Status
 
 from dask_p2p.engine.task import PLUGIN_NAME
+from dask_p2p.plugins.dask_internals import Units
+from dask_p2p.plugins.gangs.gathering import describe_shortage
 from dask_p2p.plugins.gangs.scheduler import FORGET, Gangs
+from tests.sections.schedulers import Scheduler, ranks
 from tests.sections.support import coordinator_of
 
 GOOD = {"gang": "x", "rank": 0, "token": "t0"}
 JOINING = {**GOOD, "size": 2, "worker": "a", "endpoint": "of a", "saved": []}
 
 
-class Scheduler:
+class GangScheduler:
     """Has the ranks of one gang in process on a worker each."""
 
     def __init__(self, **workers):
@@ -48,7 +51,7 @@ class Scheduler:
 
 def started():
     """Return a scheduler, and its gangs on the loop that runs; the plugin of gangs is on."""
-    scheduler = Scheduler()
+    scheduler = GangScheduler()
     scheduler.plugins[PLUGIN_NAME] = plugin = object()
 
     def is_on():
@@ -198,3 +201,143 @@ async def test_an_adaptive_cluster_is_told_its_target():
     scheduler, gangs = started()
     assert scheduler.handlers["adaptive_target"](target_duration="1 s") == 3
     assert gangs._gathering._asked_s > 0
+
+
+class Worker:
+    """Has two units of a resource. A task has one. Callbacks run immediately, or later."""
+
+    def __init__(self, needs):
+        self.state = SimpleNamespace(
+            tasks={"x": SimpleNamespace(resource_restrictions=needs)},
+            available_resources={"GPU": 1.0},
+        )
+        self.loop = self
+
+    def add_callback(self, callback, *args):
+        callback(*args)
+
+    @property
+    def free(self):
+        return self.state.available_resources["GPU"]
+
+
+def test_units_are_lent_once_and_taken_back():
+    worker = Worker({"GPU": 1})
+    units = Units(worker, "x")
+    units.lend()
+    units.lend()
+    assert worker.free == 2
+    units.take(lambda: False)
+    units.take(lambda: False)
+    units.close()
+    assert worker.free == 1
+
+
+def test_units_that_others_have_are_waited_for():
+    """And reserved immediately, so that no other task gets them first."""
+    worker = Worker({"GPU": 1})
+    units, waits = Units(worker, "x"), []
+    units.lend()
+    worker.state.available_resources["GPU"] -= 2  # by two tasks
+
+    def wait():
+        waits.append(worker.free)
+        worker.state.available_resources["GPU"] += len(waits) > 1
+        return True
+
+    units.take(wait)
+    assert waits == [-1, -1]
+    assert worker.free == 0
+
+
+def test_a_rank_that_is_stopped_waits_for_no_units():
+    worker = Worker({"GPU": 1})
+    units = Units(worker, "x")
+    units.lend()
+    worker.state.available_resources["GPU"] -= 2
+    units.close()
+    assert worker.free == -1, "Dask adds one when the task ends"
+
+
+def test_tasks_start_that_wait_for_the_units_of_an_idle_rank():
+    worker, events = Worker({"GPU": 1}), []
+    worker.status, worker.handle_stimulus = Status.running, events.append
+    units = Units(worker, "x")
+    units.lend_while_idle()
+    units.lend_while_idle()
+    assert worker.free == 2
+    assert len(events) == 1
+    units.take(lambda: False)
+    worker.status = Status.paused
+    units.lend_while_idle()
+    assert len(events) == 1
+    without = Units(Worker({}), "x")
+    without.lend_while_idle()
+    assert not without._is_lent
+
+
+GPU = {"GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("resources", "tasks"),
+    [
+        ([{}, {}], ranks(9, workers={"a"})),
+        ([{}, {}], ranks(9, hosts={"host-b"})),
+        ([{"GPU": 3}, {}], ranks(3, GPU)),
+        ([{"GPU": 1}], ranks(10, {"GPU": 0.1})),
+        ([GPU, GPU, GPU], [*ranks(2, GPU, workers={"a", "b"}), *ranks(1, GPU)]),
+        ([GPU, {"TPU": 1}], [*ranks(1, GPU), *ranks(1, {"TPU": 1}), *ranks(3)]),
+        ([GPU, GPU], ranks(2, GPU, workers={"gone"}, loose=True)),
+    ],
+)
+def test_gangs_that_can_run(resources, tasks):
+    assert describe_shortage(Scheduler(*resources), "x", tasks) == ""
+
+
+@pytest.mark.parametrize(
+    ("resources", "tasks", "text"),
+    [
+        (
+            [GPU, GPU, {}],
+            ranks(3, GPU),
+            "x has 3 ranks, which run at the same time. 3 of them need 1 unit of resource 'GPU' "
+            "each, and the workers have 2 units in all, enough for 2 ranks. Give ranks=2, or "
+            "start workers with more units of 'GPU' and wait for them",
+        ),
+        ([{}, {}], ranks(2, GPU), "have 0 units in all, too few for any rank. Start workers"),
+        (
+            [{"GPU": 1, "m": 9}, {"GPU": 1}],
+            ranks(2, {"GPU": 1, "m": 5}),
+            "5 units of resource 'm' .* 9 units in all, enough for 1 rank. Give ranks=1",
+        ),
+        (
+            [GPU, GPU],
+            ranks(2, GPU, workers={"a"}),
+            r"the workers that may run them \(a\) have 1 unit in all, enough for 1 rank",
+        ),
+        ([GPU, {}], ranks(2, GPU, workers={"b"}), r"\(b\) have 0 units in all"),
+        ([GPU, {}], ranks(2, GPU, hosts={"host-a"}), r"\(host-a\) have 1 unit in all"),
+        (
+            [{}, {}],
+            ranks(2, workers={"tcp://gone:1"}),
+            r"2 of them are restricted to workers that the cluster does not have \(tcp://gone:1\). "
+            "Name workers of the cluster by workers=, or give allow_other_workers=True",
+        ),
+        ([GPU], [*ranks(1), *ranks(1, workers={"gone"})], "1 of them are restricted to workers"),
+        ([GPU], ranks(2, {"TPU": 1}, workers={"gone"}, loose=True), "resource 'TPU'"),
+        ([GPU], [*ranks(3), *ranks(2, GPU)], "has 5 ranks.* 2 of them need 1 unit"),
+    ],
+)
+def test_what_is_lacking_is_named(resources, tasks, text):
+    assert re.search(text, describe_shortage(Scheduler(*resources), "x", tasks))
+
+
+def test_many_ranks_are_looked_at_quickly():
+    """Each restriction is checked once, for any number of ranks."""
+    scheduler = Scheduler(*[GPU] * 8)
+    scheduler.coerce_hostname = lambda host: requests.append(host) or host
+    requests = []
+    assert "enough for 8 ranks" in describe_shortage(scheduler, "x", ranks(5000, GPU))
+    assert describe_shortage(scheduler, "x", ranks(5000, hosts={"host-a"})) == ""
+    assert requests == ["host-a"]

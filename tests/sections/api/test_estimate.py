@@ -1,7 +1,5 @@
 """Estimates of ranks' memory, compared with NumPy's allocations in tracemalloc."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import dask.array as da

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dask.array as da
 import numpy as np
 import pint
@@ -7,7 +5,7 @@ import pytest
 
 from dask_p2p import Array, LocalBlock, PerRank, Points, Rows, Same, Save, iterate, map_on_gpu, spmd
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from tests.backends.test_plain import Quantity
+from tests.backends.test_backends import Quantity
 
 pytestmark = pytest.mark.cluster
 

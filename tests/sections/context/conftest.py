@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from dask_p2p.plans.ranks import RankGrid

@@ -1,7 +1,5 @@
 """Sources and receivers: points between the elements of arrays."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import dask

@@ -1,7 +1,5 @@
 """Loops of steps: which state a rank goes on with."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import defaultdict
 from functools import partial
 from types import ModuleType

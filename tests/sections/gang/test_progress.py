@@ -1,7 +1,5 @@
 """Records of ranks while they run, and after."""
 
-from __future__ import annotations
-
 import dask.array as da
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Steps of a star on an emulated GPU, and the same by NumPy."""
 
-from __future__ import annotations
-
 import gc
 
 import dask.array as da
@@ -10,7 +8,7 @@ import numpy as np
 from dask_p2p import iterate
 from dask_p2p.sections.gpu.device import Gpu
 from tests.sections.emulated import kernel, on_gpu, run_section
-from tests.sections.iterate.test_iterate import reference, star
+from tests.sections.iterate.test_programs import reference, star
 
 X = np.random.default_rng(0).normal(size=(12, 10))
 CHUNKS = ((3, 4, 5), (6, 4))

@@ -1,7 +1,5 @@
 """Regions between GPUs: values, and the order of all accesses of memory."""
 
-from __future__ import annotations
-
 import gc
 import json
 import time

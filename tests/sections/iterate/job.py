@@ -5,8 +5,6 @@ Replies are lines of JSON, too. Forks of one process that has imported everythin
 milliseconds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Programs of several fields, as one first writes them, against the same programs in NumPy."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

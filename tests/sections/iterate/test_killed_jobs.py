@@ -4,8 +4,6 @@ The next job goes on with another number of ranks. Workers of it are killed and 
 are `iterate`, and a loop of `ctx.steps`. `--kills` is the number of ended jobs for each.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

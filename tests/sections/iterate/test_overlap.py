@@ -1,7 +1,5 @@
 """Steps whose functions compute the interior while their halos are in flight."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import partial
 from threading import get_ident

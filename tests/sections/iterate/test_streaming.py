@@ -1,7 +1,5 @@
 """Fields that go through a GPU, or a cache, slab by slab: values are those of fields in memory."""
 
-from __future__ import annotations
-
 import ctypes
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from dask_p2p.sections.exchange.device import HOST as HOST_MEMORY
 from dask_p2p.sections.iterate.iteration import VisitPlan
 from tests.sections.emulated import kernel, rank_tasks, run_section
 from tests.sections.gangs import run_gang
-from tests.sections.iterate.test_iterate import X, array
+from tests.sections.iterate.test_programs import X, array
 from tests.simulation.streams import HOST
 
 ENDS = "periodic", "reflect", "nearest", "odd", 0.5, ("nearest", 0.5)

@@ -1,7 +1,5 @@
 """Gangs of connections whose ranks are threads here, and the settings of their hosts."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache

@@ -1,7 +1,5 @@
 """Large messages between ranks by UCX; each rank is on a host of its own here."""
 
-from __future__ import annotations
-
 import threading
 import time
 from unittest import mock

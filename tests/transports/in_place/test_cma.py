@@ -1,7 +1,5 @@
 """``cma`` within one process, which reads itself as it would read another."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import multiprocessing

@@ -1,7 +1,5 @@
 """``ipc`` between two processes on two GPUs."""
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

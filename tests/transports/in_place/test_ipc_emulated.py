@@ -1,7 +1,5 @@
 """``ipc`` without GPUs: what is mapped is the holder's own NumPy arrays, while they are there."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

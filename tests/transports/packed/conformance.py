@@ -1,7 +1,5 @@
 """What each transport must do that packs regions: they are bytes, so every dtype is taken."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

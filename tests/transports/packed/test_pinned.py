@@ -1,7 +1,5 @@
 """``pinned`` between two workers of one process: NumPy blocks, and CuPy blocks of made-up GPUs."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

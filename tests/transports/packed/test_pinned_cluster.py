@@ -1,7 +1,5 @@
 """``pinned`` between the workers of a cluster, with NumPy blocks."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

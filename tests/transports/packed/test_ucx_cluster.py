@@ -1,7 +1,5 @@
 """``ucx`` between the workers of a cluster, whose own protocol is another one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

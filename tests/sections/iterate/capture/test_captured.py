@@ -1,7 +1,5 @@
 """Captured steps: values, the order of all accesses, and no work for hosts."""
 
-from __future__ import annotations
-
 import gc
 import threading
 from functools import partial
@@ -20,7 +18,7 @@ from dask_p2p.sections.gpu.windows import DeviceBarrier
 from dask_p2p.sections.wire.connection import AttemptEndedError
 from tests.sections.emulated import kernel, on_gpu, run_section
 from tests.sections.gpu.stars import X, check
-from tests.sections.iterate.test_iterate import star
+from tests.sections.iterate.test_programs import star
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 7, 10])

@@ -1,7 +1,5 @@
 """Steps that are captured by default, and those that cannot be: values, on all ranks."""
 
-from __future__ import annotations
-
 import os
 import threading
 
@@ -13,7 +11,7 @@ from dask_p2p.sections.iterate import capture
 from dask_p2p.sections.iterate.capture import Overlap, Replays
 from tests.sections.emulated import kernel
 from tests.sections.gpu.stars import X, check, compute
-from tests.sections.iterate.test_iterate import reference, star
+from tests.sections.iterate.test_programs import reference, star
 from tests.support import noted, tune
 
 STEPS = 19

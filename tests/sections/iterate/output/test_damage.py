@@ -1,7 +1,5 @@
 """Damaged checkpoints and frames, lost power, full disks, and runs that share a folder."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

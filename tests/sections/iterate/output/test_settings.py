@@ -1,7 +1,5 @@
 """A run that resumes with other functions or arguments than those of the first run."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
