@@ -8,7 +8,7 @@ from collections import Counter
 from functools import cache
 from types import CodeType
 
-import dask
+import dask.array
 import pytest
 from hypothesis import settings
 
@@ -362,6 +362,12 @@ def dask_array(_threshold_of_dask):
     package = pytest.importorskip("dask_array", reason="needs it: pip install dask-array")
     dask.config.set({_THRESHOLD: _THRESHOLD_OF_DASK})
     return package
+
+
+@pytest.fixture(params=["dask.array", "dask_array"])
+def library(request):
+    """A library of lazy arrays."""
+    return dask.array if request.param == "dask.array" else request.getfixturevalue("dask_array")
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,7 @@ import pytest
 
 import dask_p2p
 from tests.faults.support import Gate
-from tests.gpu.sharing import shared_cluster
-from tests.gpu.support import POOL
+from tests.gpu.support import POOL, shared_cluster
 
 
 def pytest_collection_modifyitems(items):

@@ -1,4 +1,4 @@
-"""Blocks, kernels and checks for tests on GPU clusters."""
+"""Blocks, kernels, checks and clusters for tests on GPUs."""
 
 from contextlib import contextmanager
 
@@ -122,3 +122,27 @@ def warnings_of(client, caught):
     last = {f"the last of {worker}" for worker in client.run(send_last)}
     wait_until(lambda: last <= {*texts()}, BOUND_S)
     return [text for text in texts() if text not in last]
+
+
+def shared_cluster(n_workers=2, *, gpus=True, **kwargs):
+    from dask_cuda import LocalCUDACluster
+
+    class SharedCluster(LocalCUDACluster):
+        def new_worker_spec(self):
+            specs, self.worker_spec = self.worker_spec, {}
+            try:
+                [spec] = super().new_worker_spec().values()
+            finally:
+                self.worker_spec = specs
+            return {next(n for n in range(len(specs) + 1) if n not in specs): spec}
+
+    options = {
+        "CUDA_VISIBLE_DEVICES": [0],
+        "n_workers": n_workers,
+        "threads_per_worker": 1,
+        "protocol": "tcp",
+        "dashboard_address": ":0",
+    }
+    if not kwargs.get("rmm_async") and not kwargs.get("rmm_managed_memory"):
+        options |= POOL | {"rmm_allocator_external_lib_list": ["cupy"]}
+    return SharedCluster(**options | kwargs)

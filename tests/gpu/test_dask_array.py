@@ -15,11 +15,6 @@ from tests.support import persisted, used
 pytestmark = pytest.mark.gpu(2)
 
 
-@pytest.fixture(params=["dask.array", "dask_array"])
-def library(request):
-    return da if request.param == "dask.array" else request.getfixturevalue("dask_array")
-
-
 @pytest.fixture
 def x(library, client):
     import cupy

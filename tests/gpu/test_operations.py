@@ -1,4 +1,4 @@
-"""Transposes, rechunks, halo exchanges and Fourier transforms of CuPy blocks equal NumPy's."""
+"""Operations on CuPy blocks, also by Dask's own methods under `install`: values are NumPy's."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ from dask_p2p import fft
 from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.errors import BlockMismatchError
 from tests.gpu.support import assert_right, check_transpose, gpu_client, on_gpu, on_host
-from tests.support import persisted, used
+from tests.support import persisted, result_of, used
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -274,3 +274,44 @@ def test_empty_blocks_shifts_and_frequencies(client):
     k = fft.fftfreq(30, 0.5, chunks=7, like=x)
     assert declared(k)
     np.testing.assert_allclose(on_host(k), np.fft.fftfreq(30, 0.5))
+
+
+ROWS = np.random.default_rng(0).random((128, 96))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_small_and_empty_blocks(client, count):
+    def slope(*blocks):
+        assert all(block.size for block in blocks)
+        return (sum(blocks)[1:] - sum(blocks)[:-1]).sum() * 0 + blocks[0]
+
+    x = persisted(client, on_gpu(ROWS, (16, -1)))
+    for chunks in (((0, 100, 1, 27), (96,)), ((128,), (0, 90, 6)), ((0, 128), (96, 0))):
+        small = dask_p2p.rechunk(x, chunks)
+        stock = da.from_array(ROWS, chunks=chunks).map_overlap(np.copy, {0: 2}, dtype=ROWS.dtype)
+        with dask_p2p.install() as used:
+            y = da.map_overlap(slope, *[small] * count, depth={0: 2}, dtype=ROWS.dtype)
+        assert used.count == 1
+        assert y.chunks == stock.chunks
+        np.testing.assert_array_equal(on_host(y), ROWS)
+        result = dask_p2p.map_overlap(slope, *[small] * count, depth={0: 2}, dtype=ROWS.dtype)
+        assert result.chunks == chunks
+        np.testing.assert_array_equal(on_host(result), ROWS)
+
+
+def test_unknown_sizes(client):
+    x = persisted(client, on_gpu(ROWS, (16, -1)))
+    rows = x[x[:, 0] > 0.5]
+    with dask_p2p.install():
+        y = rows.rechunk({1: 12}, method="p2p")
+    np.testing.assert_array_equal(on_host(y), ROWS[ROWS[:, 0] > 0.5])
+
+
+def test_what_the_same_code_does_without(client):
+    """Once Dask's own way takes CuPy blocks, all this is of less use."""
+    x = persisted(client, on_gpu(ROWS, (16, -1)))
+    y = x.rechunk({0: -1, 1: 12}).map_blocks(lambda block: block.get(), meta=np.empty((0, 0)))
+    with dask.config.set({"distributed.p2p.storage.disk": False}):
+        future = client.compute(y)
+    with pytest.raises(Exception, match=r"(?i)p2p|shuffl|cupy|buffer"):
+        result_of(client, future)

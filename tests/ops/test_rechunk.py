@@ -296,11 +296,6 @@ def to_native(block):
     return block.astype(block.dtype.newbyteorder("="))
 
 
-@pytest.fixture(params=["dask.array", "dask_array"])
-def library(request):
-    return da if request.param == "dask.array" else request.getfixturevalue("dask_array")
-
-
 @pytest.fixture
 def arrays(library, strict_cupy):
     """The same array twice: in CuPy blocks, and in NumPy's."""

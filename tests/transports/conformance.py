@@ -221,3 +221,20 @@ class Conformance:
         remote.close()
         remote.close()
         np.testing.assert_array_equal(self.read(setup, key, array, ((0, 1), (0, 10))), array[:1])
+
+
+class PackedConformance(Conformance):
+    """Subclasses provide what `Conformance` asks for."""
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [">f8", ">i2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")], "longdouble"],
+        ids=str,
+    )
+    def test_dtypes_of_numpy(self, setup, dtype):
+        array = np.zeros((3, 4), dtype)
+        array.view("u1")[...] = 1
+        setup.put("block", array)
+        region = self.read(setup, "block", array, ((0, 3), (1, 4)))
+        assert region.dtype == array.dtype
+        assert region.tobytes() == array[:, 1:].tobytes()

@@ -5,7 +5,7 @@ import pytest
 
 from dask_p2p import Array, LocalBlock, PerRank, Points, Rows, Same, Save, iterate, map_on_gpu, spmd
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from tests.backends.test_backends import Quantity
+from tests.backends.test_plain import Quantity
 
 pytestmark = pytest.mark.cluster
 

@@ -8,7 +8,7 @@ import pytest
 import dask_p2p
 from dask_p2p.errors import InputError, MissingPackageError, SectionError, UnsupportedArrayError
 from dask_p2p.plans.ranks import RankGrid
-from tests.backends.test_backends import Quantity
+from tests.backends.test_plain import Quantity
 from tests.sections.gangs import run_gang
 from tests.support import tune
 

@@ -14,8 +14,8 @@ from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.transports.packed import CommTransport, PackedTransport, ReadRequest, SendBuffer
 from dask_p2p.transports.packed_reading import RateController
+from tests.transports.conformance import PackedConformance
 from tests.transports.loopback import LoopbackHost, wait_until
-from tests.transports.packed.conformance import PackedConformance
 
 BOXES = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
 PARTS = [(number, box) for number in range(3) for box in BOXES]

@@ -16,8 +16,8 @@ from dask_p2p.transports.buffers import Segment, Segments
 from dask_p2p.transports.pinned import PinnedTransport
 from tests.simulation.streams import HOST
 from tests.support import BOUND_S
+from tests.transports.conformance import PackedConformance
 from tests.transports.loopback import wait_until
-from tests.transports.packed.conformance import PackedConformance
 from tests.transports.reading import open_block
 from tests.usage import usage
 

@@ -20,8 +20,8 @@ from dask_p2p.transports.buffers import ByteBudget
 from dask_p2p.transports.ucx import UcxSendBuffer, UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
 from tests.support import BOUND_S
+from tests.transports.conformance import PackedConformance
 from tests.transports.loopback import wait_until
-from tests.transports.packed.conformance import PackedConformance
 from tests.usage import usage
 
 TRANSPORT = UcxTransport
