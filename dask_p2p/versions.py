@@ -19,7 +19,7 @@ from dask_p2p.loading import load_module
 DASK_RELEASES = ">=2025.12,<2026.9"
 
 #: Releases of the package dask-array that pass the tests, as in pyproject.toml. Private parts of it
-#: are used in dask_p2p/graph/arrays.py.
+#: are used in dask_p2p/graph.py.
 DASK_ARRAY_RELEASES = ">=0.7.1,<0.8"
 
 

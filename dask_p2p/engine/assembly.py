@@ -37,8 +37,8 @@ from dask_p2p.backends import (
     checked_block,
     device_of,
 )
+from dask_p2p.backends.allocator import keep_temporaries
 from dask_p2p.backends.device import device_work
-from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.config import Options
 from dask_p2p.engine.context import (
     SMALLER_CHUNKS,

@@ -39,7 +39,7 @@ from dask_p2p.fusing.resident.client import ResidentGang, Signature
 from dask_p2p.fusing.resident.client_streams import ClientStreams, HandleMemory
 from dask_p2p.fusing.resident.rank import RunResident
 from dask_p2p.fusing.running.gang import PREFIX, FusedGang, fused_gang
-from dask_p2p.graph.libraries import check_one_library, is_dask_array
+from dask_p2p.graph import check_one_library, is_dask_array
 from dask_p2p.ops.arguments import check_chunks_are_known, check_function
 from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.graph import gang_arrays, most_ranks

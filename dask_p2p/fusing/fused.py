@@ -38,7 +38,7 @@ from dask_p2p.fusing.planning.tasks import (
     tasks_of_layer,
 )
 from dask_p2p.fusing.running.gang import array_of_tasks, fused_gang
-from dask_p2p.graph.arrays import array_of_layer, is_expression, optimize_tasks
+from dask_p2p.graph import array_of_layer, is_expression, optimize_tasks
 from dask_p2p.plugins.registration import current_client, register_if_possible
 from dask_p2p.sections.api.graph import GangLayer, GangTasks, most_ranks
 from dask_p2p.types import DaskArray, Key

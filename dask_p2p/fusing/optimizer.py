@@ -38,8 +38,7 @@ from dask_p2p.fusing.suitability import (
     optimized,
     substitute_tasks,
 )
-from dask_p2p.graph.arrays import is_expression
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array, is_expression
 from dask_p2p.monitoring.metrics import DEVICE_METRIC
 from dask_p2p.plugins.registration import (
     connection_of,

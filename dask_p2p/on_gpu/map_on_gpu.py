@@ -21,8 +21,7 @@ from dask_p2p.config import checked_options, parse_positive_bytes
 from dask_p2p.engine.task import FUSABLE
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import arrays_with_halos
-from dask_p2p.graph.libraries import check_one_library, functions_of
+from dask_p2p.graph import arrays_with_halos, check_one_library, functions_of
 from dask_p2p.inputs import as_integer
 from dask_p2p.on_gpu.block import Argument, GpuMap, GpuMapFunction
 from dask_p2p.ops.arguments import (

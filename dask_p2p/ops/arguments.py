@@ -15,7 +15,7 @@ from dask.array.rechunk import _balance_chunksizes
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks, normalize_axes
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array
 from dask_p2p.inputs import describe_function
 from dask_p2p.plans.halo import BOUNDARIES, ODD, both_ends
 from dask_p2p.types import ChunksLike, DaskArray, DType

@@ -17,8 +17,7 @@ from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import FUSABLE, AssembleTask, RankTask
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks, block_indices, block_shape
-from dask_p2p.graph.arrays import is_expression, plan_redistribution
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array, is_expression, plan_redistribution
 from dask_p2p.inputs import checked_count, pluralize
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.ops.rechunk import checked_transpose

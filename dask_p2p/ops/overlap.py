@@ -25,8 +25,10 @@ from dask_p2p.backends.base import unread_value
 from dask_p2p.config import checked_options
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Chunks, Index
-from dask_p2p.graph.arrays import Epilogue, array_of_plan, arrays_with_halos
-from dask_p2p.graph.libraries import (
+from dask_p2p.graph import (
+    Epilogue,
+    array_of_plan,
+    arrays_with_halos,
     check_one_library,
     functions_of,
     is_dask_array,

@@ -11,8 +11,7 @@ from dask.array.core import broadcast_dimensions, common_blockdim
 
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import redistribute
-from dask_p2p.graph.libraries import rechunk_by_tasks
+from dask_p2p.graph import rechunk_by_tasks, redistribute
 from dask_p2p.ops.arguments import (
     check_array,
     check_known_array,

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from distributed import Worker, WorkerPlugin
 
 from dask_p2p.backends import worker_backend
+from dask_p2p.backends.allocator import keep_small_buffers
 from dask_p2p.backends.device import raise_if_lost
-from dask_p2p.backends.host_memory import keep_small_buffers
 from dask_p2p.config import Options, options
 from dask_p2p.engine.remote import BlockRef
 from dask_p2p.engine.task import PLUGIN_NAME, ReferenceTask, plugin_context

@@ -26,7 +26,7 @@ import numpy as np
 
 from dask_p2p import fft
 from dask_p2p.errors import InputError
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array
 from dask_p2p.loading import call_when_imported
 from dask_p2p.ops.arguments import has_unknown_chunks
 from dask_p2p.ops.overlap import map_with_halos

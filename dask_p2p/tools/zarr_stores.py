@@ -25,7 +25,7 @@ from distributed import Lock
 
 from dask_p2p.errors import InputError, P2PWarning, RegistrationError
 from dask_p2p.geometry import Chunks, block_bounds
-from dask_p2p.graph.libraries import functions_of, is_dask_array, rechunk_by_tasks
+from dask_p2p.graph import functions_of, is_dask_array, rechunk_by_tasks
 from dask_p2p.ops.arguments import check_chunks_are_known, has_unknown_chunks
 from dask_p2p.ops.rechunk import rechunk
 from dask_p2p.plugins.registration import connection_of, current_client

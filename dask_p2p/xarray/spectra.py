@@ -16,7 +16,7 @@ import xarray as xr
 from dask_p2p import fft as transforms
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError
-from dask_p2p.graph.libraries import functions_of
+from dask_p2p.graph import functions_of
 from dask_p2p.xarray.variables import as_dask, check_data, check_dimensions, host_values
 
 _EVEN = 1e-3  # largest difference of spacings, relative to their mean

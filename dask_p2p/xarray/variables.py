@@ -14,7 +14,7 @@ from xarray.groupers import Resampler
 
 from dask_p2p.backends import backend_for
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array
 
 # Encoding keys for chunks of a file: Zarr chunks, Zarr shards, chunks as read, netCDF chunks.
 _CHUNKS_OF_FILES = frozenset({"chunks", "shards", "preferred_chunks", "chunksizes"})

@@ -13,7 +13,7 @@ import dask_p2p
 from dask_p2p.config import options
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import BlockMismatchError, UnsupportedArrayError
-from dask_p2p.graph.arrays import array_of_plan
+from dask_p2p.graph import array_of_plan
 from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of

@@ -23,8 +23,7 @@ from dask_p2p.config import Options
 from dask_p2p.engine.assembly import OutputSpec
 from dask_p2p.engine.task import AssembleTask, RankTask, WaitTask
 from dask_p2p.errors import InputError, UnsupportedArrayError
-from dask_p2p.graph.arrays import assemble_tasks
-from dask_p2p.graph.libraries import check_one_library
+from dask_p2p.graph import assemble_tasks, check_one_library
 from dask_p2p.ops.arguments import check_array
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.types import DaskArray, Key, Kind

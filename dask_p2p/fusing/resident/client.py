@@ -27,7 +27,7 @@ from dask_p2p.fusing.resident.client_streams import ClientStreams, Submit
 from dask_p2p.fusing.resident.commands import FETCH, PUBLISH, SIZES, register_blocks
 from dask_p2p.fusing.running.gang import array_of_tasks
 from dask_p2p.fusing.running.messages import quick_form
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array
 from dask_p2p.types import DaskArray, Key
 
 _PREFIX = "p2p-resident"  # of the names of arrays

@@ -32,7 +32,7 @@ from dask_p2p.fusing.running.program import (
     size_of,
 )
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
+from dask_p2p.graph import array_of_layer, is_expression, layered_array
 from dask_p2p.plans.ranks import RankGrid
 from dask_p2p.plugins.gangs.scheduler import GIVE_BACK
 from dask_p2p.sections.exchange.device import HOST, Host, Lending

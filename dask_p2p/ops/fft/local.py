@@ -19,14 +19,14 @@ from dask_p2p.config import checked_options
 from dask_p2p.engine.context import SMALLER_CHUNKS, MemoryNeed, in_memory_bytes, where_is
 from dask_p2p.engine.task import AssembleTask, current_worker
 from dask_p2p.geometry import Chunks, Index
-from dask_p2p.graph.arrays import (
+from dask_p2p.graph import (
     Epilogue,
     PlannedLayer,
     array_of_plan,
     is_expression,
     plan_redistribution,
+    rechunk_by_tasks,
 )
-from dask_p2p.graph.libraries import rechunk_by_tasks
 from dask_p2p.plans.fft import ReorderedPlan
 from dask_p2p.plugins.registration import register_if_possible
 from dask_p2p.types import Array, DaskArray, DType

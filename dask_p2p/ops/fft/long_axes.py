@@ -27,8 +27,7 @@ from dask.utils import parse_bytes
 
 from dask_p2p.backends import backend_for
 from dask_p2p.geometry import Chunks, Index, split_evenly
-from dask_p2p.graph.arrays import Epilogue, redistribute
-from dask_p2p.graph.libraries import functions_of
+from dask_p2p.graph import Epilogue, functions_of, redistribute
 from dask_p2p.ops.fft.local import INVERSE, LocalTransform, run_stage
 from dask_p2p.plans.fft import FftStage
 from dask_p2p.types import Array, DaskArray, DType

@@ -16,8 +16,14 @@ from dask_p2p.backends import backend_for
 from dask_p2p.config import checked_options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import Epilogue, array_of_plan, redistribute
-from dask_p2p.graph.libraries import fix_blocks, functions_of, is_dask_array
+from dask_p2p.graph import (
+    Epilogue,
+    array_of_plan,
+    fix_blocks,
+    functions_of,
+    is_dask_array,
+    redistribute,
+)
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import (
     check_array,

@@ -25,8 +25,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.config import Options
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.geometry import Chunks
-from dask_p2p.graph.arrays import array_of_layer, is_expression, layered_array
-from dask_p2p.graph.libraries import check_one_library
+from dask_p2p.graph import array_of_layer, check_one_library, is_expression, layered_array
 from dask_p2p.inputs import checked_count
 from dask_p2p.ops.arguments import check_known_array
 from dask_p2p.ops.rechunk import rechunk

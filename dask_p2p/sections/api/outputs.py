@@ -14,7 +14,7 @@ from dask_p2p import inputs
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Index, box_slices
-from dask_p2p.graph.libraries import is_dask_array
+from dask_p2p.graph import is_dask_array
 from dask_p2p.plans.ranks import RankGrid, distribute_alike
 from dask_p2p.sections.exchange.redistribution import checked_shape
 from dask_p2p.sections.exchange.values import as_numbers

@@ -12,9 +12,9 @@ import numpy as np
 
 from dask_p2p import tuning
 from dask_p2p.backends import Backend, backend_for, backend_named, checksum
+from dask_p2p.backends.allocator import keep_temporaries
 from dask_p2p.backends.base import is_plain
 from dask_p2p.backends.host import IdentityCache, copy_on_host
-from dask_p2p.backends.host_memory import keep_temporaries
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Slices, box_slices

@@ -11,7 +11,7 @@ import numpy as np
 from dask_p2p.backends import backend_for
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import BlockMismatchError, InputError, UnsupportedArrayError
-from dask_p2p.graph.libraries import check_one_library, functions_of, is_dask_array
+from dask_p2p.graph import check_one_library, functions_of, is_dask_array
 from dask_p2p.inputs import checked_dtype, checked_flag
 from dask_p2p.ops.arguments import check_array, checked_boundaries, checked_depths
 from dask_p2p.ops.rechunk import rechunk

@@ -15,10 +15,8 @@ import pytest
 from distributed import Client, LocalCluster
 
 import dask_p2p
+from dask_p2p.backends import allocator, host_memory
 from dask_p2p.backends import host as host_copies
-from dask_p2p.backends import host_memory as allocator
-from dask_p2p.backends import host_memory as module
-from dask_p2p.backends import host_memory as pinned
 from dask_p2p.backends.host import RepeatingTimer, copy_on_host
 from dask_p2p.backends.host_memory import (
     Pinned,
@@ -92,10 +90,10 @@ def test_an_array_anywhere_can_be_touched():
 
 
 def test_each_page_is_touched_by_one_thread(monkeypatch):
-    monkeypatch.setattr(module, "thread_count", lambda: 3)
+    monkeypatch.setattr(host_memory, "thread_count", lambda: 3)
     tune(monkeypatch, first_touch_bytes=2**12)
     touched = []
-    monkeypatch.setattr(module, "first_touch", touched.append)
+    monkeypatch.setattr(host_memory, "first_touch", touched.append)
     for size, count in ((1, 1), (2**12, 1), (2**14, 3), (2**14 + 1, 3)):
         memory = np.empty(size, "u1")
         touch_by_threads(memory)
@@ -154,7 +152,7 @@ def driver(monkeypatch):
     """A recorder in the place of CuPy alone: the module's own thread ends pinned memory."""
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "cupy", recorder.cupy)
-    monkeypatch.setattr(pinned, "_warned", set())
+    monkeypatch.setattr(host_memory, "_warned", set())
     return recorder
 
 
