@@ -10,7 +10,7 @@ The first read of options looks up the transports in `dask_p2p.transports`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
@@ -240,18 +240,14 @@ def _checked_options(_user_values: str, _transports: tuple[Any, ...]) -> Options
             )
         empty_section = value is None and any(key.startswith(f"{name}.") for key in defaults)
         if name not in defaults and not empty_section:
+            in_section = (option for option in defaults if option.startswith(f"{name}."))
+            nearest = next(in_section, None) or nearest_name(name, defaults)
             raise ConfigError(
-                f"expected the name of an option, got {name}; the nearest is "
-                f"{_nearest(name, defaults)}. Correct it in a Dask configuration file, in "
-                f"dask.config.set or in an environment variable."
+                f"expected the name of an option, got {name}; the nearest is {nearest}. "
+                f"Correct it in a Dask configuration file, in dask.config.set or in an environment "
+                f"variable."
             )
     return options()
-
-
-def _nearest(name: str, option_names: Iterable[str]) -> str:
-    """Return the first option of a section of this name, or else the most similar name."""
-    options_of_section = (option for option in option_names if option.startswith(f"{name}."))
-    return next(options_of_section, None) or nearest_name(name, option_names)
 
 
 def options() -> Options:

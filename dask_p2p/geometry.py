@@ -90,8 +90,12 @@ def box_size(box: Box) -> int:
     return size
 
 
-def box_slices(box: Box) -> Slices:
-    """Return the index that selects a box from an array as a view, also from 0-d arrays."""
+def box_slices(box: Box, within: Box | None = None) -> Slices:
+    """Return the index that selects a box from an array as a view, also from 0-d arrays.
+
+    `within` has the bounds of the array; by default it begins at 0.
+    """
+    box = box if within is None else move_box(box, [-start for start, _ in within])
     return (*starmap(slice, box), ...)
 
 

@@ -26,7 +26,7 @@ from cloudpickle.cloudpickle import _dynamic_class_reduce, dynamic_subimport
 from distributed import warn
 
 from dask_p2p.errors import P2PWarning
-from dask_p2p.geometry import Box, box_shape, box_slices, move_box
+from dask_p2p.geometry import Box, box_shape, box_slices
 from dask_p2p.loading import is_library
 from dask_p2p.types import Array
 
@@ -215,7 +215,7 @@ class Comparison:
         return self._cut(compute(self._copies(), self._box, lambda at: at.watched(None, shift)))
 
     def _cut(self, arrays: Sequence[Array]) -> list[Array]:
-        slices = box_slices(move_box(self._part, [-low for low, _ in self._box]))
+        slices = box_slices(self._part, within=self._box)
         return [array[slices] for array in arrays]
 
     def _is_same(self, parts: Sequence[Array], cut: Sequence[Array]) -> bool:

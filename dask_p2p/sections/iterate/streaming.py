@@ -373,7 +373,7 @@ class StreamedSteps:
             data = [self._device.read_only(slab.view(level, box)) for level, box in pairs]
             values[name] = tuple(data) if spec.is_list else data[0]
             if name in phase.fields:
-                inner = box_slices(move_box(region, [-low for low, _ in boxes[0]]))
+                inner = box_slices(region, within=boxes[0])
                 parts[name] = HaloPart(data[0], inner, ())
                 outs[name] = slab.view(slab.next_level, region)
         if not self._is_checked:

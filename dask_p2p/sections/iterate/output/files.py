@@ -14,7 +14,7 @@ import numpy as np
 from dask.base import is_dask_collection
 
 from dask_p2p.errors import InputError
-from dask_p2p.geometry import Box, box_slices, move_box, split_box, whole_box
+from dask_p2p.geometry import Box, box_slices, split_box, whole_box
 from dask_p2p.loading import is_library
 from dask_p2p.sections.context.context import Context
 from dask_p2p.sections.context.state import DIVIDED, NUMBER, OWN, Leaf, SavedValue, State
@@ -178,10 +178,9 @@ def fingerprint(device: Host, block: Array, box: Box) -> np.uint64:
     if not box:
         block, box = block.reshape(1), ((0, 1),)
     for copied in split_box(box, _COPIED_ELEMENTS):
-        host = device.to_host(block[box_slices(move_box(copied, [-start for start, _ in box]))])
-        before = [-start for start, _ in copied]
+        host = device.to_host(block[box_slices(copied, within=box)])
         for piece in split_box(copied, _PIECE_ELEMENTS):
-            total += _of_piece(host[box_slices(move_box(piece, before))], piece)
+            total += _of_piece(host[box_slices(piece, within=copied)], piece)
     return np.uint64(total)
 
 
@@ -350,8 +349,10 @@ class Descriptions:
         else:
             has_text = bool(code.co_consts) and code.co_consts[0] == function.__doc__
             yield from self._code(code, code.co_consts[1 if has_text else 0 :])
+            instructions = (one for part in codes_in(code) for one in dis.get_instructions(part))
+            names = {one.argval for one in instructions if one.opname in _READS_GLOBAL}
             values = function.__globals__
-            for name in sorted(_global_names(code) & values.keys()):
+            for name in sorted(names & values.keys()):
                 yield f"{name}: {self(values[name])}"
         yield self(function.__defaults__)
         yield self(function.__kwdefaults__)
@@ -368,8 +369,3 @@ class Descriptions:
         yield code.co_code.hex()
         yield f"{code.co_names} {code.co_varnames} {code.co_argcount} {code.co_kwonlyargcount}"
         yield from map(self, constants)
-
-
-def _global_names(code: CodeType) -> set[str]:
-    instructions = (one for inner in codes_in(code) for one in dis.get_instructions(inner))
-    return {one.argval for one in instructions if one.opname in _READS_GLOBAL}
