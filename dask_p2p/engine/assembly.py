@@ -142,7 +142,11 @@ class Assembly:
         self._input_bytes = 0  # memory of this worker's own blocks
         self._out: Any = None
 
-    def key(self, source_number: int) -> tuple[Any, ...]:
+    def key(self, source_number: int) -> Any:
+        """Return the key of a source, which Dask renames in arguments of `dask.delayed`."""
+        block = self.local.get(source_number, self._remote.get(source_number))
+        if isinstance(block, BlockRef):
+            return block.key
         return self.output.key(self.plan.sources[source_number])
 
     def run(self) -> Any:

@@ -39,6 +39,7 @@ class Overlay:
     ) -> None:
         self._original: Callable[..., Any] = getattr(replaced, "_original", replaced)
         self._decide, self._is_wanted = decide, is_wanted
+        self.__name__ = self._original.__name__  # which Dask reads of handlers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_wanted():
@@ -136,7 +137,6 @@ def count_held_elements(task: ReferenceTask, who_has: dict[Any, Any]) -> Counter
 
 
 def _has_share(ts: Any, ws: Any, threads: int) -> bool:
-    """Return whether a worker, with its part of these threads, has its part of a task's layer."""
     placed = sum(task.group is ts.group for task in ws.processing)
     return placed * threads >= len(ts.group) * int(ws.nthreads)
 

@@ -100,6 +100,30 @@ def test_no_more_is_moved_than_must_be(client):
     assert all(len(who) == 1 for who in client.who_has(x).values())
 
 
+OPERATIONS = {
+    "transpose": dask_p2p.transpose,
+    "rechunk": lambda x: dask_p2p.rechunk(x, (-1, 4)),
+    "map_overlap": lambda x: dask_p2p.map_overlap(np.sin, x, depth=1),
+    "fft": lambda x: dask_p2p.fft.fft(x, axis=0),
+    "keyword": lambda x: da.ones(3, chunks=1).map_blocks(np.add, dask_p2p.transpose(x).sum()),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_arguments_of_delayed_functions(client, operation):
+    """Dask gives the tasks of these arguments other keys."""
+    y = operation(da.from_array(indexed((24, 12), float), chunks=(6, 12)) + 1)
+    expected = y.compute()
+    np.testing.assert_array_equal(dask.delayed(np.asarray)(y).compute(), expected)
+    later = da.from_delayed(dask.delayed(np.asarray)(y), y.shape, y.dtype)
+    np.testing.assert_array_equal(later.compute(), expected)
+
+
+def test_dask_asks_for_the_number_of_workers_that_it_wants(client):
+    dask_p2p.register(client)
+    assert client.sync(client.scheduler.adaptive_target, target_duration="5s") >= 0
+
+
 @pytest.mark.usefixtures("_either_way")
 def test_wrong_blocks_are_named_not_retried(client):
     for function, words in (
