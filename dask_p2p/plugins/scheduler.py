@@ -62,6 +62,7 @@ class _SetUp:
 
     since_s: float  # start, by the monotonic clock
     task: asyncio.Task[None]
+    is_repeated: bool  # since another client registers
 
 
 class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
@@ -171,13 +172,14 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
         ``silent`` lists the workers without an answer. ``workers`` is the number of workers.
         """
         self._set_up_all()
+        set_ups = dict(self._set_ups)  # a concurrent call begins others
         began_s = time.monotonic() - tuning.current.worker_answer_s
         waiting = [
             asyncio.wait([set_up.task], timeout=max(0.0, set_up.since_s - began_s))
-            for set_up in self._set_ups.values()
+            for set_up in set_ups.values()
         ]
         await asyncio.gather(*waiting)
-        silent = [worker for worker, set_up in self._set_ups.items() if not set_up.task.done()]
+        silent = [worker for worker, set_up in set_ups.items() if not set_up.task.done()]
         ready = set(self._set_ups) - {*silent, *self._failed}
         request = {"op": "run", "function": dumps(probe_peers), "args": dumps((sorted(ready),))}
         probing = self.scheduler.broadcast(msg=request, workers=sorted(ready), on_error="ignore")
@@ -254,7 +256,7 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
     def ready(self) -> list[str]:
         """Return the workers that have the plugin; none after this plugin was removed."""
         set_ups = self._set_ups.items() if self._is_registered() else ()
-        workers = [worker for worker, set_up in set_ups if set_up.task.done()]
+        workers = [name for name, set_up in set_ups if set_up.is_repeated or set_up.task.done()]
         return [worker for worker in workers if worker not in self._failed]
 
     def _count_tasks(self, name: str) -> Tasks:
@@ -313,9 +315,10 @@ class P2PSchedulerPlugin(SchedulerPlugin):  # type: ignore[misc]
 
     def _begin_set_up(self, worker: str) -> None:
         self._states[worker] = self.scheduler.workers[worker]
-        if worker not in self._set_ups or self._set_ups[worker].task.done():
+        set_up = self._set_ups.get(worker)
+        if set_up is None or set_up.task.done():
             task = asyncio.ensure_future(self._set_up(worker))
-            self._set_ups[worker] = _SetUp(time.monotonic(), task)
+            self._set_ups[worker] = _SetUp(time.monotonic(), task, set_up is not None)
 
     async def _set_up(self, worker: str) -> None:
         """Install the plugin on a worker, and retry until the worker responds or leaves."""
@@ -341,7 +344,6 @@ def _is_ours(task: Any) -> bool:
 
 
 def _is_near_ours(task: Any) -> bool:
-    """Return whether a task is this package's, depends on such a task, or is read by one."""
     # The first dependency and dependent stand for all, as there may be thousands.
     near = chain([task], islice(task.dependencies, 1), islice(task.dependents, 1))
     return any(map(_is_ours, near))

@@ -85,6 +85,27 @@ def test_workers_that_do_not_answer_are_named():
     assert reply == again == {"status": "ok", "failed": {}, "silent": ["still"], "workers": 2}
 
 
+def test_clients_that_register_at_the_same_time():
+    """One of them repeats the installation while the other one waits for its end."""
+    scheduler = Scheduler(a=[OK] * 9, b=[OK] * 9)
+
+    async def main():
+        plugin = scheduler.plugins[PLUGIN_NAME] = P2PSchedulerPlugin()
+        await plugin.start(scheduler)
+        requests = [asyncio.ensure_future(plugin.register())]
+        for _ in range(3):
+            while not plugin.ready():
+                await asyncio.sleep(0)
+            requests.append(asyncio.ensure_future(plugin.register()))
+            await asyncio.sleep(0)
+            assert sorted(plugin.ready()) == ["a", "b"], "as before"
+        replies = await asyncio.gather(*requests)
+        await plugin.close()
+        return replies
+
+    assert [reply["silent"] for reply in run_clocked(main())] == [[]] * 4
+
+
 def test_workers_that_cannot_take_part_are_named_until_they_can():
     error = {"status": "error", "exception_text": "ConfigError('option ...')"}
     reply, again = registered(Scheduler(a=[OK, OK], b=[error, OK]))
