@@ -107,7 +107,9 @@ class AtScheduler:
         Runs in another thread than the scheduler.
         """
         fused_graph = self._fuse_or_fail(graph, keys)
-        return optimize(graph, keys) if fused_graph is None else fused_graph
+        if fused_graph is not None:
+            return fused_graph
+        return self._with_known(ensure_dict(optimize(graph, keys)), keys)
 
     def of_expression(self, expr: Any, keys: Sequence[Key]) -> Any:
         """Return the graph of an expression, which Dask has optimised, in the same way."""
@@ -115,11 +117,13 @@ class AtScheduler:
         names = [name for name in annotations if name in ANNOTATIONS and annotations[name]]
         graph = expr.__dask_graph__()
         fused_graph = self._fuse_or_fail(graph, keys, names, blocks_of_expression(expr))
-        if fused_graph is not None:
-            return ensure_dict(fused_graph)
-        # A gang may have made some of the tasks under the same keys.
-        scheduler = _scheduler(self.scheduler)
-        return graph if scheduler is None else graph | _read_known(graph, {*keys}, scheduler).tasks
+        return self._with_known(graph, keys) if fused_graph is None else fused_graph
+
+    def _with_known(self, graph: dict[Key, Any], keys: Any) -> dict[Key, Any]:
+        """Return a graph with the tasks that the scheduler has, such as those of gangs."""
+        scheduler, outputs = _scheduler(self.scheduler), {*flatten([keys])}
+        known_tasks = {} if scheduler is None else _read_known(graph, outputs, scheduler).tasks
+        return {**graph, **known_tasks}
 
     def _fuse_or_fail(
         self,
@@ -149,8 +153,10 @@ class AtScheduler:
             choice = choice_of(
                 graph, keys, cluster, self.options, self.kinds, known_tasks, self.is_auto, declared
             )
+            if not choice.programs:
+                return None
             try:
-                fused_graph, gang = optimized(graph, keys, choice, self.options)
+                fused_graph, gang = optimized(keys, choice, self.options)
             except (AttributeError, PicklingError, TypeError) as exc:
                 raise UnsupportedArrayError(f"{_NO_PICKLE}: {exc}") from exc
         except UnsupportedArrayError as exc:
@@ -158,7 +164,7 @@ class AtScheduler:
                 return failing(keys, exc)
             logger.debug(_BY_DASK, exc)
             return None
-        if gang is not None and self.is_auto:
+        if self.is_auto:
             gangs.substitutes[gang] = partial(substitute_tasks, graph)
         logger.debug("computes %s", choice)
         return fused_graph

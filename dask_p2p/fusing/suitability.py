@@ -238,7 +238,7 @@ class Choice:
     kind: Kind = "numpy"  # of the blocks that ranks compute with
     after: Mapping[Key, Any] = field(default_factory=dict)  # tasks of Dask that read the outputs
     most_bytes: float | None = None  # of a rank's values; None: `p2p.fuse` is not "auto"
-    is_known: bool = False  # whether the scheduler has some of the tasks, and all stay with Dask
+    known_tasks: Mapping[Key, Any] = field(default_factory=dict)  # tasks that the scheduler has
     arrays: Sequence[Declared] = ()  # the first output; empty: unknown
 
     def __str__(self) -> str:
@@ -280,7 +280,7 @@ def choice_of(
     outputs = tuple(key for key in tasks.outputs[0] if key in tasks.nodes)
     tasks = replace(tasks, outputs=(outputs,))
     if not outputs:
-        return Choice(tasks, is_known=bool(known_tasks.tasks) and not after)
+        return Choice(tasks)
     check_tasks(tasks, layers)
     declared = declared or blocks_of_layers(layers)
     sizes_bytes = sizes_of(tasks, declared, known_tasks.sizes_bytes)
@@ -294,24 +294,22 @@ def choice_of(
         most_bytes = check_suitable(tasks, programs, sizes_bytes, cluster, kind)
     name = name_of(outputs[0])
     arrays = [declared[name]] if name in declared else []
-    return Choice(tasks, programs, kind, after, most_bytes, arrays=arrays)
+    return Choice(tasks, programs, kind, after, most_bytes, known_tasks.tasks, arrays)
 
 
-def optimized(graph: Any, keys: Any, choice: Choice, options: Options) -> tuple[Any, str | None]:
-    """Return the graph that Dask runs, and the name of its gang.
-
-    Without a gang it is the same graph by Dask's own tasks, and the name is None.
-    """
+def optimized(keys: Any, choice: Choice, options: Options) -> tuple[dict[Key, Any], str]:
+    """Return the graph of a gang and of the tasks that stay with Dask, and the gang's name."""
     tasks = choice.tasks
-    if not choice.programs:
-        return optimize(dict(tasks.dask_tasks) if choice.is_known else graph, keys), None
     names, most_bytes = [tasks.outputs, sorted(map(str, tasks.dask_tasks))], choice.most_bytes
     programs, kind, arrays = choice.programs, choice.kind, choice.arrays
     work = fused_gang(tasks, programs, kind, options, names, arrays, most_bytes=most_bytes)
     gang = GangTasks.for_inputs(work)
     outputs = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
     all_tasks = {**tasks.dask_tasks, **gang.tasks, **outputs, **choice.after}
-    return optimize(all_tasks, keys), gang.name
+    # Tasks that the scheduler has stay as they are: Dask would fuse them under new names.
+    old_tasks = {key: all_tasks.pop(key) for key in choice.known_tasks if key in all_tasks}
+    new_keys = [key for key in flatten([keys]) if key in all_tasks]
+    return old_tasks | ensure_dict(optimize(all_tasks, new_keys)), gang.name
 
 
 def substitute_tasks(graph: Any, outputs: Sequence[Key]) -> Mapping[Key, Any]:

@@ -24,6 +24,7 @@ from tests.fusing.programs import (
 )
 from tests.fusing.support import smooth
 from tests.support import BOUND_S, mostly_slow, output_of
+from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2}
 
@@ -81,6 +82,28 @@ def test_other_schedulers_and_optimize(client, mode, tmp_path):
         assert same_bits(y.compute(optimize_graph=False), expected)
         da.to_npy_stack(str(tmp_path), y)
     assert same_bits(da.from_npy_stack(str(tmp_path)).compute(), expected)
+
+
+def number_of_tasks(dask_scheduler):
+    return len(dask_scheduler.tasks)
+
+
+def mapped_twice(x):
+    return x.map_blocks(np.sin).map_blocks(np.cos)
+
+
+@pytest.mark.parametrize("modes", [("auto", "auto"), ("off", "auto"), ("on", "auto")])
+@pytest.mark.parametrize("make", [mapped_twice, stencils])
+def test_an_array_that_is_persisted_twice_leaves_no_tasks(client, modes, make, caplog):
+    """Such as by a cell of a notebook that runs again."""
+    y = make(array())
+    for mode in modes:
+        with dask.config.set({"p2p.fuse": mode}):
+            persisted_again = y.persist()
+            wait(persisted_again)
+            del persisted_again
+    wait_until(lambda: not client.run_on_scheduler(number_of_tasks))
+    assert "run_spec" not in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
