@@ -21,7 +21,7 @@ from dask_p2p.backends.base import check_plain, unread_value
 from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.geometry import Box
-from dask_p2p.sections.comparison import Comparison, FunctionCopies, Watch, watch_positions
+from dask_p2p.sections.comparison import Comparison, Watch, contents_digest, watch_positions
 from dask_p2p.types import Array, DType
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class ValueKeeping:
         return keep_values
 
     def _present_digest(self) -> bytes:
-        return FunctionCopies(self._functions, self._keywords).digest()
+        return contents_digest((self._functions, self._keywords), self._ctx.device)
 
 
 def check_call(
@@ -148,7 +148,6 @@ def check_call(
 
 
 def _name(function: Any) -> str:
-    """Return the name of a function; that of its class for other objects, without an address."""
     name = funcname(function)
     return type(function).__name__ if name.startswith("<") and " at 0x" in name else name
 
@@ -179,7 +178,6 @@ class _FirstCall:
         return self._names, returned._replace(blocks={})  # perhaps views of fields
 
     def _fill_blocks(self) -> Any:
-        """Call the function and keep the new blocks; return all that it returns."""
         fills_out = self._phase.fills_out
         outs = {name: self._outs[name] for name in self._names} if fills_out else self._outs
         returned = self._phase.fill(self._device, self._values, outs, self._parts)
@@ -264,7 +262,6 @@ class _FirstCall:
         self._fill({})
 
     def _results_with(self, values: Mapping[DType, Any]) -> list[int]:
-        """Call the function with values in all corners, by dtype; return its results' checksums."""
         self._fill(values)
         self._fill_blocks()
         return self._results()

@@ -16,7 +16,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from math import prod
+from math import inf, prod
 from types import FunctionType, ModuleType
 from typing import Any, TypeAlias, TypeVar
 
@@ -65,15 +65,6 @@ class FunctionCopies:
     def __bool__(self) -> bool:
         return self._pickled is not None
 
-    def digest(self) -> bytes:
-        """Return a digest of the values; an empty one if they have no pickle."""
-        if self._pickled is None:
-            return b""
-        digest = hashlib.blake2b(self._pickled)
-        for buffer in self._buffers:
-            digest.update(buffer)
-        return digest.digest()
-
     def __call__(self) -> tuple[Any, ...]:
         buffers = (b if isinstance(b, memoryview) else bytearray(b) for b in self._buffers)
         copies: tuple[Any, ...] = _Unpickler(
@@ -104,6 +95,32 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
 
+def contents_digest(value: Any, device: Any, least_size: float = inf) -> bytes:
+    """Return a digest of all that a value holds; an empty one if it has no pickle.
+
+    Objects of this package are left out. Arrays count by the checksums of their device; from a
+    least size on by their identity.
+    """
+    with suppress(Exception), io.BytesIO() as file:
+        _ContentsPickler(file, device, least_size).dump(value)
+        return hashlib.blake2b(file.getbuffer()).digest()
+    return b""
+
+
+class _ContentsPickler(_Pickler):
+    def __init__(self, file: Any, device: Any, least_size: float) -> None:
+        super().__init__(file)
+        self._device, self._least_size = device, least_size
+        self._arrays = np.ndarray, device.module.ndarray
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, self._arrays) and not value.dtype.hasobject:
+            if value.size >= self._least_size:
+                return id(value)
+            return value.shape, value.dtype.str, value.size and self._device.checksum(value)
+        return "dask_p2p" if type(value).__module__.startswith("dask_p2p.") else None
+
+
 class _Unpickler(pickle.Unpickler):
     """Makes new classes: cloudpickle would change those of this process."""
 
@@ -115,7 +132,6 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _is_of_user(module_name: str | None) -> bool:
-    """Return whether a module is the user's, and has been imported by its name."""
     name = (module_name or "").partition(".")[0]
     is_imported = getattr(sys.modules.get(name), "__name__", "") == name != "__main__"
     return is_imported and not is_library(name)

@@ -383,7 +383,9 @@ class Context(Communicator, Transforms):
             All values that a step needs from earlier steps, from `Context.state`. Before the first
             step they become those of the checkpoint. Ranks resume at the start without a state, or
             while a value of it has not changed on any rank. So do ranks whose loop carries other
-            numbers or arrays in local variables, ``t += dt``.
+            values in local variables, ``t += dt`` or ``series.append(t)``, and the log names them.
+            A large array that is changed in place, and read only inside the loop, is taken for
+            scratch memory: give it to the state if a step needs its values from an earlier one.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.

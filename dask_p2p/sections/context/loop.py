@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 from operator import index
@@ -19,8 +19,9 @@ import numpy as np
 from distributed import warn
 
 from dask_p2p.errors import InputError, P2PWarning
-from dask_p2p.sections.context.state import State, carried_names, identities
+from dask_p2p.sections.context.state import State, carried_names, local_contents
 from dask_p2p.sections.gang.checkpoints import Period, checked_period
+from dask_p2p.sections.wire.connection import AttemptEndedError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ _CONSTANT = (
 _CARRIED = (
     "The loop of ctx.steps carries %s from step to step, outside of its state. After the loss of a "
     "worker its ranks begin at the start. A run that resumes from files has the first values. Give "
-    "them to ctx.state: s.%s."
+    "all values that a step needs to ctx.state."
 )
 _UNCHANGED = (
     "No state was saved after step %d: %s had not changed since the start. After the loss of a "
@@ -75,6 +76,8 @@ class Loop:
         """Count a step, and run the callbacks that are due after it."""
         ctx = self._ctx
         ctx.progress.advance(step)
+        if ctx._connections.has_ended:  # which a step without exchanges does not notice
+            raise AttemptEndedError("the attempt has ended")
         ctx.device.keep_up(step)
         self.is_over = step == self._steps
         if step >= self._next_step:
@@ -139,7 +142,6 @@ def begin_steps(
 
 
 def _count_steps(ctx: Any, last: int | None) -> Iterator[int]:
-    """Yield the numbers of steps, from the first one of this attempt."""
     step = ctx.progress.first
     loop = Loop(ctx, last, step)
     while not loop.is_over:
@@ -161,13 +163,12 @@ def _count_steps_of_state(
         step = store.resume(step, last)
     callbacks = saving.callbacks(period)
     loop = Loop(ctx, last, step, callbacks)
-    first, frame = step, sys._getframe(1)  # that of a progress bar, perhaps
-    before = identities(frame) if frame.f_code is code else {}
-    del frame
+    first = step
+    saving.watch_variables(code)
     while not loop.is_over:
         yield step
-        if step == first and before:
-            saving.find_carried(sys._getframe(1), before)
+        if step == first:
+            saving.find_carried()
         step += 1
         loop.advance(step)
         if step <= first + _CHECKED_STEPS:
@@ -220,6 +221,7 @@ class StateStore(Protocol):
 
     schedule: Period
     reads_halos: bool  # whether it may exchange halos of the fields
+    is_resumed: bool  # whether later attempts begin with its values
 
     def resume(self, first: int, steps: int | None) -> int:
         """Load a checkpoint that is newer than a step, or open frames; return the first step."""
@@ -250,6 +252,7 @@ class SavedLoop:
         self._checked_step = -1  # the step whose values `_unchanged` has compared
         self._carried: list[str] = []  # variables of the loop that the state does not have
         self._has_warned = False
+        self._before: dict[str, tuple[int, bytes]] = {}  # variables at the start
 
     def callbacks(self, period: Period) -> list[Callback]:
         """Return the callbacks in their order: frames before checkpoints."""
@@ -259,11 +262,26 @@ class SavedLoop:
             callbacks.append(Callback(self._save, period, runs_at_end=False))
         return callbacks
 
-    def find_carried(self, frame: FrameType, before: Mapping[str, int]) -> None:
-        """Find the variables that the loop carries from step to step, outside of its state."""
-        self._carried = carried_names(self._state, frame, before)
-        if self._carried and self._ctx.rank == 0:
-            logger.warning(_CARRIED, ", ".join(self._carried), self._carried[0])
+    def watch_variables(self, code: CodeType) -> None:
+        """Keep what the local variables are at the start, if ranks may resume."""
+        self._code, stores = code, self._ctx.stores
+        if self._ctx.checkpoints is not None or any(store.is_resumed for store in stores):
+            self._before = local_contents(self._state, self._frame())
+
+    def find_carried(self) -> bool:
+        """Return whether the loop of this rank carries values outside of its state, so far."""
+        if self._before and not self._carried:
+            self._carried = carried_names(self._state, self._frame(), self._before)
+            if self._carried and self._ctx.rank == 0:
+                logger.warning(_CARRIED, ", ".join(self._carried))
+        return bool(self._carried)
+
+    def _frame(self) -> FrameType | None:
+        """Return the frame of the loop, which may be that of a progress bar's caller."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return frame
 
     def _unchanged(self, step: int) -> list[str]:
         """Return the names of values that have not changed on any rank. A collective call."""
@@ -287,12 +305,14 @@ class SavedLoop:
         if len(unchanged) == self._count and self._ctx.rank == 0 and not self._has_warned:
             warn(_CONSTANT.format(step, ", ".join(unchanged)), P2PWarning)
             self._has_warned = True
+        if store.is_resumed:
+            self.find_carried()
         store.write(step, self._ctx.flush_stores)
 
     def _save(self, step: int) -> None:
         unchanged = self._unchanged(step)
         if unchanged and self._ctx.rank == 0:
             logger.warning(_UNCHANGED, step, ", ".join(unchanged))
-        if not unchanged and not self._ctx.allreduce(bool(self._carried), "any"):
+        if not unchanged and not self._ctx.allreduce(self.find_carried(), "any"):
             self._ctx.flush_stores()  # a run that resumes here must find all frames
             self._ctx.checkpoints.save(step, self._state.arrays())

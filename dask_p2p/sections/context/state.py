@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from inspect import CO_OPTIMIZED
-from types import FrameType
+from math import inf
+from types import FrameType, FunctionType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from numpy.lib.format import descr_to_dtype, dtype_to_descr
 from dask_p2p.backends.base import check_plain
 from dask_p2p.errors import InputError
 from dask_p2p.geometry import Box, round_up
+from dask_p2p.sections.comparison import contents_digest
 from dask_p2p.sections.exchange.device import Host
 from dask_p2p.sections.exchange.halo import HaloArray
 from dask_p2p.sections.exchange.values import BYTE_KINDS, map_leaves, parse_literal, sequence_like
@@ -215,71 +217,76 @@ def _load_value(value: Any, new: Iterator[tuple[str, Array]], device: Host) -> A
 # Variables that a loop of steps carries from step to step, next to its state.
 #
 # In ``for _ in ctx.steps(n, s): s.u = s.u + t; t += dt`` the number `t` is not in the state. Ranks
-# that resumed from a checkpoint would begin with the first `t` again.
+# that resumed from a checkpoint would begin with the first `t` again. The code of the loop shows
+# that `t` is bound again. Contents, such as those of a list that grows, are compared by digests.
 
 #: Operations on local variables: one, or two in one.
 _LOCAL = re.compile(r"(LOAD|STORE)_(?:FAST|DEREF)")
 _HIDES = "LOAD_FAST_AND_CLEAR"  # hides a variable from a comprehension that has its name, too
 _HAS_SNAPSHOT = sys.version_info < (3, 13)  # whether `f_locals` is a copy that the frame keeps
+_SCRATCH_SHARE = 64  # an array with a smaller share of the state's elements is no scratch memory
 
 
-def identities(frame: FrameType) -> dict[str, int]:
-    """Return the identities of local variables by name."""
-    return {name: id(value) for name, value in _local_variables(frame).items()}
+def local_contents(state: State, frame: FrameType | None) -> dict[str, tuple[int, bytes]]:
+    """Return the identities and digests of the contents of local variables, by name.
 
-
-def carried_names(state: State, frame: FrameType, before: Mapping[str, int]) -> list[str]:
-    """Return the names of numbers and arrays that a loop carries, and its state does not have.
-
-    `frame` is that of the loop, after a step, and `before` has the identities of its variables
-    before that step. The names of two arrays of the state may have been swapped.
+    Parts of the state have no digest. Large arrays that the function does not read after its loop
+    are scratch memory: they count by their identity.
     """
-    variables, arrays = _local_variables(frame), [leaf.array for leaf in state.leaves().values()]
+    leaves = state.leaves().values()
+    parts = [*vars(state).values(), *(leaf.array for leaf in leaves)]
+    scratch_size = max((leaf.array.size for leaf in leaves), default=0) / _SCRATCH_SHARE
+    read_names, contents = {name for _, name in _accesses(frame, is_after=True)}, {}
+    for name, value in _local_variables(frame).items():
+        owner = value if (base := getattr(value, "base", None)) is None else base
+        counts = name in read_names or isinstance(value, FunctionType)
+        least_size = inf if counts else scratch_size
+        is_scratch = hasattr(value, "dtype") and value.size >= least_size
+        has_none = is_scratch or any(part is owner for part in parts)
+        digest = b"" if has_none else contents_digest(value, state._device, least_size)
+        contents[name] = id(value), digest
+    return contents
 
-    def is_outside(name: str) -> bool:
-        value = variables.get(name)
-        if isinstance(value, (bool, int, float, complex, np.generic)):
-            return True
-        if getattr(value, "base", None) is not None or not hasattr(value, "dtype"):
-            return False
-        is_in_state = any(value is array for array in arrays)
-        return not is_in_state or before.get(name) != id(value)
 
-    return [*filter(is_outside, _read_first(frame))]
+def carried_names(
+    state: State, frame: FrameType | None, before: Mapping[str, tuple[int, bytes]]
+) -> list[str]:
+    """Return the names of variables that have changed since the start, and that steps read first.
+
+    Views are those of arrays that count themselves.
+    """
+    first, variables = dict[str, str](), _local_variables(frame)
+    for verb, name in _accesses(frame):
+        first.setdefault(name, verb)
+
+    def is_changed(name: str, identity: int, digest: bytes) -> bool:
+        old_identity, old_digest = before.get(name, (identity, digest))
+        is_rebound = identity != old_identity and getattr(variables[name], "base", None) is None
+        return is_rebound or bool(digest and old_digest and digest != old_digest)
+
+    contents = local_contents(state, frame)
+    changed = [name for name, content in contents.items() if is_changed(name, *content)]
+    return [name for name in changed if first.get(name, "LOAD") == "LOAD"]
 
 
-def _local_variables(frame: FrameType) -> dict[str, Any]:
-    names = dict(frame.f_locals)
-    if _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and sys.gettrace() is None:
+def _local_variables(frame: FrameType | None) -> dict[str, Any]:
+    names = {} if frame is None else dict(frame.f_locals)
+    if frame and _HAS_SNAPSHOT and frame.f_code.co_flags & CO_OPTIMIZED and not sys.gettrace():
         frame.f_locals.clear()  # the copy would keep arrays that the function drops
     return names
 
 
-def _read_first(frame: FrameType) -> list[str]:
-    """Return the names that the body of a loop reads before it sets them, in their order."""
-    first: dict[str, str] = {}
-    is_set = set[str]()
-    for verb, name in _accesses(frame):
-        first.setdefault(name, verb)
-        if verb == "STORE":
-            is_set.add(name)
-    return [name for name, verb in first.items() if verb == "LOAD" and name in is_set]
-
-
-def _accesses(frame: FrameType) -> Iterator[tuple[str, str]]:
-    """Yield the accesses to local variables in the body of a loop: verb and name."""
-    instructions = [*dis.get_instructions(frame.f_code)]
+def _accesses(frame: FrameType | None, is_after: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield the accesses to local variables in the body of a loop, or after it: verb and name."""
+    instructions = [*dis.get_instructions(frame.f_code)] if frame else []
     # Python 3.12 is in the cache behind the operation.
-    loop = [instruction for instruction in instructions if instruction.offset <= frame.f_lasti][-1]
-    if loop.opname != "FOR_ITER":
+    before = [one for one in instructions if frame and one.offset <= frame.f_lasti]
+    if not before or before[-1].opname != "FOR_ITER":
         return
+    start, stop = before[-1].offset, before[-1].argval
     for instruction in instructions:
-        if loop.offset < instruction.offset < loop.argval and (
-            verbs := _LOCAL.findall(instruction.opname)
-        ):
-            names = (
-                instruction.argval
-                if isinstance(instruction.argval, tuple)
-                else (instruction.argval,)
-            )
-            yield from zip(["HIDE"] if instruction.opname == _HIDES else verbs, names, strict=True)
+        is_chosen = instruction.offset >= stop if is_after else start < instruction.offset < stop
+        verbs, names = _LOCAL.findall(instruction.opname), instruction.argval
+        if is_chosen and verbs:
+            verbs = ["HIDE"] if instruction.opname == _HIDES else verbs
+            yield from zip(verbs, names if isinstance(names, tuple) else (names,), strict=True)

@@ -1,5 +1,7 @@
 """Loops of steps: which state a rank goes on with."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -121,8 +123,22 @@ def of_a_function(ctx, x):
     return s.x
 
 
+def scratch_memory(ctx, x):
+    """Arrays that a step fills before it reads them, constants, and parts of the state."""
+    s = ctx.state(x=x, fields={"n": 0}, y=x)
+    halo_array, scale, scratch, arrays = ctx.with_halo(x), np.ones(3), np.empty(3), [np.empty(3)]
+    fields, old, part = s.fields, s.x, s.y[:1]
+    for step in ctx.steps(STEPS, s, every=1):
+        assert fields["n"] == step
+        fields["n"] += 1
+        part += 1
+        halo_array.inner[:] = np.multiply(s.x, scale, out=scratch)
+        s.x = np.add(scratch, scale, out=arrays[0]).copy()
+    return s.x + 0 * old
+
+
 RIGHT = [
-    *(in_place_by_another_name, constants, other_shapes, moving_particles),
+    *(in_place_by_another_name, constants, other_shapes, moving_particles, scratch_memory),
     *(dicts, all_kinds, random_numbers, halo_arrays, without_end, of_a_function),
 ]
 
@@ -142,7 +158,28 @@ def number_of_the_loop(ctx, x):
     return s.x
 
 
+def series_read_later(ctx, x):
+    s, series = ctx.state(x=x), np.zeros(STEPS)
+    for step in ctx.steps(STEPS, s, every=1):
+        series[step] = 1
+        s.x = s.x + 1
+    return s.x * series.all()
+
+
+def series_of_a_closure(ctx, x):
+    series, t = np.zeros(STEPS), 0
+
+    def step(s):
+        nonlocal t
+        t += 1
+        series[s.n] = 1
+        s.x, s.n = s.x + 1, s.n + 1
+
+    return ctx.loop(step, STEPS, every=1, x=x, n=0).x * series.all() + t - STEPS
+
+
 AT_THE_START = [constants, argument_worked_on, number_of_the_loop]
+AT_THE_START += [series_read_later, series_of_a_closure]
 
 
 def attempts(size):
@@ -201,6 +238,45 @@ def test_ranks_that_begin_again_make_the_same(function):
     """An unchanged state is no reason to leave out steps, whichever state was kept."""
     first = first_step_again(function)
     assert first in (None, 0 if function in AT_THE_START else 7)
+
+
+class Clock:
+    t = 0
+
+    def tick(self):
+        self.t += 1
+        return self.t
+
+
+def tick_array(array):
+    array[0] += 1
+    return array[0]
+
+
+DRAWS = [*np.random.default_rng(1).random(STEPS)]
+COUNTERS = {  # what makes one, and a function that counts with it from 1
+    "array": (lambda: np.zeros(1), tick_array),
+    "list": (list, lambda values: values.append(0) or len(values)),
+    "dict": (dict, lambda values: values.update(t=values.get("t", 0) + 1) or values["t"]),
+    "nested": (lambda: ([{"clock": Clock()}],), lambda values: values[0][0]["clock"].tick()),
+    "object": (Clock, Clock.tick),
+    "generator": (lambda: np.random.default_rng(1), lambda rng: 1 + DRAWS.index(rng.random())),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTERS)
+def test_contents_that_a_loop_carries_are_not_resumed(kind, own_log):
+    make, count = COUNTERS[kind]
+
+    def function(ctx, x):
+        counter, s = make(), ctx.state(x=x, large=np.zeros(99))
+        for step in ctx.steps(STEPS, s, every=1):
+            assert count(counter) == step + 1
+            s.x, s.large = s.x + 1, s.large + 1
+        return s.x
+
+    assert first_step_again(function) is None
+    assert "carries counter from step to step" in own_log.text
 
 
 @pytest.mark.parametrize("option", ["save", "checkpoint"])
@@ -312,12 +388,19 @@ def inner_loop(ctx, s):
 @pytest.mark.parametrize(
     ("function", "names"),
     [
-        *((time, ["t"]), (previous, ["scale", "before"]), (closing, ["t"]), (residual, [])),
+        *(
+            (time, ["t"]),
+            (previous, ["scale", "before"]),
+            (closing, ["scaled", "t"]),
+            (residual, []),
+        ),
         *((swapped, ["u", "v"]), (views_of_the_state, []), (inner_loop, [])),
     ],
 )
 def test_values_that_a_loop_carries_are_named(alone, function, names, own_log):
+    alone.checkpoints = SimpleNamespace(read_state=lambda: (0, None), save=lambda *_: None)
     s = alone.state(u=np.ones(3), v=np.ones(3), t=0.0)
     function(alone, s)
     assert len(own_log.messages) == bool(names)
-    assert not names or any(f"Give them to ctx.state: s.{name}." in own_log.text for name in names)
+    carried = own_log.text.partition("carries ")[2].partition(" from step")[0]
+    assert sorted(carried.split(", ")) == sorted(names or [""])

@@ -71,7 +71,7 @@ Values = Mapping[str, SavedValue]  # of a checkpoint, by name
 class CheckpointFiles:
     """The checkpoints of one rank in the folder of a `Checkpoint`, `spec`."""
 
-    reads_halos = False
+    reads_halos, is_resumed = False, True
 
     def __init__(
         self,
@@ -302,7 +302,6 @@ class CheckpointFiles:
                 yield name, parts.read(group, name, counts=self.ctx.rank == 0)
 
     def _program(self, values: Values) -> dict[str, Any]:
-        """Return a description of the values, which that of a later run must equal."""
         arrays = describe_shapes(self._shapes(values))
         return {**_ATTRIBUTES, "values": self._kinds, "arrays": arrays}
 
@@ -353,7 +352,6 @@ class CheckpointFiles:
     # --- to write
 
     def _complete(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record that all ranks have written a checkpoint; remove old ones. On rank 0."""
         text = json.dumps(record).encode()
         with self._explain_errors(self._of_step(step)):
             self._check_run()
@@ -362,7 +360,6 @@ class CheckpointFiles:
             self._make_room(step)
 
     def _make_room(self, newest: int) -> None:
-        """Remove checkpoints after a step, and all but the newest ones until it. On rank 0."""
         steps = sorted(self._steps(_COMPLETE, self._folder.names()))
         older = [step for step in steps if step <= newest]
         for step in {*steps} - {*older[-self._spec.keep :]}:
@@ -379,7 +376,6 @@ class CheckpointFiles:
             incomplete.remove()
 
     def _check_run(self) -> None:
-        """Raise `FileError` if another run has begun to use the folder."""
         if self._run is None or not self._run.exists():
             raise newer_run_error("checkpoints", self._folder)
 
@@ -400,7 +396,6 @@ class CheckpointFiles:
     # --- names
 
     def _of_step(self, step: int, end: str = "") -> Folder:
-        """Return the folder of a checkpoint, or the file next to it whose name has this end."""
         return self._folder.child(f"step-{step:012}{end}")
 
     def _steps(self, end: str, names: list[str]) -> list[int]:

@@ -59,6 +59,8 @@ class Frames:
         thread                  | frame 0 |                           | record 0, frame 1 |
     """
 
+    is_resumed = False
+
     def __init__(
         self,
         spec: FramesSpec,
@@ -185,7 +187,6 @@ class Frames:
         return coordinates | dict(self.spec.coords)
 
     def _dims(self, name: str, shape: Sequence[int]) -> list[str]:
-        """Return the names of a field's axes; a field on faces has another length along some."""
         usual = zip(self.spec.dims, self._selected(self._shape), shape, strict=False)
         return [
             dim if first_length == length else f"{dim}_{name}"
@@ -262,7 +263,6 @@ class Frames:
         np.copyto(copy, device.to_host(block[self._parts[name][1]]), casting="same_kind")
 
     def _compute(self, name: str, arguments: Arguments) -> Array:
-        """Call the function of a computed field; return its local block without halo."""
         box = self._first.layout.local_box
         function = self.spec.computed[name].function
         (block,) = self._compute_by(name, arguments, (function, {}), box)
@@ -335,7 +335,6 @@ class Frames:
         self._sync()
 
     def _wait_for_ranks(self) -> int:
-        """Wait until all ranks have written their frame; return the step to record, or 0."""
         self._wait()
         written, self._unrecorded = self._unrecorded, 0
         if written:
