@@ -57,6 +57,20 @@ def test_cancels_at_any_time(client):
     assert np.array_equal(y.compute(), stepped())
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_cancelled_ranks_end_at_their_step(client, tmp_path, ranks):
+    """Their steps exchange nothing."""
+
+    def endless(ctx, x):
+        for _ in ctx.steps(None):
+            (tmp_path / "runs").touch()
+
+    y = spmd(endless, array(), ranks=ranks).persist()
+    wait_until((tmp_path / "runs").exists)
+    client.cancel(y)
+    nothing_is_left(client)
+
+
 def test_a_worker_that_leaves_and_one_that_comes(client, tmp_path):
     future = client.compute(spmd(stepping, array(), ranks=4, steps=60, path=tmp_path / "runs"))
     wait_until((tmp_path / "runs").exists)

@@ -38,7 +38,7 @@ from dask_p2p.plugins.worker import part_on
 from dask_p2p.sections.gang.worker import LINK, Progress, RankAttempt, WorkerRanks
 from dask_p2p.sections.gpu.device import device_for
 from dask_p2p.sections.wire.connection import AttemptEndedError
-from dask_p2p.sections.wire.connections import ONE_RANK, Connections
+from dask_p2p.sections.wire.connections import ONE_RANK, Connections, OneRank
 from dask_p2p.sections.wire.endpoint import RankAddress
 from dask_p2p.transports.ucx_messenger import Messenger
 from dask_p2p.types import Key, Kind
@@ -88,12 +88,21 @@ class _RankRun:
     arrays: Sequence[Sequence[Any]]
 
     def alone(self, context: TaskContext) -> Any:
-        ctx = self.body.context(self.ranks, device=device_for(self.body.kind, self.options))
-        with self._record_attempt(ctx.progress, context) as fields:
-            with _raise_user_errors(self.rank):
-                result = self.body(ctx, *self.arrays)
-            fields["nbytes"] = _size_bytes(result)
-        return result
+        """Run the function of the only rank; on a worker until its task is cancelled."""
+        worker, key = current_worker()[0], getattr(thread_state, "key", None)
+        task: Any = None if worker is None else worker.state.tasks.get(key)
+        connections = ONE_RANK if task is None else OneRank(lambda: task.state == "cancelled")
+        device = device_for(self.body.kind, self.options, connections)
+        ctx = self.body.context(self.ranks, 0, connections, device=device)
+        try:
+            with self._record_attempt(ctx.progress, context) as fields:
+                with _raise_user_errors(self.rank):
+                    result = self.body(ctx, *self.arrays)
+                fields["nbytes"] = _size_bytes(result)
+            return result
+        finally:
+            if connections.has_ended:
+                raise Reschedule()
 
     def of_task(self) -> _RankRun:
         """Return the run in the gang of this task; refuse schedulers other than the cluster's.
@@ -333,7 +342,6 @@ def pickled_error(exc: Exception, rank: int) -> tuple[bytes, bool]:
 
 
 def _as_section_error(exc: BaseException, rank: int) -> SectionError:
-    """Return the error that takes the place of an exception, with its notes and its traceback."""
     keep_user_frames(exc)
     named = SectionError(f"the function raised {_describe(exc)} on rank {rank}")
     for note in getattr(exc, "__notes__", ()):

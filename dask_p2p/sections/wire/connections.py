@@ -260,7 +260,6 @@ class Connections(PointToPoint):
             raise self._broken(rank, exc) from exc
 
     def _wait(self) -> list[int]:
-        """Wait until a connection is ready; return the ranks whose connections may be."""
         has_messages = self.has_messages and not self._is_finishing
         sender_ranks = self._connections.keys() - self._waiting if has_messages else set()
         ranks = [*self._waiting, *sender_ranks]
@@ -370,19 +369,25 @@ class GroupConnections(Connections):
 
 
 class OneRank(Connections):
-    """The connections of a rank without other ranks. It has no endpoint and no state."""
+    """The connections of a rank without other ranks. It has no endpoint."""
 
     is_alone, has_company = True, False
     rank_and_size = 0, 1
     hosts = [""]  # noqa: RUF012
 
-    def __init__(self) -> None:
-        self._connections, self._payloads = {}, None
+    def __init__(self, is_cancelled: Callable[[], bool] = lambda: False) -> None:
+        self._connections, self._payloads, self._is_cancelled = {}, None, is_cancelled
         self._is_woken, self._failure, self.use_ucx = False, "", False
+
+    @property
+    def has_ended(self) -> bool:
+        # It stays so: Dask may request a cancelled task again before the task ends.
+        self._is_woken = self._is_woken or self._is_cancelled()
+        return self._is_woken
 
     def begin(self, *call: Any, **kwargs: Any) -> Callable[[], dict[int, memoryview]]:
         return dict
 
 
-#: The connections of all sections with one rank.
+#: The connections of sections with one rank whose task is on no worker.
 ONE_RANK = OneRank()
