@@ -35,7 +35,7 @@ from dask_p2p.sections.iterate.functions import (
     bind_by_position,
 )
 from dask_p2p.sections.iterate.iteration import Arguments
-from dask_p2p.sections.iterate.output.series import checked_series
+from dask_p2p.sections.iterate.output.series import STEPS, checked_series
 from dask_p2p.sections.iterate.output.stores import checked_stores
 from dask_p2p.sections.iterate.step import Phase
 from dask_p2p.types import DaskArray
@@ -189,6 +189,11 @@ def _phases_of(func: Any) -> list[Any]:
 
 def checked_time(max_time: Any, arguments: Arguments) -> str | None:
     """Return the argument `max_time` of `iterate`."""
+    if STEPS in arguments.names and (arguments.series or max_time is not None):
+        raise InputError(
+            f"expected other names of fields than {STEPS!r}, the number of steps in results with "
+            f"record= or max_time=, got it. Rename the field."
+        )
     if max_time is not None and not arguments.names:
         raise no_names()
     if max_time is None:

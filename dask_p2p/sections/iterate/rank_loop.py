@@ -137,20 +137,24 @@ class RankWork:
         self._series.record(step, lambda binding: current(binding, steps.block_box))
         if iteration.until is not None or iteration.reads_at:  # perhaps at.last
             self._series.combine()
-        return iteration.until is not None and bool(iteration.until(dict(self._series.last)))
+        return self._ends(dict(self._series.last))
 
     def _ask_until(self, step: int) -> bool:
         """Return whether `until` ends the loop, for the numbers of the function."""
-        numbers, until = self.steps.numbers, self._iteration.until
+        numbers = self.steps.numbers
         if not numbers or any(number is None for number in numbers):
             raise BlockMismatchError(
                 "expected numbers for until= from the function, got none. Return them, after the "
                 "array if it returns one."
             )
-        return until is not None and bool(until(*map(self._ctx.allreduce, numbers)))
+        return self._ends(*map(self._ctx.allreduce, numbers))
+
+    def _ends(self, *numbers: Any) -> bool:
+        """Return whether `until` ends the loop on any rank: it may read a clock."""
+        until = self._iteration.until
+        return until is not None and bool(self._ctx.allreduce(bool(until(*numbers)), "any"))
 
     def _end(self, step: int) -> bool:
-        """End the loop as its time is over, with a checkpoint in files."""
         for files in self._files:
             if files.step != step:
                 files.write(step, self._ctx.flush_stores)
@@ -270,7 +274,6 @@ class FieldSteps:
         return returned
 
     def _settle(self, call: Call) -> None:
-        """Let a call overlap if its function may; later steps do not check the call."""
         call.is_overlapped = self._overlap.is_wanted(call) and self._overlap.is_checked(call)
         call.is_settled = call.is_overlapped or not self._checks.are_due
 

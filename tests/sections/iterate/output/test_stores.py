@@ -306,6 +306,23 @@ def test_series_that_do_not_fit_into_memory_are_refused(client):
     assert np.isnan(result["mass"]).all()
 
 
+def test_the_end_that_one_rank_finds_ends_all(client, tmp_path):
+    """Such as by its clock."""
+
+    def until(last):
+        try:
+            (tmp_path / "ends").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    options = {"record": {"mass": lambda u: u.sum()}, "until": until, "ranks": 2}
+    result = iterate(lambda u: {"u": u + 1}, {"u": array(U * 0)}, 0, 9, **options)
+    u, steps = dask.compute(result["u"], result["steps"])
+    assert steps == 1
+    assert (u == 1).all()
+
+
 def test_wrong_values_are_named(client):
     for function, message in (
         (lambda u: u, r"a value of shape \(\)"),
@@ -324,6 +341,7 @@ def test_wrong_records_are_refused():
 
     refused("names that no field has", {"u": lambda u: 0})
     refused("names that no field has", {"steps": lambda u: 0})
+    refused("names of fields than 'steps'", {"r": lambda u: 0}, {"u": array(U), "steps": 0.0})
     refused("got parameter 'w'", {"r": lambda w: 0})
     refused("without a parameter out", {"r": lambda out: 0})
     refused("expected one of sum, .* got 'mean'", {"r": Record(lambda u: 0, op="mean")})
