@@ -151,8 +151,8 @@ def distribute_array(
     """Return the distribution of an array over the same ranks, divided along other axes.
 
     An array of the same shape keeps its distribution if `partition` includes its divided axes. An
-    axis with the same number of ranks as before keeps its bounds; other axes are divided evenly. If
-    an axis has fewer elements than ranks, some local blocks are empty.
+    axis with the same length and number of ranks keeps its bounds; other axes are divided evenly.
+    If an axis has fewer elements than ranks, some local blocks are empty.
 
     >>> slabs = RankGrid(((3, 5), (4,)), (2, 1))
     >>> distribute_array(slabs, (8, 4), (1,)).local_sizes
@@ -176,12 +176,11 @@ def distribute_array(
         return -with_elements, surface(grid, shape)
 
     grid = min(grids(ranks.size, max_grid), key=cost)
-    sizes = [
-        ranks.local_sizes[axis]
-        if is_same and count == ranks.grid[axis]
-        else split_evenly(length, count)
-        for axis, (length, count) in enumerate(zip(shape, grid, strict=True))
-    ]
+    present = dict(enumerate(ranks.local_sizes))
+    sizes = []
+    for axis, (length, count) in enumerate(zip(shape, grid, strict=True)):
+        is_kept = axis in present and (sum(present[axis]), len(present[axis])) == (length, count)
+        sizes.append(present[axis] if is_kept else split_evenly(length, count))
     return RankGrid(tuple(sizes), grid)
 
 
@@ -233,7 +232,6 @@ def plan_transform_stages(
 
 
 def _distribute_stage(ranks: RankGrid, stage: FftStage) -> RankGrid:
-    """Return the distribution of a stage's grid, which may have fewer blocks than ranks."""
     if prod(map(len, stage.chunks)) == ranks.size:
         return RankGrid(stage.chunks, tuple(map(len, stage.chunks)))
     shape = list(map(sum, stage.chunks))
@@ -308,7 +306,6 @@ def plan_rank_exchange(
 def _pieces_of(
     before: RankGrid, after: RankGrid, axes: Sequence[int], rank: int
 ) -> dict[int, Piece]:
-    """Return the pieces of a rank's new local block by sender: at most one from each."""
     plan = redistribution(before.local_sizes, axes, after.local_sizes)
     block = plan.block(after.indices[rank])
     return {before.rank(block.sources[piece.source]): piece for piece in block.pieces}

@@ -148,6 +148,8 @@ def test_axes_are_divided_so_that_most_ranks_have_something():
     assert distribute_array(ranks, (1, 8), (0, 1)).grid == (1, 4)
     assert distribute_array(ranks, (2, 3), (0, 1)).grid == (2, 2)
     assert distribute_array(ranks, (3, 1), (0,)).local_sizes == ((1, 1, 1, 0), (1,))
+    uneven = RankGrid(((3, 5), (4,)), (2, 1))
+    assert distribute_array(uneven, (8, 2), (0,)).local_sizes == ((3, 5), (2,)), "the same rows"
 
 
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
