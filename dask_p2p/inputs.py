@@ -15,7 +15,7 @@ def checked_client(client: Any) -> Any:
     """Return an open client; by default the current one."""
     from distributed import Client, default_client
 
-    client = default_client(client)
+    client = default_client() if client is None else client
     if not isinstance(client, Client):
         raise InputError(
             f"expected a distributed.Client, got {client!r}. Make one from a cluster, or from the "

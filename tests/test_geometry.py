@@ -1,6 +1,7 @@
 import pickle
 from weakref import ref
 
+import dask.array as da
 import numpy as np
 import pytest
 from distributed import Client
@@ -77,6 +78,7 @@ def test_tapered_parts_keep_runs():
     assert [box_shape(part) for part in parts] == [(8, 4, 2), (8, 2, 2), (8, 2, 2)]
 
 
+X = da.ones(3)
 TAKE_A_CLIENT = (dask_p2p.check, dask_p2p.last_runs, dask_p2p.register)
 
 
@@ -86,8 +88,8 @@ def test_what_is_no_open_client(function, cluster):
         pass
     with pytest.raises(InputError, match="the client is closed"):
         function(closed)
-    for value in (cluster, cluster.scheduler_address):
-        with pytest.raises(InputError, match=r"expected a distributed\.Client, got .*tcp://"):
+    for value, text in ((cluster, "tcp://"), (cluster.scheduler_address, "tcp://"), (X, "array")):
+        with pytest.raises(InputError, match=rf"expected a distributed\.Client, got .*{text}"):
             function(value)
 
 

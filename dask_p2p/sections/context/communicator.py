@@ -50,6 +50,8 @@ _OF_MPI = {
     "split": "along(axis)",
     "Split_type": "along(axis)",
 }
+#: Methods that the package calls, not users.
+_OF_LOOPS = "close_stores", "flush_stores", "halo_exchange", "restore_state", "step_for"
 
 
 class Communicator(Collectives):
@@ -472,7 +474,8 @@ def unknown_attribute(communicator: Communicator, name: str) -> str:
     A method `__getattr__` would need no other function, but Python then looks up all attributes of
     communicators three times as slowly.
     """
-    names = [*(public for public in dir(type(communicator)) if public[0] != "_"), "rank", "size"]
+    attributes = (public for public in dir(type(communicator)) if public[0] != "_")
+    names = [*(public for public in attributes if public not in _OF_LOOPS), "rank", "size"]
     remedy = _OF_MPI.get(name, name.lower())
     if remedy.partition("(")[0].partition(",")[0] not in [*names, "grid", "box"]:
         remedy = nearest_name(name, names)
