@@ -185,7 +185,6 @@ def _defaults_by_name() -> dict[str, Any]:
 
 
 def _flatten_options(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the full name and the value of each option, ``p2p.memory.staging-limit``."""
     for part, value in tree.items():
         name = prefix + str(part).replace("_", "-")  # Dask treats both as equal
         if isinstance(value, Mapping):

@@ -126,7 +126,6 @@ def _end_context(glibc: Any) -> None:
 
 
 def _schedule_return(glibc: Any) -> None:
-    """Return free memory later, unless a context begins first."""
     global _timer
     _timer = threading.Timer(_IDLE_S, _return_unused, (glibc, _begun))
     _timer.daemon = True
@@ -145,7 +144,6 @@ def _return_unused(glibc: Any, begun: int) -> None:
 
 
 def _trim(glibc: Any) -> None:
-    """Return the free memory of all threads, once the limits are low."""
     while _guards:
         glibc.free(ctypes.c_void_p(_guards.popitem()[1]))
     glibc.malloc_trim(0)

@@ -406,5 +406,4 @@ class _BlockInTransit:
         return self._out[self._work.output_slices(self._plan.parts[number])]
 
     def _pitch(self, number: int, view: np.ndarray[Any, Any]) -> Pitch | None:
-        """Return the pitch of a part of an array; None if it goes through a host slot."""
         return pitch_of(view) if self._reached[number] else None

@@ -144,7 +144,6 @@ def compile(  # noqa: A001  # called as dask_p2p.compile
 
 
 def _parameters(func: Callable[..., Any]) -> Iterator[str]:
-    """Yield the names of a function's parameters by position, for errors."""
     with suppress(TypeError, ValueError):  # functions of extension modules may have no signature
         for parameter in signature(func).parameters.values():
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):

@@ -210,7 +210,6 @@ def _task_activities(record: TaskRecord) -> Iterator[tuple[str, float, float, St
 
 
 def _cut_to_limit(records: list[TaskRecord]) -> list[TaskRecord]:
-    """Return the first records, up to the maximum number of bars."""
     bars_per_stage = len(PARTS) - 1  # bars of a stage, or of all parts through a GPU
     ends = accumulate(1 + bars_per_stage * (len(r.stages) + bool(r.parts)) for r in records)
     return [r for r, end in zip(records, ends, strict=True) if end <= MOST_BARS]
@@ -242,7 +241,6 @@ def _newest(runs: Sequence[Run]) -> Iterator[Run]:
 
 
 def _busiest(moved: Counter[str]) -> tuple[list[str], str]:
-    """Return the workers to show, in order, and a note for the title if some are left out."""
     busiest = [worker for worker, _ in moved.most_common(_MOST_WORKERS)]
     is_cut = len(busiest) < len(moved)
     note = f": the busiest {len(busiest)} of {len(moved)} workers" if is_cut else ""
@@ -250,7 +248,6 @@ def _busiest(moved: Counter[str]) -> tuple[list[str], str]:
 
 
 def _short_names(workers: Iterable[str]) -> dict[str, str]:
-    """Return short names by address: without the protocol, if it is the same for all."""
     parted = {worker: worker.rpartition("://") for worker in workers}
     is_one = len({protocol for protocol, mark, _ in parted.values() if mark}) < 2
     return {worker: short if is_one else worker for worker, (*_, short) in parted.items()}

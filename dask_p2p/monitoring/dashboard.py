@@ -225,7 +225,6 @@ class RunsTable:
 
 
 def _width(column: Any, values: Sequence[Any]) -> tuple[int, bool]:
-    """Return the width that a column of the table needs, and whether it has figures."""
     if column.field == "progress":
         return _PROGRESS_WIDTH, True
     texts = [str(value) for value in values[:_MOST_MEASURED]]

@@ -195,7 +195,6 @@ async def fetch_runs_text(client: Any, n: int) -> str:
 
 
 def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
-    """Return a row of the table. Progress is a number from 0 to 1."""
     state = "running" if run.state == "done" and tasks.left else run.state
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
     if run.under_way or tasks.left:

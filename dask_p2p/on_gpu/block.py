@@ -217,7 +217,6 @@ class GpuMapBlock:
         self.plan = smaller
 
     def _empty_output(self, context: TaskContext, queue: Queue) -> Any:
-        """Return memory for the output block, reused from released outputs if possible."""
         shape = block_shape(self.gpu_map.chunks, self.index)
         return context.empty_output(shape, self.gpu_map.dtype, queue)
 

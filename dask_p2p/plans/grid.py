@@ -104,7 +104,6 @@ def segments_of_range(
 
 
 def _lengths_read(segments: Iterable[AxisSegment]) -> dict[int, int]:
-    """Return the length that segments read of each block."""
     lengths: dict[int, int] = {}
     for block, (start, stop), *_ in segments:
         if block is not None:
@@ -155,7 +154,6 @@ class GridPlan:
 
     @cached_property
     def _blocks(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """By output axis and output block along it: the source blocks that it reads."""
         return tuple(tuple(map(tuple, along)) for along in self._lengths)
 
     @cached_property
@@ -223,7 +221,6 @@ class GridPlan:
         )
 
     def _in_order(self, tuples: Iterable[tuple[Any, ...]]) -> Iterable[tuple[Any, ...]]:
-        """Return tuples in the input's order of axes, from the output's order."""
         if self._source_axes == tuple(range(len(self._source_axes))):
             return tuples
         return map(itemgetter(*self._source_axes), tuples)

@@ -272,7 +272,6 @@ def must_encrypt(worker: Worker) -> bool:
 
 
 def _evict_oldest(cache: dict[Any, Any], size_limit: int) -> None:
-    """Drop the oldest entries beyond `size_limit`. Other threads may change `cache`."""
     while len(cache) > size_limit:
         with suppress(KeyError, StopIteration, RuntimeError):  # another thread was faster
             del cache[next(iter(cache))]

@@ -39,7 +39,7 @@ class Overlay:
     ) -> None:
         self._original: Callable[..., Any] = getattr(replaced, "_original", replaced)
         self._decide, self._is_wanted = decide, is_wanted
-        self.__name__ = self._original.__name__  # which Dask reads of handlers
+        self.__name__ = getattr(self._original, "__name__", "overlay")  # Dask reads it of handlers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_wanted():

@@ -167,7 +167,6 @@ async def ask_later(worker: Any) -> None:
 
 
 def _remember(connection: Any) -> None:
-    """Record that the scheduler of a connection has the plugins, or will soon have them."""
     if connection is not None:  # not lost since
         _registered.add(connection)
 

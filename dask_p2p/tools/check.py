@@ -372,7 +372,6 @@ async def _status(dask_worker: Any) -> dict[str, Any]:
 async def _measure_from(
     holders: Mapping[str, str], kind: Kind, options: Options, dask_worker: Any
 ) -> Link:
-    """Return the measured link from this worker's holder; runs in a thread, as tasks do."""
     holder = holders[dask_worker.address]
     return await asyncio.to_thread(_measure_link, dask_worker, holder, kind, options)
 

@@ -329,7 +329,6 @@ def _text(path: Any) -> str:
 
 
 def _imported_file(main: Any) -> str | None:
-    """Return the file of the main program if new processes import it, else None."""
     from distributed.utils import get_mp_context
 
     name = getattr(getattr(main, "__spec__", None), "name", None) or ""

@@ -264,7 +264,6 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
 
 
 def _rank_reports(dask_worker: Any) -> list[dict[str, Any]]:
-    """Return the reports of a worker's ranks. On its event loop."""
     plugin = dask_worker.plugins.get(PLUGIN_NAME)
     if plugin is None:
         return []

@@ -177,13 +177,11 @@ def _align_to_units(x: DaskArray, target: Any, area: Area) -> DaskArray:
 
 
 def _rechunk_by_exchange(x: DaskArray, chunks: Chunks) -> DaskArray:
-    """Return an array in other blocks; by Dask's tasks if this package does not support it."""
     result = try_replace("store", rechunk, x, chunks)
     return rechunk_by_tasks(x, chunks) if result is None else result
 
 
 def _share_units(targets: Sequence[Any], areas: Sequence[Area]) -> bool:
-    """Return whether tasks may write to one unit of a Zarr array."""
     writes = [pair for pair in zip(targets, areas, strict=True) if is_zarr_array(pair[0])]
     return any(area is None for _, area in writes) or any(
         first.store_path == second.store_path
@@ -315,13 +313,11 @@ def aligned_chunks(
 
 
 def _has_whole_units(sizes: Sequence[int], unit: int, row: range) -> bool:
-    """Return whether each block along an axis has whole units."""
     bounds = {*block_bounds(sizes)} - {0, len(row)}
     return all(row[bound] // unit > row[bound - 1] // unit for bound in bounds)
 
 
 def _between_multiples(size: int, row: range) -> tuple[int, ...]:
-    """Return the sizes of blocks that end at multiples of a size in the store."""
     if not row:
         return (0,)
     multiples = range((row[0] // size + 1) * size, row[-1] + 1, size)

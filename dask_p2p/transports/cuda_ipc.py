@@ -276,7 +276,6 @@ class Mappings:
                 self._opening.pop(process, None)
 
     def _on_end(self, process: str) -> None:
-        """Close all unused mappings of a process that has ended, so that its memory is free."""
         self.retire(process)
         with suppress(DeviceLostError), device_work():  # a lost device has lost its memory too
             self.close_unused(process)

@@ -159,7 +159,6 @@ class PackedReading(Reading):
         return self._start_call(self.bring(parts, recv_buffer, recv_buffer.where(0)))
 
     def _start_call(self, asking: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Start a call on the event loop. `close` cancels it."""
         call = asyncio.run_coroutine_threadsafe(asking, self.worker.loop)
         self.calls.add(call)
         call.add_done_callback(self.calls.discard)

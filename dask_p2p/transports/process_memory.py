@@ -160,14 +160,12 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
 
 
 def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
-    """Return contiguous memory for all runs as runs of its own, one for each system call."""
     run_bytes = MOST_RUNS * runs.run_bytes
     end = address + len(runs.addresses) * runs.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes
 
 
 def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
-    """Return contiguous remote memory for all local runs as equal runs, as few as possible."""
     count = len(local.addresses)
     run_limit = min(count, MOST_RUNS)
     at_once = next(n for n in range(run_limit, 0, -1) if count % n == 0)
@@ -220,7 +218,6 @@ def _read_runs(
 
 
 def _iovecs(addresses: np.ndarray[Any, Any], run_bytes: int) -> np.ndarray[Any, Any]:
-    """Return runs as the kernel's ``struct iovec``: address, bytes."""
     iovecs = np.empty((len(addresses), 2), np.uint64)
     iovecs[:, 0] = addresses
     iovecs[:, 1] = run_bytes

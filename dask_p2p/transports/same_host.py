@@ -144,7 +144,6 @@ class SameHostTransport(Transport):
         )
 
     def _publish_ahead(self, blocks: Iterable[tuple[Any, tuple[int, ...]]]) -> None:
-        """Publish the blocks that are in memory, without errors. Readers request the others."""
         for key, shape in blocks:
             try:
                 if not self.worker.is_on_disk(key):
@@ -183,7 +182,6 @@ class SameHostTransport(Transport):
     async def _serve_publish(
         self, *, blocks: Sequence[tuple[Key, tuple[int, ...]]]
     ) -> dict[str, Any]:
-        """Publish the first of these blocks, and all others that are in memory."""
         await self.worker.offload(self.publish_block, *blocks[0])
         await self.worker.offload(self._publish_ahead, blocks[1:])
         return {}

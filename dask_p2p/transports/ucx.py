@@ -327,13 +327,11 @@ class UcxTransport(PackedTransport):
             return self._messenger
 
     async def _ensure_messenger(self) -> Messenger:
-        """Return the messenger, on the event loop. A thread starts it if necessary."""
         if self._messenger is not None and not self.is_closed:
             return self._messenger
         return await self.worker.offload(self.messenger)
 
     async def _stop_when_idle(self, messenger: Messenger) -> None:
-        """Stop UCX's progress thread whenever no message is in transfer."""
         while True:
             await asyncio.sleep(REST_S)
             await self.worker.offload(messenger.stop_when_idle, REST_S)
@@ -455,6 +453,5 @@ class UcxTransport(PackedTransport):
 
 
 def _finish(sending: deque[UcxSendBuffer]) -> None:
-    """Send the first message, if it has not started, and wait for its arrival."""
     with closing(sending.popleft()) as first:
         first.send()

@@ -211,7 +211,6 @@ def _scale(x: Any, axes: Sequence[_Dimension]) -> Any:
 
 
 def _assign_coords(a: Any, y: Any, axes: Sequence[_Dimension]) -> Any:
-    """Return an array with the coordinates of `a`, replaced along `axes`."""
     names = {a.dims[axis.number]: axis.name for axis in axes}
     coords = {name: x for name, x in a.coords.items() if names.keys().isdisjoint(x.dims)}
     new = {axis.name: (axis.name, axis.values, axis.attrs) for axis in axes}

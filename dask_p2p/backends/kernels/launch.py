@@ -158,7 +158,6 @@ def _memcpy(dst: int, src: int, geometry: Geometry) -> Launch:
 
 
 def _split_offsets(axes: Sequence[CopyAxis]) -> Iterator[tuple[int, int]]:
-    """Yield the byte offsets in source and destination of each position along the axes."""
     for position in product(*(range(axis.extent) for axis in axes)):
         yield (
             sum(n * axis.src_stride_bytes for n, axis in zip(position, axes, strict=True)),

@@ -150,7 +150,6 @@ def _copied_bytes(program: Program, superstep: Superstep) -> int:
 
 
 def _keywords(node: GraphNode | None) -> Mapping[str, Any]:
-    """Return the keyword arguments of a task's function, as far as they are known."""
     if not isinstance(node, Task) or isinstance(node, AssembleTask):
         return {}
     bound = node.func.keywords if isinstance(node.func, partial) else {}

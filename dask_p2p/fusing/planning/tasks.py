@@ -236,7 +236,6 @@ def _is_of(function: Any, names_and_modules: tuple[set[str], set[str]]) -> bool:
 
 
 def _function(task: Task) -> Any:
-    """Return the function of a task, without bound arguments."""
     function = task.args[0] if task.func is apply else task.func
     while hasattr(function, "func"):  # of `functools.partial` and `toolz.curry`
         function = function.func
@@ -254,7 +253,6 @@ def is_random(node: Any) -> bool:
 
 
 def _is_in_memory(value: Any) -> bool:
-    """Return whether a value is in memory as a whole: neither an array in a file nor a proxy."""
     return type(value) is np.ndarray or not hasattr(value, "dtype") or isinstance(value, np.generic)
 
 

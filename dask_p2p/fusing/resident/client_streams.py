@@ -289,7 +289,6 @@ _streams: WeakKeyDictionary[Any, _StreamsByGang] = WeakKeyDictionary()  # by cli
 
 
 def _record_ranks(by_gang: _StreamsByGang, event: tuple[float, Mapping[str, Any]]) -> None:
-    """Pass the ranks of a gang to its streams when all of them have begun."""
     _, message = event
     if (streams := by_gang.get(message["gang"])) is not None:
         streams.record_ranks(message["ranks"], message["resume"])

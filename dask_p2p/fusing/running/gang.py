@@ -291,7 +291,6 @@ class _RunProgram:
 
 
 def _give_back() -> None:
-    """Ask the scheduler to run Dask's tasks in place of the gang, whose attempt then ends."""
     worker: Any = get_worker()
     gang = worker.get_current_task()[0]
 

@@ -72,7 +72,6 @@ class Gangs:
         }
 
     def _begin(self) -> None:
-        """Reset to a state without gangs, and collect those among the scheduler's tasks."""
         self._coordinator = Coordinator(self._options.attempts)
         self._gathering = Gathering(self._scheduler, self._coordinator, self._options.warn_after_s)
         self.update_graph(self._scheduler.tasks)

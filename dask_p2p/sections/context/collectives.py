@@ -56,13 +56,11 @@ class Collectives(Messages):
         return [convert_for(array, op) for array in self._leaf_arrays(value)]
 
     def _stacked(self, value: Any, rank_arrays: Sequence[Sequence[Array]] | None) -> Any:
-        """Return the stacked arrays of ranks in the form of a value; None without any."""
         if not rank_arrays:
             return None
         return self._like(value, [np.stack(arrays) for arrays in zip(*rank_arrays, strict=True)])
 
     def _combined(self, value: Any, rank_arrays: Sequence[Sequence[Array]] | None, op: str) -> Any:
-        """Return the combined arrays of ranks in the form of a value; None without any."""
         if not rank_arrays:
             return None
         by_leaf = zip(*rank_arrays, strict=True)

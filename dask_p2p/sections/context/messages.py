@@ -149,7 +149,6 @@ class Messages:
         return value if out is None else copy_into(out, value)
 
     def _checked(self, receive: Receive, source: int) -> Arrival:
-        """Return the message of a receive; refuse one of another tag or communicator."""
         arrival = receive.arrival
         assert arrival is not None, "it is here"
         is_other = arrival.communicator != receive.communicator

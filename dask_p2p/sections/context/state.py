@@ -241,7 +241,8 @@ def local_contents(state: State, frame: FrameType | None) -> dict[str, tuple[int
         owner = value if (base := getattr(value, "base", None)) is None else base
         counts = name in read_names or isinstance(value, FunctionType)
         least_size = inf if counts else scratch_size
-        is_scratch = hasattr(value, "dtype") and value.size >= least_size
+        is_array = isinstance(value, (np.ndarray, np.generic, state._device.module.ndarray))
+        is_scratch = value.size >= least_size if is_array else hasattr(value, "dtype")
         has_none = is_scratch or any(part is owner for part in parts)
         digest = b"" if has_none else contents_digest(value, state._device, least_size)
         contents[name] = id(value), digest

@@ -266,7 +266,6 @@ class Transforms:
         partition: _Partition,
         from_partition: _Partition,
     ) -> tuple[RankGrid, RankGrid]:
-        """Return the divisions of the array before and after a transform."""
         waves = list(global_shape)
         if kind in (*TO_COMPLEX, *TO_REAL):
             waves[along[-1]] = global_shape[along[-1]] // 2 + 1

@@ -159,7 +159,6 @@ class _RimAt(At):
 
 
 def _source(end: Any, positions: Array, length: int) -> Array:
-    """Return the indices of the elements that are the values beyond an end of the array."""
     if isinstance(end, str) and end == "periodic":
         return positions % length
     if _function(end) is None and end != "reflect":
@@ -267,7 +266,6 @@ class _HostEnd:
     def _of_box(
         self, mirrored: Array, copies: tuple[Any, ...], box: Box, watch: Watch
     ) -> list[Array]:
-        """Return the values of a box of the part, made from the mirror image of the part."""
         at, part, axis, boundary = self._position
         placed = move_box(box, [low for low, _ in part])
         position = watch(_RimAt(at, placed, axis, boundary))
@@ -276,7 +274,6 @@ class _HostEnd:
 
 
 def _filled(function: Callable[..., Any], mirrored: Array, at: At) -> Array:
-    """Return the values of a part beyond an end, made from its mirror image."""
     rim, inside = mirrored.copy(), mirrored.copy()
     _check_filled(function(rim, inside, at))
     return rim

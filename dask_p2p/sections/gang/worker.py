@@ -169,7 +169,6 @@ class RankAttempt:
         return reply
 
     def _apply(self, order: Order) -> None:
-        """Apply an order, unless the attempt has ended."""
         with self._changed:
             if self._order.state not in _ENDS:
                 self._order = order

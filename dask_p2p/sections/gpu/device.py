@@ -208,7 +208,6 @@ class GpuLending(LentArrays, Lending):
         self._connections.count(rank, size_bytes)
 
     def _enqueue_large(self, reads: Sequence[_LargeCopy]) -> None:
-        """Read large regions of others, while large regions of this rank are copied."""
         queue, (large, self._large) = self._gpu.queue, (self._large, [])
         with queue.within(self._gpu.stream):
             for copy in large:

@@ -223,7 +223,6 @@ class GpuRegions:
     def _read_piece(
         self, call: ExchangeCall, axis: int, start: int, piece: Array, target: Array, is_last: bool
     ) -> None:
-        """Put a piece of another rank's region into place; it begins at `start` along the axis."""
         axes = call.exchange.axes
         if piece.ndim:
             box = whole_box(piece.shape)

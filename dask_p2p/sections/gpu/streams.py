@@ -365,12 +365,10 @@ class SlabSlots:
         self._streams.copy_down(to, array)
 
     def _staged(self, part: int, array: Array, like: Array) -> Array:
-        """Return the place in pinned memory of an array in the slot of a part."""
         slot = self._ring.slots[part % self.count].memory
         return self._ring.on_host(part, array.data.ptr - slot.data.ptr, like)
 
     def _empty(self, part: int) -> None:
-        """Copy a part's results from pinned memory to the fields."""
         for rows, staged_rows in self._results.pop(part, ()):
             self._ring.wait("down", part)
             copy_on_host(rows, staged_rows)

@@ -173,7 +173,6 @@ class PeerMemory:
         return PROCESSES.has_ended(self._peer.process)
 
     def _on_end(self, process: str) -> None:
-        """End all waits for events of the other rank, whose process has ended."""
         with self._lock, device_work():
             if self._events:
                 self._gpu.has_ended = True  # first: from now on streams do not wait for values

@@ -268,7 +268,6 @@ class Overlap:
         return "close" if all(is_close(module, *pair) for pair in pairs) else "other"
 
     def _is_plain(self, call: Call) -> bool:
-        """Return whether the code of a function shows that it depends on its arguments alone."""
         phase = call.phase
         if id(phase) not in self._plain:  # to find out takes as long as a step
             is_plain = self._iteration.has_constant_arguments and is_replayable(phase.function)

@@ -348,7 +348,6 @@ class VisitPlan:
         return max(1, min(requested or chosen, longest, iteration.steps))
 
     def _most_rows(self, ctx: Context) -> int:
-        """Return the number of rows, with halos, that fit into a slot or a cache."""
         across = box_size(ctx.box[1:])
         row_bytes = sum(levels_of(spec) * spec.dtype.itemsize * across for spec in self._specs)
         limit_bytes = _CACHE_BYTES

@@ -188,7 +188,6 @@ class LocalFields:
         return values
 
     def _points(self, xy: Array, box: Box) -> LocalPoints:
-        """Return points for a box of the local block; its fields may have halos."""
         blocks = []
         for part in (part for field in self.fields.values() for part in field.parts(box)):
             inner: Any = part.inner[: len(box)]
@@ -197,7 +196,6 @@ class LocalFields:
         return LocalPoints(xy, self._in_whole(box), self._ctx.device.module, blocks)
 
     def _in_whole(self, box: Box) -> Box:
-        """Return the position of a box of the local block in the whole array."""
         return move_box(box, [low for low, _ in self._ctx.box])
 
     @staticmethod

@@ -191,7 +191,6 @@ class StreamedSteps:
                 slots.copy_in(part, level[first:], rows[first:])
 
     def _share_rows(self, slabs: Sequence[_SlabField], next_slabs: Sequence[_SlabField]) -> None:
-        """Copy the rows to the next slab that both need, before steps change them."""
         for slab, next_slab in zip(slabs, next_slabs, strict=True):
             count = slab.stop - next_slab.start
             for level, next_level in zip(slab.levels, next_slab.levels, strict=True):
@@ -224,7 +223,6 @@ class StreamedSteps:
 
     @property
     def _slabs(self) -> list[tuple[int, int]]:
-        """The rows of each slab in the local block."""
         rows, thickness = self.block_box[0][1], self._plan.slab_rows
         if not box_size(self.block_box):
             return []

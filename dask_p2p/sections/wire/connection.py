@@ -433,7 +433,6 @@ def _parts(payload: Any) -> list[Any]:
 
 
 def _drop_done(messages: deque[Message]) -> bool:
-    """Drop completed messages, from the first one on; return whether there were any."""
     any_done = False
     while messages and messages[0].is_complete:
         messages.popleft().result(0.0)

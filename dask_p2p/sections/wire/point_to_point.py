@@ -302,7 +302,6 @@ class PointToPoint(ABC):
         return ready | {sockets[number] for number, _ in polled if number in sockets}
 
     def _wake_up(self) -> None:
-        """Let peers use the slots again, at the end of a wait."""
         for slots in self._asleep:
             slots.sleeps = False
         self._asleep.clear()

@@ -104,7 +104,6 @@ class FieldValues:
         return step
 
     def _of_all_steps(self) -> dict[str, Array]:
-        """Return all arrays. Their shapes stay, so that later checkpoints use the same memory."""
         arrays = {name: value.array for name, value in self._levels().items()}
         arrays |= {name: value.array.reshape(1) for name, value in self._numbers().items()}
         return arrays | {SERIES + name: array for name, array in self._series.results().items()}
@@ -335,7 +334,6 @@ class Descriptions:
             yield from (self([*iterator]) for iterator in iterators if iterator is not None)
 
     def _entries(self, values: Mapping[Any, Any], may_be_all: bool = True) -> Iterator[str]:
-        """Yield texts of the entries that functions name, or of all if they name none."""
         names = [name for name in values if isinstance(name, str) and name in self._names]
         if may_be_all and not (self._is_selecting and names):
             names = [*values]

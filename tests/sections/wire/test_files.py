@@ -1,0 +1,104 @@
+"""The number of files that ranks need, and the errors where the system allows fewer."""
+
+import resource
+import threading
+
+import dask.array as da
+import numpy as np
+import pytest
+
+from dask_p2p import iterate, spmd
+from dask_p2p.errors import SectionError
+from tests.sections.support import nothing_is_left
+from tests.support import BOUND_S, mostly_slow, restart, result_of
+from tests.transports.loopback import wait_until
+
+CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
+
+
+def limit(soft, hard):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.fixture
+def limited(client):
+    """Set the limits of all workers, for one test."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda soft, hard: client.run(limit, soft, hard)
+    restart(client)
+    assert set(client.run(resource.getrlimit, resource.RLIMIT_NOFILE).values()) == {before}
+
+
+def one_worker(client):
+    return [min(client.scheduler_info()["workers"])]
+
+
+def summed(ctx, x):
+    return x + ctx.allreduce(1.0)
+
+
+@pytest.mark.slow
+def test_ranks_of_one_process_need_few_files(client, limited):
+    """All pairs of 40 ranks would need more than twice the limit."""
+    limited(512, 512)
+    y = spmd(summed, da.zeros(40, chunks=1), ranks=40)
+    future = client.compute(y, workers=one_worker(client), allow_other_workers=False)
+    assert np.array_equal(result_of(client, future), np.full(40, 40.0))
+    steps = iterate(lambda u: u[1:-1], da.arange(40, chunks=1), 1, steps=3, boundary="periodic")
+    future = client.compute(steps, workers=one_worker(client), allow_other_workers=False)
+    assert np.array_equal(result_of(client, future), np.arange(40))
+    del future
+    nothing_is_left(client)
+
+
+@pytest.mark.slow
+def test_ranks_of_several_processes_have_the_files_that_they_need(client, limited):
+    """All pairs between two processes, which the soft limit of these does not allow."""
+    limited(200, 4096)
+    y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
+    assert np.array_equal(y.compute(), np.full(32, 32.0))
+    limits = client.run(resource.getrlimit, resource.RLIMIT_NOFILE)
+    assert min(limits.values())[0] > 16 * 16
+
+
+def test_a_need_beyond_the_hard_limit_is_refused_before_the_start(client, limited):
+    limited(200, 200)
+    y = spmd(summed, da.zeros(32, chunks=1), ranks=32)
+    with pytest.raises(SectionError, match=r"of 32 ranks run, got a hard limit of 200\. Raise"):
+        y.compute()
+    assert np.array_equal(spmd(summed, da.zeros(4, chunks=1), ranks=4).compute(), np.full(4, 4.0))
+    nothing_is_left(client)
+
+
+@pytest.mark.parametrize("late", mostly_slow([0, 3], [3]))
+def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path, late):
+    """The process without free files connects, or accepts a connection."""
+    full_path = tmp_path / "full"
+
+    def function(ctx, x):
+        held, full, ends = [], threading.Event(), threading.Event()
+
+        def take_all():
+            """Also files that other threads close meanwhile."""
+            while not ends.is_set():
+                try:
+                    held.append(open("/dev/null"))  # noqa: SIM115
+                except OSError:
+                    full.set()
+                    ends.wait(1e-4)
+
+        if ctx.rank == late:
+            threading.Thread(target=take_all, daemon=True).start()
+            full.wait(BOUND_S)
+            full_path.mkdir(exist_ok=True)  # needs no file; a lost attempt may have made it
+        wait_until(full_path.exists)
+        try:
+            for step in range(1, ctx.size):  # a thread that waits in `accept` has one file
+                ctx.sendrecv(1.0, (ctx.rank + step) % ctx.size, (ctx.rank - step) % ctx.size)
+            return x
+        finally:
+            ends.set()
+
+    limited(400, 400)
+    with pytest.raises(SectionError, match=r"one more open file .*got a limit of 400"):
+        spmd(function, da.zeros(4, chunks=1), ranks=4).compute()
