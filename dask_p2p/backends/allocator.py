@@ -43,8 +43,8 @@ _BEFORE = {_MMAP_THRESHOLD: 2**17, _TRIM_THRESHOLD: _LEAST_ARENA_BYTES, _TOP_PAD
 _IDLE_S = 1.0
 _MOST_GROWTH_BYTES = 2**28
 _MEMORY = Path("/proc/self/statm")
-# `malloc_trim` leaves out the free end of a heap, except for that of the first thread.
-# glibc returns it when as many bytes as these are freed in the heap, by any thread.
+# `malloc_trim` leaves out the free end of a heap, except for that of the first thread. glibc
+# returns this end when any thread frees as many bytes in the heap as the guard has.
 _GUARD_BYTES = 2**16
 _HEAP_BYTES = 2**26  # a heap begins at a multiple of its largest size
 

@@ -306,7 +306,7 @@ def optimized(keys: Any, choice: Choice, options: Options) -> tuple[dict[Key, An
     gang = GangTasks.for_inputs(work)
     outputs = output_tasks(gang.name, 0, [rank.outputs[0] for rank in work.ranks])
     all_tasks = {**tasks.dask_tasks, **gang.tasks, **outputs, **choice.after}
-    # Tasks that the scheduler has stay as they are: Dask would fuse them under new names.
+    # Dask would fuse the tasks that the scheduler has under new names.
     old_tasks = {key: all_tasks.pop(key) for key in choice.known_tasks if key in all_tasks}
     new_keys = [key for key in flatten([keys]) if key in all_tasks]
     return old_tasks | ensure_dict(optimize(all_tasks, new_keys)), gang.name

@@ -198,7 +198,7 @@ def _row(run: Run, tasks: Tasks) -> tuple[Any, ...]:
     state = "running" if run.state == "done" and tasks.left else run.state
     row: dict[str, Any] = cells(run) | {"progress": 1.0}
     if run.under_way or tasks.left:
-        row["progress"] = _progress(run, tasks)
+        row["progress"] = _progress(run, tasks)  # from 0 to 1
     row["start"] = time.strftime("%H:%M:%S", time.localtime(run.start_s))
     return run.name, state, *(row[name] for name in TABLE)
 

@@ -232,7 +232,7 @@ def plan_transform_stages(
 
 
 def _distribute_stage(ranks: RankGrid, stage: FftStage) -> RankGrid:
-    if prod(map(len, stage.chunks)) == ranks.size:
+    if prod(map(len, stage.chunks)) == ranks.size:  # there may be fewer blocks than ranks
         return RankGrid(stage.chunks, tuple(map(len, stage.chunks)))
     shape = list(map(sum, stage.chunks))
     partition = [axis for axis, sizes in enumerate(stage.chunks) if len(sizes) > 1]

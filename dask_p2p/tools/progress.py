@@ -263,7 +263,7 @@ def stalled(client: Client | None = None, after: str | float = "10 s") -> list[R
     return sorted(stalled_reports, key=lambda report: (report.gang, report.rank))
 
 
-def _rank_reports(dask_worker: Any) -> list[dict[str, Any]]:
+def _rank_reports(dask_worker: Any) -> list[dict[str, Any]]:  # on the event loop
     plugin = dask_worker.plugins.get(PLUGIN_NAME)
     if plugin is None:
         return []

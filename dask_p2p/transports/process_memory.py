@@ -168,7 +168,7 @@ def _contiguous(address: int, runs: ByteRuns) -> tuple[np.ndarray[Any, Any], int
 def _cut(address: int, local: ByteRuns) -> tuple[np.ndarray[Any, Any], int]:
     count = len(local.addresses)
     run_limit = min(count, MOST_RUNS)
-    at_once = next(n for n in range(run_limit, 0, -1) if count % n == 0)
+    at_once = next(n for n in range(run_limit, 0, -1) if count % n == 0)  # few remote runs
     run_bytes = at_once * local.run_bytes
     end = address + count * local.run_bytes
     return np.arange(address, end, run_bytes, dtype=np.uint64), run_bytes

@@ -148,7 +148,7 @@ class SameHostTransport(Transport):
             try:
                 if not self.worker.is_on_disk(key):
                     self.publish_block(key, shape)
-            except Exception as exc:
+            except Exception as exc:  # readers request the block later
                 logger.debug("block %r is not published: %s: %s", key, type(exc).__name__, exc)
 
     def on_released(self, key: Key) -> None:

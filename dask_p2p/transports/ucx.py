@@ -329,7 +329,7 @@ class UcxTransport(PackedTransport):
     async def _ensure_messenger(self) -> Messenger:
         if self._messenger is not None and not self.is_closed:
             return self._messenger
-        return await self.worker.offload(self.messenger)
+        return await self.worker.offload(self.messenger)  # a thread starts UCX
 
     async def _stop_when_idle(self, messenger: Messenger) -> None:
         while True:

@@ -28,6 +28,17 @@ def smooth(block):
     return block + np.roll(block, 1, 0) * 0.3
 
 
+class Counter:
+    """A function of a block whose values depend on the number of its calls."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, block):
+        self.count += 1
+        return block + self.count
+
+
 def integers(x):
     """Return an array rounded to integers, whose products BLAS adds exactly in any order.
 

@@ -22,7 +22,7 @@ from tests.fusing.programs import (
     solver,
     stencils,
 )
-from tests.fusing.support import smooth
+from tests.fusing.support import Counter, smooth
 from tests.support import BOUND_S, mostly_slow, output_of
 from tests.transports.loopback import wait_until
 
@@ -140,15 +140,6 @@ def test_results_of_several_classes_of_blocks_keep_their_order(client, mode):
 def overwritten(block):
     block += 1
     return block
-
-
-class Counter:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, block):
-        self.count += 1
-        return block * self.count
 
 
 def test_functions_that_keep_a_state(client, gangs):

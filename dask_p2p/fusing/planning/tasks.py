@@ -252,7 +252,7 @@ def is_random(node: Any) -> bool:
     return package in ("dask", "dask_array") and "random" in modules
 
 
-def _is_in_memory(value: Any) -> bool:
+def _is_in_memory(value: Any) -> bool:  # neither an array in a file nor a proxy
     return type(value) is np.ndarray or not hasattr(value, "dtype") or isinstance(value, np.generic)
 
 

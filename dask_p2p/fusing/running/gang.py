@@ -295,7 +295,7 @@ def _give_back() -> None:
     gang = worker.get_current_task()[0]
 
     async def ask() -> None:
-        await getattr(worker.scheduler, GIVE_BACK)(gang=gang)
+        await getattr(worker.scheduler, GIVE_BACK)(gang=gang)  # Dask's tasks run in its place
 
     sync(worker.loop, ask)
 

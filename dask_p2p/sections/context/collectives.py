@@ -57,12 +57,12 @@ class Collectives(Messages):
 
     def _stacked(self, value: Any, rank_arrays: Sequence[Sequence[Array]] | None) -> Any:
         if not rank_arrays:
-            return None
+            return None  # on ranks that receive none
         return self._like(value, [np.stack(arrays) for arrays in zip(*rank_arrays, strict=True)])
 
     def _combined(self, value: Any, rank_arrays: Sequence[Sequence[Array]] | None, op: str) -> Any:
         if not rank_arrays:
-            return None
+            return None  # on ranks that receive none
         by_leaf = zip(*rank_arrays, strict=True)
         return self._like(value, [combine_arrays(arrays, op) for arrays in by_leaf])
 

@@ -385,7 +385,7 @@ class Context(Communicator, Transforms):
             while a value of it has not changed on any rank. So do ranks whose loop carries other
             values in local variables, ``t += dt`` or ``series.append(t)``, and the log names them.
             A large array that is changed in place, and read only inside the loop, is taken for
-            scratch memory: give it to the state if a step needs its values from an earlier one.
+            scratch memory. If a step needs its values from an earlier one, give it to the state.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.

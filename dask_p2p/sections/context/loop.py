@@ -263,7 +263,7 @@ class SavedLoop:
         return callbacks
 
     def watch_variables(self, code: CodeType) -> None:
-        """Keep what the local variables are at the start, if ranks may resume."""
+        """Keep the contents of local variables at the start, if ranks may resume."""
         self._code, stores = code, self._ctx.stores
         if self._ctx.checkpoints is not None or any(store.is_resumed for store in stores):
             self._before = local_contents(self._state, self._frame())

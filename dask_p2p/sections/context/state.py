@@ -231,7 +231,7 @@ def local_contents(state: State, frame: FrameType | None) -> dict[str, tuple[int
     """Return the identities and digests of the contents of local variables, by name.
 
     Parts of the state have no digest. Large arrays that the function does not read after its loop
-    are scratch memory: they count by their identity.
+    are scratch memory, whose contents do not count.
     """
     leaves = state.leaves().values()
     parts = [*vars(state).values(), *(leaf.array for leaf in leaves)]
@@ -254,7 +254,7 @@ def carried_names(
 ) -> list[str]:
     """Return the names of variables that have changed since the start, and that steps read first.
 
-    Views are those of arrays that count themselves.
+    A view that is bound again does not count: its array does.
     """
     first, variables = dict[str, str](), _local_variables(frame)
     for verb, name in _accesses(frame):

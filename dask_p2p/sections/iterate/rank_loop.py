@@ -275,7 +275,7 @@ class FieldSteps:
 
     def _settle(self, call: Call) -> None:
         call.is_overlapped = self._overlap.is_wanted(call) and self._overlap.is_checked(call)
-        call.is_settled = call.is_overlapped or not self._checks.are_due
+        call.is_settled = call.is_overlapped or not self._checks.are_due  # for later steps
 
     def _stale_before(self, number: int) -> set[str]:
         """Return the names of fields whose halos are out of date before a phase of a later step."""

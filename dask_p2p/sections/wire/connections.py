@@ -265,7 +265,7 @@ class Connections(PointToPoint):
         ranks = [*self._waiting, *sender_ranks]
         ready = self._poll({rank: self._connections[rank] for rank in ranks}, sender_ranks)
         self._move_some(ready & sender_ranks)
-        return [*(ready - sender_ranks)]
+        return [*(ready - sender_ranks)]  # ranks whose connections may be ready
 
     def _admit_arrivals(self) -> None:
         """Admit the connections that other ranks have made."""

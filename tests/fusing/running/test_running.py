@@ -27,7 +27,7 @@ from dask_p2p.ops.overlap import Stencil, Trim
 from dask_p2p.plans import block_plans
 from dask_p2p.plans.grid import redistribution
 from dask_p2p.sections.exchange.device import HOST_ARRAYS, Lending
-from tests.fusing.support import check_blocks, graphs, integers, run_programs, smooth
+from tests.fusing.support import Counter, check_blocks, graphs, integers, run_programs, smooth
 from tests.support import noted, tune
 
 
@@ -303,15 +303,6 @@ def scaled(block):
 def recorded(block):
     SEEN.append(1)
     return block
-
-
-class Counter:
-    def __init__(self):
-        self.count = 0
-
-    def __call__(self, block):
-        self.count += 1
-        return block + self.count
 
 
 def by_value(function):

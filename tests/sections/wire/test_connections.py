@@ -331,19 +331,19 @@ def test_connections_without_tokens_of_the_gang_are_closed(gang):
 def test_two_ranks_that_connect_to_each_other_share_one_connection(gang, monkeypatch):
     """The connection of the higher rank arrives while the lower one connects."""
     lower, higher = gang.connections[:2]
-    asked, answered = threading.Event(), threading.Event()
+    is_requested, is_replied = threading.Event(), threading.Event()
     open_lower, open_higher = lower._endpoint.connect, higher._endpoint.connect
 
     def connect_lower(peer, asks):
-        assert asked.wait(BOUND_S)
-        assert answered.wait(BOUND_S)
+        assert is_requested.wait(BOUND_S)
+        assert is_replied.wait(BOUND_S)
         return open_lower(peer, asks)
 
     def connect_higher(peer, asks):
         wait_until(lambda: lower._endpoint._met)
-        asked.set()
+        is_requested.set()
         connection = open_higher(peer, asks)
-        answered.set()
+        is_replied.set()
         return connection
 
     monkeypatch.setattr(lower._endpoint, "connect", connect_lower)

@@ -351,7 +351,7 @@ class CheckpointFiles:
 
     # --- to write
 
-    def _complete(self, step: int, record: Mapping[str, Any]) -> None:
+    def _complete(self, step: int, record: Mapping[str, Any]) -> None:  # on rank 0
         text = json.dumps(record).encode()
         with self._explain_errors(self._of_step(step)):
             self._check_run()
@@ -359,7 +359,7 @@ class CheckpointFiles:
             self._of_step(step, _INCOMPLETE).remove()
             self._make_room(step)
 
-    def _make_room(self, newest: int) -> None:
+    def _make_room(self, newest: int) -> None:  # on rank 0
         steps = sorted(self._steps(_COMPLETE, self._folder.names()))
         older = [step for step in steps if step <= newest]
         for step in {*steps} - {*older[-self._spec.keep :]}:

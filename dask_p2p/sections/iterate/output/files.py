@@ -103,7 +103,7 @@ class FieldValues:
             self.load(step, arrays.items())
         return step
 
-    def _of_all_steps(self) -> dict[str, Array]:
+    def _of_all_steps(self) -> dict[str, Array]:  # of shapes that stay, to use memory again
         arrays = {name: value.array for name, value in self._levels().items()}
         arrays |= {name: value.array.reshape(1) for name, value in self._numbers().items()}
         return arrays | {SERIES + name: array for name, array in self._series.results().items()}

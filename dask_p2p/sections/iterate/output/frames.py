@@ -189,7 +189,7 @@ class Frames:
     def _dims(self, name: str, shape: Sequence[int]) -> list[str]:
         usual = zip(self.spec.dims, self._selected(self._shape), shape, strict=False)
         return [
-            dim if first_length == length else f"{dim}_{name}"
+            dim if first_length == length else f"{dim}_{name}"  # of a field on faces
             for dim, first_length, length in usual
         ]
 
@@ -339,7 +339,7 @@ class Frames:
         written, self._unrecorded = self._unrecorded, 0
         if written:
             self._ctx.barrier()
-        return written
+        return written  # the step to record, or 0
 
     def _wait(self) -> None:
         writing, self._writing = self._writing, None
