@@ -156,6 +156,7 @@ class Connection:
                     if reply is not None:
                         reply.parts = ()
                         self.post(reply)
+                    self.mailbox.take_slot()  # the peer may have sent the next message by it
                 elif frame is not None:
                     self.early.append(frame)
                     if text is not None:

@@ -79,6 +79,17 @@ def test_messages_keep_their_order(connected, in_slots, is_inline, size_bytes):
     assert slots.write(slots.sent_messages, 5, header(5)), "the slot is free again"
 
 
+@pytest.mark.parametrize("in_slots", [(2,), (4,)])
+def test_one_look_receives_all_messages_of_socket_and_slot(connected, in_slots):
+    """A rank that sees a later call of its peer looks once for the message that it expects."""
+    connection, peer, slots = connected
+    for number in range(1, 5):
+        if number not in in_slots or not slots.write(slots.sent_messages, number, header(number)):
+            peer.send(header(number))
+    connection.receive_messages()
+    assert [arrival.tag for arrival in connection.mailbox.arrived] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("later", [header(2), HEADER.pack(1, 0, b"barrier()")])
 def test_a_slot_that_is_filled_after_the_look_at_it(connected, later):
     """Its sender has sent a later header when the receiver reads the socket."""
