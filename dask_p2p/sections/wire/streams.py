@@ -164,7 +164,11 @@ def reserve_files(ranks: int, remote_ranks: int) -> None:
     with _raising:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
-        file_count = len(os.listdir("/proc/self/fd")) + ranks * remote_ranks
+        try:
+            file_count = len(os.listdir("/proc/self/fd")) + ranks * remote_ranks
+        except OSError as exc:  # another rank's function may have taken all files
+            check_files(exc)
+            raise
         if file_count > hard:
             raise SectionError(
                 f"expected room for {file_count} open files in a worker's process, where {ranks} "

@@ -2,6 +2,7 @@
 
 import resource
 import threading
+from contextlib import ExitStack, suppress
 
 import dask.array as da
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
+from dask_p2p.sections.wire.streams import reserve_files
 from tests.sections.support import nothing_is_left
 from tests.support import BOUND_S, mostly_slow, restart, result_of
 from tests.transports.loopback import wait_until
@@ -102,3 +104,16 @@ def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path
     limited(400, 400)
     with pytest.raises(SectionError, match=r"one more open file .*got a limit of 400"):
         spmd(function, da.zeros(4, chunks=1), ranks=4).compute()
+
+
+def test_a_rank_that_starts_where_another_has_taken_all_files_says_so(client, limited):
+    def start_late():
+        with ExitStack() as files:
+            with suppress(OSError):
+                while True:
+                    files.enter_context(open("/dev/null"))
+            with pytest.raises(SectionError, match="one more open file"):
+                reserve_files(ranks=2, remote_ranks=2)
+
+    limited(400, 400)
+    client.run(start_late)
