@@ -136,13 +136,10 @@ class Phase:
 def _is_same_memory(value: Any, out: Array) -> bool:
     if value is out:
         return True
-    names = ("__cuda_array_interface__", "__array_interface__")
-    for name in names:
-        out_interface, value_interface = getattr(out, name, None), getattr(value, name, None)
-        if out_interface is not None and value_interface is not None:
-            return bool(
-                out_interface["data"] == value_interface["data"] and value.shape == out.shape
-            )
+    for name in ("__cuda_array_interface__", "__array_interface__"):
+        out_interface, interface = (getattr(array, name, None) for array in (out, value))
+        if out_interface is not None and interface is not None:
+            return bool(out_interface["data"] == interface["data"] and value.shape == out.shape)
     return False
 
 

@@ -323,16 +323,12 @@ class Frames:
                 raise newer_run_error("frames", self._folder)
             self._group.attrs.update({"frames": step // self.spec.every, "steps": step})
 
-    def _sync(self) -> None:
-        with explain_errors(self._folder):
-            self._folder.sync()
-
     def flush(self) -> None:
         """Wait until all ranks have written all frames to the disk; rank 0 records them."""
         self._wait()
-        self._sync()
+        self._folder.sync()
         self.record(self._wait_for_ranks())
-        self._sync()
+        self._folder.sync()
 
     def _wait_for_ranks(self) -> int:
         self._wait()

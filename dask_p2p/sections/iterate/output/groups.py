@@ -206,7 +206,8 @@ class Folder:
     def sync(self) -> None:
         """Wait until all that this process has written to the store is on the disk."""
         if self._is_local:
-            self.store.sync()
+            with explain_errors(self):
+                self.store.sync()
 
     def exists(self) -> bool:
         self._files.invalidate_cache()
