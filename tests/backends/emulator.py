@@ -35,14 +35,8 @@ def compiled(folder, source, harness):
     command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-U_FORTIFY_SOURCE"]
     # Misaligned accesses work on many processors, but on no GPU.
     command += ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
-    command += [
-        "-Wno-unknown-pragmas",
-        f'-DSOURCE="{source}"',
-        str(folder / "harness.cpp"),
-        "-o",
-        str(folder / "so"),
-    ]
-    subprocess.run(command, check=True)
+    command += ["-Wno-unknown-pragmas", f'-DSOURCE="{source}"']
+    subprocess.run([*command, folder / "harness.cpp", "-o", folder / "so"], check=True)
     return ctypes.CDLL(str(folder / "so"))
 
 

@@ -1,7 +1,13 @@
 """Arrays and views that every kernel is tried with."""
 
+from contextlib import suppress
+
 import numpy as np
 from hypothesis import strategies as st
+
+cupy = None  # where tests marked `gpu` are collected, but do not run
+with suppress(ImportError):
+    import cupy as cupy
 
 POISON = 0xA5
 

@@ -5,17 +5,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dask_p2p.backends import (
-    BACKENDS,
-    as_array,
-    backend_for,
-    backend_named,
-    check_dtype_text,
-    checked_block,
-    checksum,
-    device_of,
-    dtype_text,
-)
+from dask_p2p import backends
+from dask_p2p.backends import backend_for, backend_named, checked_block, dtype_text
 from dask_p2p.backends import cupy as backends_cupy
 from dask_p2p.errors import BlockMismatchError, TransferError, UnsupportedArrayError
 from dask_p2p.transports.base import PROBE_BYTES, Probes, probe_key
@@ -24,12 +15,12 @@ from tests.support import loaded_anew, output_of
 
 
 def test_scalars_become_arrays():
-    array = as_array(np.float32(3))
+    array = backends.as_array(np.float32(3))
     assert (type(array), array.dtype, array.shape) == (np.ndarray, np.dtype("f4"), ())
-    record = as_array(np.zeros((), [("a", "i1"), ("b", "f8")])[()])
+    record = backends.as_array(np.zeros((), [("a", "i1"), ("b", "f8")])[()])
     assert (record.dtype.names, record.shape) == (("a", "b"), ())
     block = np.ones(3)
-    assert as_array(block) is block
+    assert backends.as_array(block) is block
 
 
 def test_memory_maps_are_plain_arrays(tmp_path):
@@ -44,17 +35,13 @@ def test_memory_maps_are_plain_arrays(tmp_path):
         (np.ones((2, 2)).view(np.matrix), "matrix"),
         ([1, 2], "builtins.list"),
         (memoryview(b"12"), "memoryview"),
+        (type("Foreign", (), {"__module__": "foreign.core"})(), r"foreign\.core\.Foreign"),
     ],
 )
 def test_others_are_refused_by_name(block, kind):
-    with pytest.raises(UnsupportedArrayError, match=rf"(?s)expected .*got .*{kind}.*Convert|Fill"):
+    match = rf"(?s)expected .*got .*{kind}.*(Convert|Fill|np\.asarray)"
+    with pytest.raises(UnsupportedArrayError, match=match):
         backend_for(block)
-
-
-def test_an_array_of_another_package_is_refused():
-    foreign = type("Foreign", (), {"__module__": "foreign.core"})
-    with pytest.raises(UnsupportedArrayError, match=r"foreign\.core\.Foreign.*np\.asarray"):
-        backend_for(foreign())
 
 
 @pytest.mark.parametrize("method", ["todense", "toarray"])
@@ -115,17 +102,17 @@ class LibraryBackend(type(backend_named("numpy"))):
 
 def test_another_library_is_one_backend_in_the_registry(monkeypatch):
     backend = LibraryBackend()
-    monkeypatch.setitem(BACKENDS, "library", backend)
+    monkeypatch.setitem(backends.BACKENDS, "library", backend)
     array = backend.empty((2, 3), "f4")
     array[...] = np.arange(6).reshape(2, 3)
     assert backend_for(array) is backend_named("library") is backend
-    with device_of(array):
+    with backends.device_of(array):
         queue = backend.queue()
     assert queue.kind == "library"
     turned = queue.empty((3, 2), "f4")
     queue.permute(turned, array, (1, 0))
     assert (turned == array.T).all()
-    assert checksum(array) == checksum(np.asarray(array))
+    assert backends.checksum(array) == backends.checksum(np.asarray(array))
     assert Buffers("library", 0).take((2, 3), "f4").shape == (2, 3)
     assert len(Probes().block(probe_key("library"))) == PROBE_BYTES
     with pytest.raises(UnsupportedArrayError, match=r"one of the array libraries.*library, got"):
@@ -225,12 +212,12 @@ def test_a_block_in_another_byte_order_is_converted(declared):
         assert result.tobytes() == block.tobytes()
         if real != declared:
             with pytest.raises(TransferError, match="only comm changes the byte order"):
-                check_dtype_text("block", dtype_text(declared), dtype_text(real))
+                backends.check_dtype_text("block", dtype_text(declared), dtype_text(real))
     opaque = np.zeros(3, declared.newbyteorder("=")).view(f"V{declared.itemsize}")
     with pytest.raises(BlockMismatchError):
         checked_block(opaque, "key", (3,), declared)
     with pytest.raises(BlockMismatchError):
-        check_dtype_text("block", dtype_text(declared), dtype_text(opaque.dtype))
+        backends.check_dtype_text("block", dtype_text(declared), dtype_text(opaque.dtype))
 
 
 @pytest.mark.parametrize(

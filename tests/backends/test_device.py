@@ -3,12 +3,14 @@
 import sys
 from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from dask_p2p.backends import device as driver
 from dask_p2p.backends.device import StreamTimings, Timer
 from dask_p2p.errors import DeviceLostError, TransferError
+from tests.backends.support import cupy
 from tests.support import loaded_anew
 
 
@@ -146,41 +148,34 @@ def test_a_process_without_a_gpu_says_why(runtime, device, monkeypatch):
 
 
 UUID = bytes.fromhex("00a1000203040506070809000b0c0d0e")
-
-
-def of_gpu(number):
-    """A UUID that MIG instances share, by the function of CUDA 12 that is not of CUDA 13."""
-    return 0, SimpleNamespace(bytes=b"the whole GPU's.")
-
-
-def of_device(number):
-    return 0, SimpleNamespace(bytes=UUID)
+SHARED_UUID = b"the whole GPU's."  # of all its MIG instances
 
 
 @pytest.mark.parametrize(
-    "functions",
+    "uuids",
     [
-        pytest.param({"cuDeviceGetUuid": of_device}, id="CUDA 13"),
-        pytest.param({"cuDeviceGetUuid": of_gpu, "cuDeviceGetUuid_v2": of_device}, id="CUDA 12"),
+        pytest.param({"cuDeviceGetUuid": UUID}, id="CUDA 13"),
+        pytest.param({"cuDeviceGetUuid": SHARED_UUID, "cuDeviceGetUuid_v2": UUID}, id="CUDA 12"),
     ],
 )
-def test_uuids_are_whole_though_they_have_zero_bytes(monkeypatch, functions):
+def test_uuids_are_whole_though_they_have_zero_bytes(monkeypatch, uuids):
     """CuPy's own would be empty here."""
     success = SimpleNamespace(CUDA_SUCCESS=0)
-    api = SimpleNamespace(CUresult=success, cuDeviceGet=lambda number: (0, number), **functions)
+    functions = {
+        name: lambda number, uuid=uuid: (0, SimpleNamespace(bytes=uuid))
+        for name, uuid in uuids.items()
+    }
     bindings = ModuleType("cuda.bindings")
-    bindings.driver = api
+    bindings.driver = SimpleNamespace(
+        CUresult=success, cuDeviceGet=lambda number: (0, number), **functions
+    )
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
-    driver.uuid.cache_clear()
-    assert driver.uuid(0) == UUID
-    driver.uuid.cache_clear()
+    assert driver.uuid.__wrapped__(0) == UUID
 
 
 def test_without_bindings_there_is_no_uuid(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    driver.uuid.cache_clear()
-    assert driver.uuid(0) == b""
-    driver.uuid.cache_clear()
+    assert driver.uuid.__wrapped__(0) == b""
 
 
 @pytest.mark.parametrize("status", [0, 1, None])
@@ -204,33 +199,24 @@ def test_a_mapping_is_closed_without_pythons_lock_if_possible(monkeypatch, statu
     assert closed == [(address, 4096) for address in by]
 
 
+NAMES = ["IS_LEGACY_CUDA_IPC_CAPABLE", "IS_MANAGED", "RANGE_START_ADDR", "RANGE_SIZE", "BUFFER_ID"]
+ATTRIBUTES = [SimpleNamespace(name=f"CU_POINTER_ATTRIBUTE_{name}") for name in NAMES]
+
+
 class Driver:
     """Of CUDA: attributes of memory by name; what is asked about others fails."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUpointer_attribute = SimpleNamespace(**{item.name: item for item in ATTRIBUTES})
 
     def __init__(self, **functions):
         self.known = {f"CU_POINTER_ATTRIBUTE_{name}": value for name, value in functions.items()}
-
-    class CUpointer_attribute:  # noqa: N801
-        pass
 
     def cuPointerGetAttribute(self, attribute, address):  # noqa: N802
         assert address == 0x1000
         if attribute.name in self.known:
             return 0, self.known[attribute.name]
         return SimpleNamespace(name="CUDA_ERROR_INVALID_VALUE"), None
-
-
-for name in (
-    "IS_LEGACY_CUDA_IPC_CAPABLE",
-    "IS_MANAGED",
-    "RANGE_START_ADDR",
-    "RANGE_SIZE",
-    "BUFFER_ID",
-):
-    attribute = f"CU_POINTER_ATTRIBUTE_{name}"
-    setattr(Driver.CUpointer_attribute, attribute, SimpleNamespace(name=attribute))
 
 
 @pytest.mark.parametrize(
@@ -268,7 +254,6 @@ def test_allocations(monkeypatch):
 
 @pytest.mark.gpu
 def test_the_uuid_of_a_gpu_is_nvmls():
-    import cupy
     import pynvml
 
     pynvml.nvmlInit()
@@ -277,45 +262,21 @@ def test_the_uuid_of_a_gpu_is_nvmls():
     assert driver.uuid(0).hex() == named.removeprefix("GPU-").replace("-", "")
 
 
-class Stream:
-    """Whose work so far ends at ``at_ms``."""
-
-    def __init__(self, ptr):
-        self.ptr = ptr
-        self.at_ms = 0.0
-
-
 class Event:
-    count = 0
-
-    def __init__(self):
-        Event.count += 1
+    """Happens when the work of its stream so far ends."""
 
     def record(self, stream):
-        self.stream, self.at_ms = stream, stream.at_ms
+        self.at_ms = stream.at_ms
 
 
-def elapsed_ms(start, stop):
-    assert start.stream is stop.stream
-    return stop.at_ms - start.at_ms
-
-
-@pytest.fixture
-def timings():
-    Event.count = 0
-    return StreamTimings(Event, elapsed_ms)
-
-
-def work(timings, stream, ms):
-    timings.begin(stream)
-    stream.at_ms += ms
-
-
-def test_of_many_groups_few_are_timed(timings):
-    stream, timer = Stream(1), Timer()
+def test_of_many_groups_few_are_timed():
+    make_event = mock.Mock(side_effect=Event)
+    timings = StreamTimings(make_event, lambda start, stop: stop.at_ms - start.at_ms)
+    stream, timer = SimpleNamespace(at_ms=0.0), Timer()
     for number in range(1, 101):
         with timings.group(timer):
-            work(timings, stream, 1000 if number < 64 else 7000)
+            timings.begin(stream)
+            stream.at_ms += 1000 if number < 64 else 7000
     timings.read()
-    assert (timer.groups, timer.timed, Event.count) == (100, 3, 2 * 3)  # 1, 8, 64
+    assert (timer.groups, timer.timed, make_event.call_count) == (100, 3, 2 * 3)  # 1, 8, 64
     assert timer.seconds == pytest.approx(100 * (2 + 7) / 3)

@@ -15,6 +15,7 @@ from dask_p2p.backends.device_queue import DeviceQueue, UnreadArrays
 from dask_p2p.backends.host import HostQueue
 from dask_p2p.backends.kernels.copies import Pitch, engine_pitch, find_pitch
 from dask_p2p.backends.numpy import NUMPY
+from tests.backends.support import cupy
 from tests.clock import Clock
 from tests.simulation.streams import RaceError, Stream
 
@@ -68,8 +69,7 @@ def test_all_is_done_in_order(gpu):
 
 def test_an_output_waits_for_what_the_null_stream_still_does_with_its_memory(gpu):
     """A task let go of memory while its kernel was still to run, as CuPy's pool allows."""
-    shape = (COLUMNS, (PARTS + 4) * ROWS)
-    gone = gpu.empty(shape, "f8")
+    gone = gpu.empty((COLUMNS, (PARTS + 4) * ROWS), "f8")
     gpu.do("null", "a late kernel", writes=[gone])
     del gone
     assembled(gpu)
@@ -219,8 +219,6 @@ def test_what_copy_engines_are_for(rows, stride_bytes, run_bytes, is_copied):
 
 @pytest.mark.gpu
 def test_the_device_queue_fills():
-    import cupy
-
     queue = CUPY.queue()
     boxes = (slice(2, 5), slice(0, 1)), (slice(0, 5), slice(3, 4)), (slice(0, 0), slice(0, 2))
     for item in (np.float32(-0.0), np.complex128(1 + 2j), np.bool_(True)):
@@ -248,8 +246,6 @@ def test_the_host_queue_tells_what_work_took():
 
 @pytest.mark.gpu
 def test_the_device_queue_tells_what_work_took():
-    import cupy
-
     queue = CUPY.queue(leave_bandwidth=True)
     src = cupy.ones((8192, 8192), "f4")
     region = src[:, :4096]
@@ -278,8 +274,6 @@ def test_the_device_queue_tells_what_work_took():
 @pytest.mark.parametrize("shape", [(64, 64), (1000, 300), (7, 5, 300), (1, 1)])
 @pytest.mark.parametrize("slot_bytes", [0, 100, 2**20])
 def test_the_device_queue(shape, slot_bytes):
-    import cupy
-
     src = cupy.arange(int(np.prod(shape)), dtype="f4").reshape(shape)
     axes = tuple(reversed(range(len(shape))))
     queue = CUPY.queue(leave_bandwidth=True)
@@ -303,15 +297,12 @@ def test_the_device_queue(shape, slot_bytes):
 @pytest.mark.parametrize("columns", [slice(0, 1000), slice(3, 700), slice(5, 20), slice(7, 8)])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_packing_on_a_device(columns, order):
-    import cupy
-
     src = cupy.arange(3000 * 1000, dtype="i4").reshape(3000, 1000)
     region = cupy.asarray(src, order=order)[1:2999, columns]
     queue = CUPY.queue(leave_bandwidth=True)
     queue.wait_until_written([region], any_stream=False)
     packed = queue.scratch(region.shape, region.dtype)
-    wait = queue.pack(packed, region)
-    wait()
+    queue.pack(packed, region)()
     with cupy.cuda.Stream(non_blocking=True):  # which waits for nothing by itself
         values = packed.get()
     np.testing.assert_array_equal(values, src.get()[1:2999, columns])
@@ -319,8 +310,6 @@ def test_packing_on_a_device(columns, order):
 
 @pytest.mark.gpu
 def test_rows_that_are_further_apart_than_copy_engines_go():
-    import cupy
-
     block = cupy.empty((2, 2**29), "f4")
     region = block[:, 5:1005]
     region[...] = cupy.arange(2000, dtype="f4").reshape(2, 1000)
@@ -367,8 +356,6 @@ def test_what_is_being_read_is_kept_until_then():
 
 @pytest.mark.gpu
 def test_what_was_dropped_is_kept_until_it_is_read():
-    import cupy
-
     cupy.get_default_memory_pool().free_all_blocks()
     queue = CUPY.queue()
     side = 8192

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 
 from dask_p2p.backends import dlpack
-from dask_p2p.backends.dlpack import (
-    LibraryFunction,
-    checked_library,
-    copy_for_thread,
-    wrap_in_library,
-)
+from dask_p2p.backends.dlpack import LibraryFunction
 from dask_p2p.backends.host import IdentityCache
 from dask_p2p.errors import BlockMismatchError, InputError, MissingPackageError
 from tests.support import BOUND_S
@@ -36,11 +31,11 @@ class Tensor:
         return self.device
 
 
-def install(monkeypatch, name, module):
-    monkeypatch.setitem(sys.modules, name, module)
-    if name == "jax":
-        monkeypatch.setitem(sys.modules, "jax.dlpack", module.dlpack)
-    dlpack._load_library.cache_clear()
+def install(monkeypatch, *modules):
+    """Have libraries looked up in these modules, each time."""
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(dlpack, "_load_library", dlpack._load_library.__wrapped__)
 
 
 @pytest.fixture
@@ -48,9 +43,8 @@ def torch(monkeypatch):
     module = ModuleType("torch")
     module.Tensor, module.cuda = Tensor, SimpleNamespace(is_available=lambda: False)
     module.from_dlpack = lambda array: Tensor(np.from_dlpack(array))
-    install(monkeypatch, "torch", module)
-    yield module
-    dlpack._load_library.cache_clear()
+    install(monkeypatch, module)
+    return module
 
 
 @pytest.fixture
@@ -63,9 +57,8 @@ def jax(monkeypatch):
 
     module.Array, module.dlpack = Array, ModuleType("jax.dlpack")
     module.dlpack.from_dlpack = lambda array: Array(np.from_dlpack(array))
-    install(monkeypatch, "jax", module)
-    yield module
-    dlpack._load_library.cache_clear()
+    install(monkeypatch, module, module.dlpack)
+    return module
 
 
 def test_a_function_gets_arrays_of_the_library_over_the_same_memory(torch):
@@ -152,10 +145,10 @@ def test_results_of_jax_are_waited_for(jax):
 
 
 def test_unknown_and_missing_libraries(monkeypatch):
-    assert checked_library(None) is None
-    assert wrap_in_library(len, None) is len
+    assert dlpack.checked_library(None) is None
+    assert dlpack.wrap_in_library(len, None) is len
     with pytest.raises(InputError, match=r"expected one of torch, jax, or None.* got 'numpy'"):
-        checked_library("numpy")
+        dlpack.checked_library("numpy")
     dlpack._load_library.cache_clear()
     for name in ("torch", "jax"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -169,23 +162,23 @@ def test_functions_are_pickled_and_named():
     again = pickle.loads(pickle.dumps(function))
     assert (again.function, again.library) == (np.sin, "torch")
     assert again.__name__ == "sin"
-    assert copy_for_thread(len) is len
-    assert copy_for_thread(function)._returned is not function._returned
+    assert dlpack.copy_for_thread(len) is len
+    assert dlpack.copy_for_thread(function)._returned is not function._returned
 
 
 # --- GPUs
-
-
-class Event:
-    def __init__(self):
-        self.done = False
 
 
 @pytest.fixture
 def cupy(monkeypatch):
     """CuPy with one current stream, which records events."""
     module, events = ModuleType("cupy"), []
-    stream = SimpleNamespace(ptr=0, record=lambda: events.append(Event()) or events[-1])
+
+    def record():
+        events.append(SimpleNamespace(done=False))
+        return events[-1]
+
+    stream = SimpleNamespace(ptr=0, record=record)
     runtime = SimpleNamespace(getDevice=lambda: 1)
     module.cuda = SimpleNamespace(get_current_stream=lambda: stream, runtime=runtime)
     module.ndarray, module.from_dlpack = type("ndarray", (), {}), lambda a: a.values
@@ -229,22 +222,11 @@ def test_arrays_of_jax_live_until_the_stream_has_read_them(jax, cupy):
     assert not copy.copy(function)._returned._read
 
 
-class Computed:
-    """Results, and the keys for which they were computed."""
-
-    def __init__(self, **options):
-        self.results, self.keys = IdentityCache(**options), []
-
-    def __call__(self, instance, key):
-        return self.results.get(instance, key, lambda: self.keys.append(key) or [*instance])
-
-
 def test_few_results_are_kept():
-    computed, pieces = Computed(max_size=2), []
-    for _ in range(2):
-        for key in range(3):
-            computed(pieces, key)
-    assert computed.keys == [0, 1, 2, 0, 1, 2]
+    results, pieces, computed = IdentityCache(max_size=2), [], []
+    for key in (0, 1, 2, 0, 1, 2):
+        results.get(pieces, key, lambda key=key: computed.append(key) or key)
+    assert computed == [0, 1, 2, 0, 1, 2]
 
 
 def test_a_result_of_two_threads_counts_once():

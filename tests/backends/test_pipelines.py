@@ -15,7 +15,7 @@ from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.backends.pipelines import HostStreams, PartStreams
 from dask_p2p.plans.base import Input, Step, plan_parts, schedule_steps
 from tests.simulation.streams import HOST, Event, RaceError, drop_host_slots, emulated
-from tests.support import pairwise
+from tests.support import noted, pairwise
 
 ROWS, COLUMNS = 4, 64  # of a part: as many bytes as allocations are aligned to
 PARTS = 2 * SLOTS + 1
@@ -89,19 +89,11 @@ def through(gpu, work, out, register_from_bytes=NEVER, warnings=None):
 
 @pytest.fixture
 def staged(monkeypatch):
-    """Sizes of the parts that threads copy into or out of pinned memory."""
-    sizes = []
-
-    def noted(copy):
-        def noted_copy(to, src):
-            sizes.append(src.nbytes)
-            return copy(to, src)
-
-        return noted_copy
-
-    for name in ("start_copy", "copy_on_host"):
-        monkeypatch.setattr(part_streams, name, noted(getattr(part_streams, name)))
-    return sizes
+    """Sizes of the parts that threads copy into and out of pinned memory."""
+    return [
+        noted(monkeypatch, part_streams, name, lambda to, src: src.nbytes)
+        for name in ("start_copy", "copy_on_host")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -109,15 +101,14 @@ def staged(monkeypatch):
     pairwise([False, True, "where it lies"], [False, True], [0, 1], [False, True]),
 )
 def test_all_is_done_in_order(gpu, staged, pinned_in, pinned_out, axis, in_place):
-    for _ in range(2):  # with slots that are used again
+    for number in (1, 2):  # with slots that are used again
         x, out = array(pinned_in is True), array(pinned_out)
         work = Work(gpu, x, axis, in_place=in_place)
         copied = through(gpu, work, out, 1 if pinned_in == "where it lies" else NEVER)
         assert copied.up_bytes == copied.down_bytes == x.nbytes
         strides_reach = axis == 0  # runs along the other axis are too short for copy engines
         direct = strides_reach * (bool(pinned_in) + pinned_out)
-        assert sum(staged) == (2 - direct) * x.nbytes
-        staged.clear()
+        assert sum(map(sum, staged)) == number * (2 - direct) * x.nbytes
         assert gpu.pageable_copies == 0
         assert copied.run.groups == len(work.plan.parts)
         del x, out, work
@@ -225,6 +216,17 @@ def test_without_memory_of_the_device_nothing_is_kept(gpu):
     assert gpu.pinned == {}
 
 
+def steps_without(left_out):
+    """Return a function of steps that do not wait for one kind of event."""
+
+    def fewer(*args):
+        for step in schedule_steps(*args):
+            after = tuple(end for end in step.after if (end[0], step.action) != left_out)
+            yield Step(step.action, step.part, after)
+
+    return fewer
+
+
 @pytest.mark.parametrize(
     ("left_out", "pinned_in", "pinned_out", "is_reduced"),
     [
@@ -243,19 +245,13 @@ def test_without_an_event_a_race_is_found(
     gpu, monkeypatch, left_out, pinned_in, pinned_out, is_reduced
 ):
     """So the tests above would fail if one of them were lost: slots would be overwritten."""
-
-    def fewer(*args):
-        for step in schedule_steps(*args):
-            after = tuple(end for end in step.after if (end[0], step.action) != left_out)
-            yield Step(step.action, step.part, after)
-
     start_copy = part_streams.start_copy
 
     def never_waited_for(to, src):
         start_copy(to, src)
         return lambda: None
 
-    monkeypatch.setattr(part_streams, "schedule_steps", fewer)
+    monkeypatch.setattr(part_streams, "schedule_steps", steps_without(left_out))
     if left_out == "the end":  # of which the host waits for nothing else
         monkeypatch.setattr(Event, "synchronize", lambda self: None)
     if left_out == "the threads":

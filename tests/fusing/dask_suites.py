@@ -9,6 +9,7 @@ import pytest
 from dask.array.utils import assert_eq
 
 from tests.suites import expect_failures
+from tests.support import noted
 
 COUNTS = "counts tasks of another method, since rechunks depend on the client"
 #: Some runs fail: the cluster may still have the keys of the first array.
@@ -26,7 +27,7 @@ def pytest_sessionstart(session):
     """Start a cluster, and set the option."""
     from distributed import Client, LocalCluster
 
-    from dask_p2p.fusing import suitability as graph
+    from dask_p2p.fusing import suitability
 
     # Tests compute with scheduler="sync" by default.
     assert_eq.__defaults__ = tuple(
@@ -38,14 +39,8 @@ def pytest_sessionstart(session):
     session.config.add_cleanup(cluster.close)
     session.config.add_cleanup(Client(cluster).close)
     dask.config.set({"p2p.fuse": "on"})
-    session.config.stash[GANGS] = gangs = []
-    fused_gang = graph.fused_gang
-
-    def counted(*arguments, **options):
-        gangs.append(1)
-        return fused_gang(*arguments, **options)
-
-    graph.fused_gang = counted
+    patch = pytest.MonkeyPatch()
+    session.config.stash[GANGS] = noted(patch, suitability, "fused_gang", lambda *_, **options: 1)
 
 
 def pytest_collection_modifyitems(items):
@@ -53,5 +48,4 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Report the number of gangs."""
     terminalreporter.write_line(f"{len(config.stash[GANGS])} gangs")

@@ -216,10 +216,6 @@ def test_values_that_do_not_fit(client):
             dask_p2p.compile(function, x, 1)
 
 
-def of_state(u):
-    return da.random.RandomState(3).normal(size=u.shape, chunks=u.chunks)
-
-
 def test_random_arrays_that_a_function_makes_are_named():
     x, rng = array(), da.random.default_rng(5)
     noise = rng.normal(size=x.shape, chunks=x.chunks)
@@ -227,7 +223,7 @@ def test_random_arrays_that_a_function_makes_are_named():
         lambda u: u + rng.normal(size=u.shape, chunks=u.chunks),
         lambda u: u + da.random.default_rng(5).normal(size=u.shape, chunks=u.chunks),
         lambda u: (u.T, u * da.random.random(u.shape, chunks=u.chunks).sum()),
-        lambda u: u + of_state(u),
+        lambda u: u + da.random.RandomState(3).normal(size=u.shape, chunks=u.chunks),
         lambda u: u + rng.choice([-1.0, 1.0], size=u.shape[1:], chunks=u.chunks[1]),
         lambda u: u + noise + rng.uniform(size=(1, 1)),
     ):

@@ -155,29 +155,25 @@ def test_in_the_function_of_a_section_there_is_one_rank(client):
     np.testing.assert_array_equal(y.compute(), values + 3)
 
 
+OBJECTS = da.from_array(np.array([1, "a", None], dtype=object), chunks=1)
+TEXTS = dask_p2p.rechunk(OBJECTS, 2).astype(str)
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("arrays", "error", "words"),
     [
-        (lambda _: dask_p2p.fused(), InputError, "at least one Dask array"),
-        (lambda _: dask_p2p.fused(np.ones(3)), UnsupportedArrayError, "from_array"),
-        (lambda _: dask_p2p.fused(da.ones(3), ranks=0), InputError, "ranks=0"),
-        (dask_p2p.fused, UnsupportedArrayError, r"without Python objects.*astype"),
-        (
-            lambda x: dask_p2p.fused(dask_p2p.rechunk(x, 2).astype(str)),
-            UnsupportedArrayError,
-            r"p2p-rechunk.*without Python objects",
-        ),
-        (
-            lambda _: dask_p2p.fused(da.ma.masked_less(da.ones(4, chunks=2), 2)),
-            UnsupportedArrayError,
-            "mask",
-        ),
+        ([], InputError, "at least one Dask array"),
+        ([np.ones(3)], UnsupportedArrayError, "from_array"),
+        ([OBJECTS], UnsupportedArrayError, r"without Python objects.*astype"),
+        ([TEXTS], UnsupportedArrayError, "p2p-rechunk.*without Python objects"),
+        ([da.ma.masked_less(da.ones(4, chunks=2), 2)], UnsupportedArrayError, "mask"),
     ],
 )
-def test_what_is_refused(call, error, words):
-    x = da.from_array(np.array([1, "a", None], dtype=object), chunks=1)
+def test_what_is_refused(arrays, error, words):
     with pytest.raises(error, match=words):
-        call(x)
+        dask_p2p.fused(*arrays)
+    with pytest.raises(InputError, match="ranks=0"):
+        dask_p2p.fused(da.ones(3), ranks=0)
 
 
 def test_the_kind_of_blocks(gpu):
@@ -211,13 +207,12 @@ def test_annotations(annotations):
     assert dask_p2p.fused(x).compute(scheduler="sync").sum() == 128
 
 
-def read_twice(block_info=None):
-    return np.ones(block_info[None]["chunk-shape"])
-
-
 def test_annotations_of_tasks_that_stay_with_dask():
+    def read(block_info=None):
+        return np.ones(block_info[None]["chunk-shape"])
+
     with dask.annotate(retries=2):
-        x = da.map_blocks(read_twice, chunks=((2, 2), (8,)), dtype=float)
+        x = da.map_blocks(read, chunks=((2, 2), (8,)), dtype=float)
     y = dask_p2p.fused(x + 1)
     layers = y.__dask_graph__().layers.values()
     assert {tuple((layer.annotations or {}).items()) for layer in layers} == {(), (("retries", 2),)}

@@ -26,14 +26,10 @@ def on_workers(client, holders, n=64, may_move=True):
     """An array whose blocks are on the workers with these numbers, if no task was stolen."""
     client.wait_for_workers(2)
     addresses, name, rows = sorted(client.nthreads()), f"placed-{uuid4().hex}", n // len(holders)
+    options = {"allow_other_workers": may_move}
     blocks = {
         (name, i, 0): client.submit(
-            values,
-            (rows, n),
-            i,
-            key=(name, i, 0),
-            workers=addresses[number],
-            allow_other_workers=may_move,
+            values, (rows, n), i, key=(name, i, 0), workers=addresses[number], **options
         )
         for i, number in enumerate(holders)
     }
@@ -71,8 +67,7 @@ def test_no_worker_fetches_inputs(client, layout, option):
         ranks = 4 if option == "two ranks a worker" else None
         fused_array = of_inputs if option == "on" else dask_p2p.fused(of_inputs, ranks=ranks)
         computed = fused_array.compute()
-    keys = {*keys_of(x), *keys_of(y)}
-    assert not any(client.run(fetched, keys).values())
+    assert not any(client.run(fetched, {*keys_of(x), *keys_of(y)}).values())
     assert all(len(holders) == 1 for holders in client.who_has([*futures_of(x)]).values())
     rows = np.concatenate([values((8, 64), i) for i in range(8)])
     expected = program(da.from_array(rows, chunks=(8, 64)), da.from_array(rows, chunks=(8, 64)))

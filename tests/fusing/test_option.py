@@ -11,17 +11,8 @@ from distributed import Client, LocalCluster, wait
 import dask_p2p
 from dask_p2p.errors import ConfigError, UnsupportedArrayError
 from dask_p2p.fusing import suitability as graph
-from tests.fusing.programs import (
-    PROGRAMS,
-    array,
-    check_values,
-    of_functions,
-    rechunks,
-    rechunks_of_dask,
-    same_bits,
-    solver,
-    stencils,
-)
+from tests.fusing import programs
+from tests.fusing.programs import PROGRAMS, array, check_values, same_bits, solver, stencils
 from tests.fusing.support import Counter, smooth
 from tests.support import BOUND_S, mostly_slow, output_of
 from tests.transports.loopback import wait_until
@@ -29,11 +20,15 @@ from tests.transports.loopback import wait_until
 CLUSTER = {"n_workers": 2}
 
 
-@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, [stencils, solver, of_functions]))
+QUICK = [stencils, solver, programs.of_functions]
+GAINING = stencils, solver, programs.rechunks, programs.rechunks_of_dask
+
+
+@pytest.mark.parametrize("program", mostly_slow(PROGRAMS, QUICK))
 @pytest.mark.parametrize("mode", mostly_slow(["on", "auto"], ["on"]))
 def test_values_are_those_without_the_option(client, program, mode, gangs):
     check_values(client, program, mode)
-    if mode == "on" or program in (stencils, rechunks, rechunks_of_dask, solver):
+    if mode == "on" or program in GAINING:
         assert len(gangs) == 2
 
 
@@ -73,8 +68,7 @@ def test_a_section_runs_before_the_gang(client, gangs):
 
 @pytest.mark.parametrize("mode", mostly_slow(["auto", "on"], ["on"]))
 def test_other_schedulers_and_optimize(client, mode, tmp_path):
-    x = array()
-    y = stencils(x)
+    y = stencils(array())
     expected = y.compute()
     with dask.config.set({"p2p.fuse": mode}):
         assert same_bits(y.compute(scheduler="sync"), expected)
@@ -107,9 +101,8 @@ def test_an_array_that_is_persisted_twice_leaves_no_tasks(client, modes, make, c
 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
-def test_tasks_that_write_stay_with_dask(mode, gangs, tmp_path):
-    x = array()
-    y = stencils(x)
+def test_tasks_that_write_stay_with_dask(mode, gangs):
+    y = stencils(array())
     expected = y.compute()
     with (
         LocalCluster(n_workers=2, processes=False, dashboard_address=":0") as cluster,
@@ -169,29 +162,25 @@ def test_functions_that_overwrite_blocks_in_use(client, gangs):
     assert same_bits(total, y.sum(axis=0).compute())
 
 
+def check_that_dask_computes(words):
+    """Check that `auto` leaves a program to Dask where `on` raises an error."""
+    y = stencils(array())
+    with dask.config.set({"p2p.fuse": "auto"}):
+        assert same_bits(y.compute(), y.compute(scheduler="sync"))
+    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(UnsupportedArrayError, match=words):
+        y.compute()
+
+
 def test_functions_that_cannot_be_pickled(client, monkeypatch):
     def failing(*_):
         raise TypeError("no pickle")
 
-    y = stencils(array())
-    expected = y.compute()
     monkeypatch.setattr(graph, "fused_gang", failing)
-    with dask.config.set({"p2p.fuse": "auto"}):
-        assert same_bits(y.compute(), expected)
-    with dask.config.set({"p2p.fuse": "on"}), pytest.raises(UnsupportedArrayError, match="pickled"):
-        y.compute()
+    check_that_dask_computes("pickled")
 
 
 def test_without_a_client():
-    y = stencils(array())
-    expected = y.compute()
-    with dask.config.set({"p2p.fuse": "auto"}):
-        assert same_bits(y.compute(), expected)
-    with (
-        dask.config.set({"p2p.fuse": "on"}),
-        pytest.raises(UnsupportedArrayError, match="synchronous client"),
-    ):
-        y.compute()
+    check_that_dask_computes("synchronous client")
 
 
 def cannot_be_fused():

@@ -15,14 +15,8 @@ import dask_p2p
 from dask_p2p.errors import MemoryLimitError, UnsupportedArrayError
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.suitability import Cluster, check_count, check_suitable, ranks_for
-from tests.fusing.support import (
-    check_blocks,
-    integers,
-    read_arrays,
-    run_programs,
-    smoothed,
-    tasks_and_sizes,
-)
+from tests.fusing import support
+from tests.fusing.support import integers, smoothed, tasks_and_sizes
 from tests.sections.support import nothing_is_left
 from tests.support import tune
 
@@ -50,10 +44,6 @@ def test_few_tasks():
     check(smoothed(array(rows=16), 3))
 
 
-def read():
-    return np.ones((64, 64))
-
-
 def test_memory_of_gpus():
     """The memory limit of a worker is that of its host memory."""
     cluster = Cluster(4, 4, 2**13, has_resources=False, device_bytes=2**30)
@@ -75,7 +65,7 @@ def test_balance():
 
 
 def test_very_many_tasks(monkeypatch):
-    tasks = read_arrays(smoothed(array(), 6))[1]
+    tasks = support.read_arrays(smoothed(array(), 6))[1]
     check_count(tasks)
     tune(monkeypatch, fused_tasks=40)
     with pytest.raises(UnsupportedArrayError, match="at most 40 tasks, got"):
@@ -103,15 +93,12 @@ def position(block, block_info=None, block_id=None):
 
 def stars(x):
     """Overlaps without corners, of dtypes whose unread value is no float."""
-    neighbours = []
-    for dtype in ("i4", "?", "M8[s]"):
-        whole_numbers = x.astype("i4").astype(dtype)
-        neighbours.append(
-            dask_p2p.map_overlap(
-                np.copy, whole_numbers, depth=1, boundary="periodic", corners=False, dtype=dtype
-            ).astype(float)
-        )
-    return da.stack(neighbours)
+    options = {"depth": 1, "boundary": "periodic", "corners": False}
+    neighbours = [
+        dask_p2p.map_overlap(np.copy, x.astype("i4").astype(dtype), **options, dtype=dtype)
+        for dtype in ("i4", "?", "M8[s]")
+    ]
+    return da.stack([y.astype(float) for y in neighbours])
 
 
 def assigned(x):
@@ -174,7 +161,8 @@ def test_operations_of_dask(name, size):
     x = da.from_array(values, chunks=(5, 9)) * 1.0
     result = OPERATIONS[name](x)
     arrays = [result, result + 1] if result.dtype.kind in "if" else [result]
-    check_blocks(arrays, run_programs(arrays, size), atol=1e-9 if name in BY_BLAS else 0.0)
+    blocks = support.run_programs(arrays, size)
+    support.check_blocks(arrays, blocks, atol=1e-9 if name in BY_BLAS else 0.0)
 
 
 LIMIT_BYTES = 2**28  # ranks may take 5 % of it: Dask's own processes have the others
@@ -189,10 +177,6 @@ def small_workers():
         Client(cluster) as client,
     ):
         yield client
-
-
-def grown(block):
-    return np.repeat(block, 64, axis=0)
 
 
 def shrunk(block):
@@ -211,15 +195,11 @@ def source(rows=2048, columns=64):
     return da.from_array(values, chunks=(rows // 32, columns))
 
 
-def largest(x):
-    """Return the largest first element of all blocks."""
-    return x.map_blocks(lambda block: block[:1, :1], dtype=float, chunks=(1, 1)).max()
-
-
 def larger_than_declared(x):
     """Return an array of blocks that grow, wait for a number of all, and shrink."""
-    y = exchanged(x).map_blocks(grown, dtype=float)
-    y = y.map_blocks(np.add, largest(y), dtype=float)
+    y = exchanged(x).map_blocks(np.repeat, 64, axis=0, dtype=float)
+    largest = y.map_blocks(lambda block: block[:1, :1], dtype=float, chunks=(1, 1)).max()
+    y = y.map_blocks(np.add, largest, dtype=float)
     return y.map_blocks(shrunk, dtype=float)
 
 
@@ -234,13 +214,13 @@ def larger_inputs(x):
     return exchanged(ends + x)
 
 
-def no_rank_is_known(dask_scheduler):
-    return not [key for key in dask_scheduler.tasks if "p2p-fused-ranks" in str(key)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [larger_than_declared, larger_inputs])
 def test_dask_computes_graphs_of_larger_blocks(small_workers, program, caplog):
+
+    def known_ranks(dask_scheduler):
+        return [key for key in dask_scheduler.tasks if "p2p-fused-ranks" in str(key)]
+
     client, x = small_workers, source()
     expected = program(x).compute(scheduler="sync")
     workers = {*client.scheduler_info(n_workers=-1)["workers"]}
@@ -250,7 +230,7 @@ def test_dask_computes_graphs_of_larger_blocks(small_workers, program, caplog):
         for number in range(2):
             y = client.persist(program(x))
             wait(y)
-            assert client.run_on_scheduler(no_rank_is_known)
+            assert not client.run_on_scheduler(known_ranks)
             np.testing.assert_array_equal(y.compute(), expected)
             del y
             nothing_is_left(client)
@@ -288,13 +268,8 @@ def test_a_graph_that_has_killed_a_worker_is_left_to_dask(small_workers, tmp_pat
             del future
 
 
-def large(block):
-    return np.repeat(block, 2**10, axis=0) + 0.0
-
-
 def test_an_error_names_what_is_larger(small_workers):
-    x = source(512, 64)
-    y = exchanged(x).map_blocks(large, dtype=float)
+    y = exchanged(source(512, 64)).map_blocks(np.repeat, 2**10, axis=0, dtype=float)
     y = y.map_blocks(np.subtract, y.sum(), dtype=float).map_blocks(shrunk, dtype=float)
     for total, mode in ((dask_p2p.fused(y.sum()), "off"), (y.sum(), "on")):
         with (

@@ -11,6 +11,7 @@ from dask_p2p.cli.cluster import count_wrong
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.plugins.dask_internals import warn_client
+from tests.backends.support import cupy
 from tests.faults.support import BOUND_S
 from tests.support import persisted, used
 from tests.transports.loopback import wait_until
@@ -28,8 +29,6 @@ def gpu_client(**options):
 
 
 def on_gpu(x, chunks):
-    import cupy
-
     return da.from_array(x, chunks=chunks).map_blocks(cupy.asarray)
 
 
@@ -53,8 +52,6 @@ def check_transpose(client, x, transport=None):
 
 
 def free_all_blocks():
-    import cupy
-
     cupy.get_default_memory_pool().free_all_blocks()
 
 
@@ -80,8 +77,6 @@ extern "C" __global__ void hold(const volatile int* go_on, volatile int* found, 
 
 def has_one_gpu_each():
     """Return whether two workers have a GPU each: not with `--share-gpu`."""
-    import cupy
-
     return cupy.cuda.runtime.getDeviceCount() > 1
 
 
@@ -89,7 +84,6 @@ class HeldKernel:
     """A kernel that runs until this process ends it, or until a time limit."""
 
     def __init__(self, stream):
-        import cupy
         import cupyx
 
         self._go_on, self._found = (cupyx.zeros_pinned((1,), "i4") for _ in range(2))
@@ -113,11 +107,7 @@ def warnings_of(client, caught):
         warn_client(dask_worker, f"the last of {dask_worker.address}")
 
     def texts():
-        return [
-            str(caught_warning.message)
-            for caught_warning in caught
-            if issubclass(caught_warning.category, P2PWarning)
-        ]
+        return [str(item.message) for item in caught if issubclass(item.category, P2PWarning)]
 
     last = {f"the last of {worker}" for worker in client.run(send_last)}
     wait_until(lambda: last <= {*texts()}, BOUND_S)

@@ -13,6 +13,7 @@ from dask_p2p.backends import device
 from dask_p2p.backends import device as driver
 from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.plugins.registration import workers_of
+from tests.backends.support import cupy
 from tests.gpu.support import POOL, check_transpose, gpu_client, on_gpu, on_host, warnings_of
 from tests.support import persisted, used
 
@@ -63,9 +64,8 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
     with (
         dask_p2p.local_cluster(2, gpus=True, **options) as cluster,
         Client(cluster) as client,
-        warnings.catch_warnings(record=True) as caught,
+        warnings.catch_warnings(record=True, action="default") as caught,
     ):
-        warnings.simplefilter("default")
         a = persisted(client, on_gpu(x, (100, 300)))
         for _ in range(2):
             y = persisted(client, dask_p2p.transpose(a))
@@ -80,7 +80,6 @@ def test_an_allocator_that_ipc_cannot_share_falls_back_with_one_warning(setting)
 
 def refuse_handles(dask_worker):
     """As in virtual machines and containers that share a GPU."""
-    import cupy
 
     def refuse(address):
         raise cupy.cuda.runtime.CUDARuntimeError(801)  # cudaErrorNotSupported
@@ -95,8 +94,7 @@ def lose_bindings(dask_worker):
 @pytest.mark.parametrize("trouble", [refuse_handles, lose_bindings])
 def test_where_memory_cannot_be_shared_another_way_is_taken(trouble):
     x = np.arange(400 * 300.0).reshape(400, 300)
-    with gpu_client() as client, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+    with gpu_client() as client, warnings.catch_warnings(record=True, action="default") as caught:
         client.run(trouble)
         a = persisted(client, on_gpu(x, (100, 300)))
         y = persisted(client, dask_p2p.transpose(a))
@@ -114,8 +112,6 @@ def uuid(dask_worker):
 
 
 def devices(dask_worker):
-    import cupy
-
     blocks = [block for block in dask_worker.data.values() if isinstance(block, cupy.ndarray)]
     return {block.device.id for block in blocks}
 
@@ -134,8 +130,7 @@ def test_permuted_devices(monkeypatch):
         for worker, uuids in client.run(uuid).items():
             number = int(workers[worker]["name"])  # dask-cuda names workers after their GPUs
             handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-            named = pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-").replace("-", "")
-            assert uuids == named
+            assert uuids == pynvml.nvmlDeviceGetUUID(handle).removeprefix("GPU-").replace("-", "")
         x = persisted(client, indexed_array(shape, (300, 770), "f4", kind="cupy"))
         check_transpose(client, x, "ipc")
         # A block is on the GPU that it names, also if it was made from a block of another GPU.

@@ -7,6 +7,7 @@ import pytest
 
 import dask_p2p
 from dask_p2p import estimate, fft
+from tests.backends.support import cupy
 from tests.gpu.support import on_host
 from tests.gpu.test_operations import declared
 from tests.ops.programs import PROGRAMS, SECTIONS, VALUES
@@ -17,8 +18,6 @@ pytestmark = pytest.mark.gpu(2)
 
 @pytest.fixture
 def x(library, client):
-    import cupy
-
     return persisted(client, in_blocks(library).map_blocks(cupy.asarray))
 
 

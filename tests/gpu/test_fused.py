@@ -1,8 +1,6 @@
 """Fused graphs and resident gangs of CuPy blocks: values are those of NumPy."""
 
-import os
 import signal
-from dataclasses import replace
 
 import dask
 import dask.array as da
@@ -14,7 +12,7 @@ from dask_p2p import tuning
 from tests.fusing import programs
 from tests.gpu.support import on_gpu, on_host
 from tests.sections.support import nothing_is_left
-from tests.support import persisted
+from tests.support import die_once, persisted, tune_here
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -26,9 +24,7 @@ LARGE = np.random.default_rng(1).normal(size=(2048, 2048))
 def overlaps(x):
     for number in range(8):
         boundary = ("periodic", "reflect", "nearest", 0.5)[number % 4]
-        x = dask_p2p.map_overlap(
-            smooth_of, x, depth=1 + number % 2, boundary=boundary, dtype=x.dtype
-        )
+        x = dask_p2p.map_overlap(smooth_of, x, 1 + number % 2, boundary, dtype=x.dtype)
     return x
 
 
@@ -138,15 +134,9 @@ def test_late_kernels(client, way):
 
 
 def test_a_worker_is_killed(client, way, tmp_path):
-    path = str(tmp_path / "died")
-
     def dies_once(block):
-        try:
-            open(path, "x").close()
-        except FileExistsError:
-            return block + 1
-        os.kill(os.getpid(), signal.SIGKILL)
-        return None
+        die_once(tmp_path / "died")
+        return block + 1
 
     def program(x, function):
         y = overlaps(x)
@@ -158,9 +148,7 @@ def test_a_worker_is_killed(client, way, tmp_path):
 
 
 def heat(u):
-    return dask_p2p.map_overlap(
-        smooth_of, u * 0.7, depth={0: 1}, boundary="periodic", dtype=u.dtype
-    )
+    return dask_p2p.map_overlap(smooth_of, u * 0.7, {0: 1}, "periodic", dtype=u.dtype)
 
 
 def test_a_resident_gang(client, way):
@@ -211,14 +199,11 @@ def transformed(u):
 
 
 @pytest.fixture
-def gangs(client, monkeypatch):
+def gangs(client):
     """Return a function that sets the number of calls before GPUs replay them."""
 
     def replay_after(calls):
-        def set_on_worker():
-            tuning.current = replace(tuning.current, replay_after_calls=calls)
-
-        client.run(set_on_worker)
+        client.run(tune_here, replay_after_calls=calls)
 
     yield replay_after
     replay_after(tuning.current.replay_after_calls)
@@ -271,14 +256,11 @@ def test_replayed_calls_beside_other_work(client, gangs, neighbour):
         for number in range(60):
             handles.append(run(handles[-1]))
             if number % 20 == 10:
-                y = (
-                    dask_p2p.transpose(big)
-                    if neighbour == "layers"
-                    else dask_p2p.iterate(
-                        lambda u: u[1:-1, 1:-1] * 1.0, big, 1, 5, boundary="periodic"
-                    )
-                )
-                check(on_host(y), LARGE.T if neighbour == "layers" else LARGE)
+                if neighbour == "layers":
+                    check(on_host(dask_p2p.transpose(big)), LARGE.T)
+                else:
+                    y = dask_p2p.iterate(lambda u: u[1:-1, 1:-1] * 1.0, big, 1, 5)  # periodic
+                    check(on_host(y), LARGE)
         again = run(handles[30])
         for number in (1, 20, 40, 60):
             check(np.asarray(to_host(run.fetch(handles[number]))), reference[number])

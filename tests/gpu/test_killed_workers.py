@@ -21,6 +21,7 @@ from dask_p2p.backends.device import close_ipc
 from dask_p2p.sections.gpu.windows import LostEvents
 from dask_p2p.tools.cluster import round_down
 from dask_p2p.transports.process_memory import PROCESSES
+from tests.backends.support import cupy
 from tests.conftest import SHARING
 from tests.faults.support import BOUND_S, addresses, wait_at
 from tests.gpu.support import HeldKernel, gpu_client, on_gpu
@@ -34,7 +35,6 @@ from tests.transports.loopback import wait_until
 pytestmark = pytest.mark.gpu(2)
 
 POOL_FRACTION = 0.7  # of a GPU's memory: there is no room for two
-BACK_S = BOUND_S  # until the new worker is there, some seconds on a host that is not busy
 STEPS, LONG = 30, 400
 X = np.random.default_rng(0).normal(size=(256, 128))
 CHUNKS = (128, 128)
@@ -43,8 +43,6 @@ CHUNKS = (128, 128)
 @pytest.fixture
 def pool(request):
     """Options of a pool that fits into a GPU's memory once."""
-    import cupy
-
     share = 1 / SHARING if request.config.getoption("--share-gpu") else 1.0
     total_bytes = cupy.cuda.runtime.memGetInfo()[1]
     return {"rmm_pool_size": round_down(int(POOL_FRACTION * share * total_bytes))}
@@ -85,15 +83,15 @@ def do(client, kind):
     np.testing.assert_allclose(actual, wanted_of(kind), rtol=1e-11, atol=1e-11)
 
 
-def kill_one(client):
-    pids = client.run(os.getpid)
-    victim = min(pids)
-    os.kill(pids[victim], signal.SIGKILL)
-    return victim
+def wait_for_another(client, gone):
+    wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, BOUND_S)
 
 
-def wait_for_another(client, gone, within_s=BACK_S):
-    wait_until(lambda: len(now := addresses(client)) == 2 and gone not in now, within_s)
+def replace_one(client):
+    """Kill a worker, and wait for another one."""
+    victim, pid = min(client.run(os.getpid).items())
+    os.kill(pid, signal.SIGKILL)
+    wait_for_another(client, victim)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +110,7 @@ def test_killed_between_two_kinds_of_work(pool, before, after):
     with gpu_client(**pool) as client:
         for _ in range(2 if before else 0):
             do(client, before)
-        gone = kill_one(client)
-        wait_for_another(client, gone)
+        replace_one(client)
         do(client, after)
         nothing_is_left(client)
 
@@ -123,8 +120,7 @@ def test_killed_again_and_again(pool):
         for _ in range(3):
             do(client, "iterate")
             do(client, "redistribute")
-            gone = kill_one(client)
-            wait_for_another(client, gone)
+            replace_one(client)
         do(client, "iterate")
 
 
@@ -203,8 +199,7 @@ def test_killed_while_its_memory_is_read(pool, tmp_path):
     path = tmp_path / "died"
     with gpu_client(**pool) as client:
         y = spmd(turns_slowly, on_gpu(X, CHUNKS), path=path)
-        actual = result_after_death(client, y, path)
-        np.testing.assert_allclose(actual, X + 100, rtol=1e-12)
+        np.testing.assert_allclose(result_after_death(client, y, path), X + 100, rtol=1e-12)
         del y
         nothing_is_left(client)
 
@@ -241,8 +236,6 @@ def test_killed_while_the_other_does_something_else(pool, gate, tmp_path):
 
 def hold(connection, seconds):
     """Be a process with memory, and with an event behind a kernel that takes long."""
-    import cupy
-
     runtime, stream = cupy.cuda.runtime, cupy.cuda.Stream(non_blocking=True)
     memory = cupy.cuda.Memory(2**21)
     event = cupy.cuda.Event(disable_timing=True, interprocess=True)
@@ -254,14 +247,14 @@ def hold(connection, seconds):
 
 
 @contextmanager
-def holder(seconds):
-    """A process that holds, and the handles of its event and its memory."""
+def child(target, *args):
+    """A process that has one end of a pipe, and the first object that it sends."""
     context = multiprocessing.get_context("spawn")
     connection, child_end = context.Pipe()
-    process = context.Process(target=hold, args=(child_end, seconds), daemon=True)
+    process = context.Process(target=target, args=(child_end, *args))
     process.start()
     try:
-        assert connection.poll(60), "the holder does not answer"
+        assert connection.poll(120), "nothing comes"
         yield process, connection.recv()
     finally:
         process.kill()
@@ -271,10 +264,8 @@ def holder(seconds):
 @pytest.mark.gpu(1)
 def test_closing_a_mapping_does_not_stop_other_threads():
     """It waits for the GPU, whose work may wait for something that another thread has to do."""
-    import cupy
-
     runtime = cupy.cuda.runtime
-    with holder(0) as (_, (_, memory_handle)):
+    with child(hold, 0) as (_, (_, memory_handle)):
         address = runtime.ipcOpenMemHandle(memory_handle)
         stream = cupy.cuda.Stream(non_blocking=True)
         kernel = HeldKernel(stream)
@@ -292,10 +283,8 @@ def wait_for_lost(connection, count):
 
     Some drivers (580.159) never end these waits, so this process does not return from this.
     """
-    import cupy
-
     runtime = cupy.cuda.runtime
-    with holder(60) as (process, (event_handle, _)):
+    with child(hold, 60) as (process, (event_handle, _)):
         event = runtime.ipcOpenEventHandle(event_handle)
         streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
         for stream in streams:
@@ -321,13 +310,5 @@ def test_waits_for_an_event_of_a_killed_process_end_or_are_known(count):
 
     These are the last tests here: the kernel of the killed process may occupy the GPU for a minute.
     """
-    context = multiprocessing.get_context("spawn")
-    connection, child_end = context.Pipe()
-    process = context.Process(target=wait_for_lost, args=(child_end, count))
-    process.start()
-    try:
-        assert connection.poll(120), "the waits go on, and nothing is known of them"
-        assert connection.recv() in ("the waits have ended", "the waits are known")
-    finally:
-        process.kill()
-        process.join(30)
+    with child(wait_for_lost, count) as (_, reply):
+        assert reply in ("the waits have ended", "the waits are known")

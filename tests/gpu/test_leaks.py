@@ -12,6 +12,7 @@ import pytest
 import dask_p2p
 from dask_p2p import iterate, spmd
 from dask_p2p.cli.cluster import indexed_array
+from tests.backends.support import cupy
 from tests.faults.test_soak import measure
 from tests.gpu.support import assert_right, gpu_client, on_gpu
 from tests.gpu.test_faults import PARTS, SHAPE, assert_flat
@@ -28,8 +29,6 @@ MIB = 2**20
 
 
 def measure_all(dask_worker):
-    import cupy
-
     counts = measure(dask_worker)  # which collects garbage
     free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
     return counts | {"device memory": total_bytes - free_bytes}
@@ -76,8 +75,6 @@ def used_bytes(dask_worker):
     resource = rmm.mr.get_current_device_resource()
     while not hasattr(resource, "pool_size"):
         resource = resource.get_upstream()
-    import cupy
-
     cupy.cuda.runtime.deviceSynchronize()
     return resource.pool_size(), cupy.cuda.runtime.memGetInfo()[0]
 

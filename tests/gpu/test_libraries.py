@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import iterate, map_on_gpu, spmd
+from tests.backends.support import cupy
 from tests.gpu.support import has_one_gpu_each, on_gpu
 from tests.gpu.test_sections import UNEVEN, X, check, way
 from tests.sections.iterate.test_coupled import both, inner, react
@@ -64,16 +65,9 @@ def library(request, client, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_iterate(client, way, library, ranks, overlap):
     fields = {"u": on_gpu(U, UNEVEN), "v": on_gpu(V, UNEVEN)}
-    result = iterate(
-        called_with(library, react),
-        fields,
-        1,
-        30,
-        record={"mass": lambda u: inner(u).sum()},
-        ranks=ranks,
-        overlap=overlap,
-        as_library=library,
-    )
+    record = {"mass": lambda u: inner(u).sum()}
+    options = {"record": record, "ranks": ranks, "overlap": overlap, "as_library": library}
+    result = iterate(called_with(library, react), fields, 1, 30, **options)
     expected = both({"u": U, "v": V}, 1, 30, [(react, "uv")])
     for name, value in expected.items():
         check(result[name], value)
@@ -82,8 +76,6 @@ def test_iterate(client, way, library, ranks, overlap):
 
 def test_results_that_are_dropped_at_once(client, library):
     """The library may reuse their memory, but not before the GPU has copied them."""
-    import cupy
-
     x = da.zeros((2, 2**24), chunks=(1, -1)).map_blocks(cupy.asarray)
 
     def step(u):

@@ -6,12 +6,13 @@ import time
 import dask
 import dask.array as da
 import pytest
-from distributed import Client, wait
+from distributed import wait
 
 import dask_p2p
 from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.errors import MemoryLimitError, TransferError
 from dask_p2p.plugins.registration import workers_of
+from tests.backends.support import cupy
 from tests.faults.support import addresses, forget, one_block_each, set_trap
 from tests.gpu.support import assert_right, check_transpose, free_all_blocks, gpu_client, ipc_counts
 from tests.simulation.streams import drop_queue_slots
@@ -104,8 +105,6 @@ def test_blocks_are_spilled_while_they_are_read(gate, transport):
 
 def fill_pool(leave_bytes, dask_worker):
     """Allocate all but some bytes of the worker's pool, in pieces as large as possible."""
-    import cupy
-
     remainder = cupy.cuda.alloc(leave_bytes)
     dask_worker.filling = []
     piece_bytes = 2**30
@@ -134,10 +133,6 @@ def test_parts_are_read_in_place_where_there_is_no_memory_to_copy_them_into():
         assert_right(client, y, shape)
 
 
-def count_blocks(dask_worker):
-    return len(dask_worker.data)
-
-
 def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
     """Each block is an allocation of its own, and would stay taken as long as it is mapped."""
 
@@ -146,13 +141,13 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
         free_all_blocks()
 
     def reserved_bytes():
-        import cupy
-
         free_bytes, total_bytes = cupy.cuda.runtime.memGetInfo()
         return total_bytes - free_bytes
 
-    plain = {"rmm_pool_size": None, "rmm_allocator_external_lib_list": None}
-    with dask_p2p.local_cluster(2, gpus=True, **plain) as cluster, Client(cluster) as client:
+    def blocks_in_memory(dask_worker):
+        return len(dask_worker.data)
+
+    with gpu_client(rmm_pool_size=None, rmm_allocator_external_lib_list=None) as client:
         dask_p2p.register(client)
         allocations = []
         for number in range(50):
@@ -162,7 +157,7 @@ def test_memory_of_cupys_own_pool_is_free_once_its_owner_has_freed_it():
             assert used(client, y) == {"ipc"}
             del a, y
             wait_until(lambda: not any(published for published, _ in ipc_counts(client).values()))
-            wait_until(lambda: not any(client.run(count_blocks).values()))
+            wait_until(lambda: not any(client.run(blocks_in_memory).values()))
             client.run(give_all_back)  # by all first, as they may share the GPU
             allocations.append(max(client.run(reserved_bytes).values()))
     assert max(allocations[5:]) - allocations[4] < 2**25, allocations
@@ -312,8 +307,6 @@ def test_a_holder_without_memory_to_pack_in(transport):
 
 
 def test_what_no_gpu_has_is_refused_at_once():
-    import cupy
-
     rows = cupy.cuda.runtime.memGetInfo()[1] // (40 * 1000 * 1000) + 100
     # Blocks that repeat one element take nothing; the transpose of them would.
     x = da.ones((40 * rows, 1000 * 1000), chunks=(rows, 1000 * 1000), dtype="u1")

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dask_p2p import PerRank, spmd
+from tests.backends.support import cupy
 from tests.gpu.support import on_gpu
 from tests.sections.support import nothing_is_left
 from tests.support import die_once
@@ -16,8 +17,6 @@ TURNS = 20
 
 def there_and_back(ctx, x, elements, has_out):
     """Send an array that changes right after each send; return wrong elements and downloads."""
-    import cupy
-
     device, downloads = ctx.device, []
     original = device.to_host
 
@@ -49,9 +48,6 @@ def test_arrays_go_from_gpu_to_gpu(client, elements, has_out):
 
 def send_and_die_once(ctx, x, path):
     """Lose a rank that has begun to send; the next attempt sends all messages."""
-
-    import cupy
-
     peer, block = 1 - ctx.rank, cupy.full(1 << 20, ctx.rank + 1.0)
     for round_number in range(10):
         if ctx.rank == round_number % 2:

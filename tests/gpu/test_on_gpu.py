@@ -20,7 +20,9 @@ from dask_p2p.backends.pipelines import HostStreams, PartStreams
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import P2PWarning
 from dask_p2p.on_gpu import block as module
-from dask_p2p.plans.base import Input, Step, plan_parts, schedule_steps
+from dask_p2p.plans.base import Input, plan_parts
+from tests.backends.support import cupy
+from tests.backends.test_pipelines import steps_without
 from tests.gpu.test_streams import spin
 from tests.support import output_of, persisted, tune_here
 
@@ -41,8 +43,6 @@ def function(a):
 
 
 def compute_whole(func, block, **kwargs):
-    import cupy
-
     return cupy.asnumpy(func(cupy.asarray(block), **kwargs))
 
 
@@ -54,8 +54,7 @@ def test_values_are_those_of_whole_blocks(dtype, register_from, axis, monkeypatc
     array = values(dtype)
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(function, x, axis=axis, part_bytes=PART_BYTES)
-    actual = y.compute(scheduler="threads")
-    assert actual.tobytes() == compute_whole(function, array).tobytes()
+    assert y.compute(scheduler="threads").tobytes() == compute_whole(function, array).tobytes()
 
 
 def test_functions_that_overwrite_what_they_get():
@@ -71,8 +70,6 @@ def test_functions_that_overwrite_what_they_get():
 
 
 def around(a):
-    import cupy
-
     return cupy.roll(a, 1, 0) + 2 * cupy.roll(a, -1, 0) + 3 * cupy.roll(a, 1, 1)
 
 
@@ -82,19 +79,13 @@ def test_halos_several_arrays_and_another_length():
     y = dask_p2p.map_on_gpu(around, x, depth=1, boundary="periodic", part_bytes=PART_BYTES)
     expected = np.roll(array, 1, 0) + 2 * np.roll(array, -1, 0) + 3 * np.roll(array, 1, 1)
     np.testing.assert_allclose(y.compute(scheduler="sync"), expected, rtol=1e-14)
-    y = dask_p2p.map_on_gpu(
-        lambda a, b: (a > b)[:, ::2],
-        x,
-        da.from_array(row, chunks=(1, 512)),
-        chunks=(x.chunks[0], 256),
-        part_bytes=PART_BYTES,
-    )
+    row_blocks = da.from_array(row, chunks=(1, 512))
+    options = {"chunks": (x.chunks[0], 256), "part_bytes": PART_BYTES}
+    y = dask_p2p.map_on_gpu(lambda a, b: (a > b)[:, ::2], x, row_blocks, **options)
     np.testing.assert_array_equal(y.compute(scheduler="sync"), (array > row)[:, ::2])
 
 
 def test_parts_are_reduced_on_the_gpu():
-    import cupy
-
     array = values("f4").astype("i8")
     x = da.from_array(array, chunks=(2048, 1024))
     y = dask_p2p.map_on_gpu(
@@ -105,8 +96,6 @@ def test_parts_are_reduced_on_the_gpu():
 
 def late(a):
     """Read what is given long after the copies that are queued could be done."""
-    import cupy
-
     spin(cupy.cuda.get_current_stream(), SPIN_CYCLES)
     return a * 2
 
@@ -147,13 +136,6 @@ def pinned_array(*shape):
 
 
 def doubled(monkeypatch, func, left_out=None):
-    def fewer(*args):
-        for step in schedule_steps(*args):
-            after = tuple(
-                dependency for dependency in step.after if (dependency[0], step.action) != left_out
-            )
-            yield Step(step.action, step.part, after)
-
     up = part_streams._BlockInTransit._up
 
     def up_late(self, number, stream):
@@ -162,7 +144,7 @@ def doubled(monkeypatch, func, left_out=None):
 
     if func is at_once:
         monkeypatch.setattr(part_streams._BlockInTransit, "_up", up_late)
-    monkeypatch.setattr(part_streams, "schedule_steps", fewer)
+    monkeypatch.setattr(part_streams, "schedule_steps", steps_without(left_out))
     monkeypatch.setattr(HostStreams, "_kept_slots", SlotCache())
     work = InPinnedMemory(func)
     PartStreams(2**60, pytest.fail).run(work, work.out)
@@ -210,7 +192,7 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
     rows = 2**12
     array = np.arange(8 * rows * 2**10, dtype="f4").reshape(8 * rows, 2**10)
     with dask_p2p.local_cluster(1, gpus=True) as cluster, Client(cluster) as client:
-        client.run(hand_on_small_blocks)
+        client.run(tune_here, task_ahead_bytes=1)  # small blocks are handed on
         x = persisted(client, da.from_array(array, chunks=(rows, -1)))
         same = persisted(client, dask_p2p.map_on_gpu(late, x, dtype="f4"))
         y = persisted(client, dask_p2p.map_on_gpu(late, same, dtype="f4"))
@@ -220,10 +202,6 @@ def test_a_block_begins_while_the_last_parts_of_another_come_back():
     assert len(spans) == 8
     assert all(then[0] < first[1] for first, then in pairwise(spans))
     assert all(third[0] > first[1] for first, third in zip(spans, spans[2:], strict=False))
-
-
-def hand_on_small_blocks():
-    tune_here(task_ahead_bytes=1)
 
 
 def records_of(name, dask_worker):
@@ -250,8 +228,6 @@ def test_on_a_cluster_outputs_are_pinned_and_read_by_peers(client):
 
 def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
     """There is no warning: parts need not be made smaller."""
-    import cupy
-
     array = values("f8")
     limit_bytes = array.nbytes // 10
     y = dask_p2p.map_on_gpu(function, da.from_array(array, chunks=-1), part_bytes=2**17, dtype="f8")
@@ -271,8 +247,6 @@ def test_an_array_ten_times_as_large_as_the_memory_there_is(monkeypatch):
 
 
 def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
-    import cupy
-
     def refused(array):
         raise cupy.cuda.runtime.CUDARuntimeError(2)
 
@@ -284,10 +258,7 @@ def test_what_cannot_be_pinned_is_copied_as_it_is(monkeypatch):
     y = dask_p2p.map_on_gpu(function, x, part_bytes=PART_BYTES)
     with pytest.warns(P2PWarning, match="host memory cannot be pinned") as caught:
         actual = y.compute(scheduler="sync")
-    assert (
-        len([caught_warning for caught_warning in caught if caught_warning.category is P2PWarning])
-        == 1
-    )
+    assert [warning.category for warning in caught].count(P2PWarning) == 1
     np.testing.assert_array_equal(actual, function(array))
 
 

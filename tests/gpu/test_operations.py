@@ -11,6 +11,7 @@ import dask_p2p
 from dask_p2p import fft
 from dask_p2p.cli.cluster import indexed_array
 from dask_p2p.errors import BlockMismatchError
+from tests.backends.support import cupy
 from tests.gpu.support import assert_right, check_transpose, gpu_client, on_gpu, on_host
 from tests.support import persisted, result_of, used
 
@@ -85,15 +86,11 @@ def test_blocks_of_any_memory_layout(client):
 
 
 def test_wrong_blocks_are_named(client):
-    import cupy
-
-    x = on_gpu(np.ones((8, 8)), (2, 8))
+    x, meta = on_gpu(np.ones((8, 8)), (2, 8)), cupy.empty((0, 0))
     with pytest.raises(BlockMismatchError, match="declared as float64"):
-        dask_p2p.transpose(
-            x.map_blocks(lambda b: b.astype("f4"), meta=cupy.empty((0, 0)))
-        ).compute()
+        dask_p2p.transpose(x.map_blocks(lambda b: b.astype("f4"), meta=meta)).compute()
     with pytest.raises(BlockMismatchError, match=r"declared as .*\(2, 8\)"):
-        dask_p2p.transpose(x.map_blocks(lambda b: b[:1], meta=cupy.empty((0, 0)))).compute()
+        dask_p2p.transpose(x.map_blocks(lambda b: b[:1], meta=meta)).compute()
 
 
 def test_object_dtype_is_refused(client):
@@ -146,15 +143,8 @@ def test_map_overlap_of_several_arrays_and_with_the_keywords_of_dask(client):
         return block * weight + (block_info[0]["chunk-location"][1] if block_info else 0)
 
     x, row = (persisted(client, on_gpu(a, (30, 45))) for a in (X, X[:1]))
-    y = dask_p2p.map_overlap(
-        weighed,
-        x,
-        row,
-        depth=[{0: 2}, 0],
-        boundary="periodic",
-        weight=da.ones(3).sum(),
-        dtype=float,
-    )
+    options = {"depth": [{0: 2}, 0], "boundary": "periodic", "dtype": float}
+    y = dask_p2p.map_overlap(weighed, x, row, weight=da.ones(3).sum(), **options)
     expected = X * X[:1] * 3 + np.repeat([0, 1], 45)
     np.testing.assert_array_equal(on_host(persisted(client, y)), expected)
     np.testing.assert_array_equal(on_host(persisted(client, y * 1)), expected)
@@ -182,9 +172,8 @@ PRECISION = {"f": 1e-6, "F": 1e-6, "d": 1e-13, "D": 1e-13}
 
 def assert_close(actual, expected, char):
     assert actual.shape == expected.shape
-    assert np.abs(actual - expected).max(initial=0) <= PRECISION[char] * np.abs(expected).max(
-        initial=0
-    )
+    bound = PRECISION[char] * np.abs(expected).max(initial=0)
+    assert np.abs(actual - expected).max(initial=0) <= bound
 
 
 def declared(y):
@@ -195,15 +184,8 @@ def declared(y):
         kind = type(block).__module__.partition(".")[0]
         return np.full((1,) * block.ndim, kind == "cupy" and block.dtype == dtype)
 
-    return bool(
-        y.map_blocks(
-            check_declared,
-            chunks=tuple((1,) * n for n in y.numblocks),
-            meta=np.empty((0,) * y.ndim, bool),
-        )
-        .compute()
-        .all()
-    )
+    chunks, meta = tuple((1,) * n for n in y.numblocks), np.empty((0,) * y.ndim, bool)
+    return bool(y.map_blocks(check_declared, chunks=chunks, meta=meta).compute().all())
 
 
 @pytest.mark.parametrize("transport", ["ipc", "ucx"])

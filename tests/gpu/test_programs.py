@@ -7,6 +7,7 @@ import pytest
 from dask_p2p import Checkpoint, Field, Save, iterate
 from dask_p2p.errors import BlockMismatchError, InputError
 from dask_p2p.sections.iterate.capture import Captured
+from tests.backends.support import cupy
 from tests.gpu.support import has_one_gpu_each, on_gpu, on_host
 from tests.gpu.test_sections import UNEVEN, X, check, heat, heat_of, nine, way
 from tests.sections.iterate.test_coupled import both, inner, laplacian, padded, pressure, velocities
@@ -54,17 +55,9 @@ def test_corners_that_are_asked_not_to_be_exchanged(client, way, ranks, dtype):
 
     x = np.arange(X.size).reshape(X.shape).astype(dtype)
     y = iterate(star, on_gpu(x, UNEVEN), 1, 5, corners=False, ranks=ranks)
-    assert np.array_equal(on_host(y), reference_of(star, x))
+    assert np.array_equal(on_host(y), reference(star, [x], 1, 5, "periodic")[0])
     with pytest.raises(InputError, match=r"corners=False: expected .* Leave corners=False out"):
         iterate(corner, on_gpu(x, UNEVEN), 1, 5, corners=False, ranks=ranks).compute()
-
-
-def reference_of(function, x):
-    for _ in range(5):
-        new = np.empty_like(x)
-        function(np.pad(x, 1, "wrap"), new)
-        x = new
-    return x
 
 
 @pytest.mark.parametrize("dtype", ["i8", "i4", "u1", "?"])
@@ -119,9 +112,7 @@ def test_data_that_equal_the_marks_of_unfilled_memory(client, dtype):
 
 
 V, P = X[::-1] / 3, X.T.reshape(X.shape) / 2
-OPTIONS = pytest.mark.parametrize(
-    "options", [{}, {"overlap": True}, {"capture": True}], ids=str
-)  # fmt: skip
+OPTIONS = pytest.mark.parametrize("options", [{}, {"overlap": True}, {"capture": True}], ids=str)
 
 
 def react(u, v):
@@ -134,9 +125,8 @@ def react(u, v):
 def test_phases(client, way, ranks, options):
     fields = {"u": on_gpu(X, UNEVEN), "v": on_gpu(V, UNEVEN), "p": on_gpu(P, UNEVEN)}
     boundary = {"p": "nearest", "*": 0.0}
-    result = iterate(
-        [velocities, pressure], fields, 1, 30, boundary=boundary, ranks=ranks, **options
-    )
+    options = {"boundary": boundary, "ranks": ranks, **options}
+    result = iterate([velocities, pressure], fields, 1, 30, **options)
     phases = [(velocities, "puv"), (pressure, "uvp")]
     expected = both({"u": X, "v": V, "p": P}, 1, 30, phases, boundary)
     for name, y in result.items():
@@ -146,8 +136,6 @@ def test_phases(client, way, ranks, options):
 @OPTIONS
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_levels_constants_and_position(client, way, ranks, options):
-    import cupy
-
     def leap(w, mask, column, at):
         now, before = w
         new = 2 * inner(now) - before + 0.1 * laplacian(now) * column
@@ -199,7 +187,7 @@ def test_mistakes_are_named(client):
 
 STEPS = 700
 WANTED = reference(heat, [X], 1, STEPS, "periodic")[0]
-replays, forks, replaced = [], [], []  # on a worker
+replays = []  # on a worker
 
 
 def note_replays():
@@ -235,8 +223,6 @@ def test_plain_steps(client, way, count_of_replays, function, ranks):
 
 def test_large_fields(client, way, count_of_replays):
     """Their captured steps overlap by default: 32 MiB a rank."""
-    import cupy
-
     x = da.random.default_rng(0).normal(size=(4096, 2048), chunks=2048).map_blocks(cupy.asarray)
     x = persisted(client, x)
     actual, expected = (

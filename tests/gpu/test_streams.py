@@ -15,6 +15,7 @@ from distributed import Client, wait
 
 import dask_p2p
 from dask_p2p.backends import device
+from tests.backends.support import cupy
 from tests.faults.support import BOUND_S, addresses, wait_at
 from tests.gpu.support import POOL, HeldKernel, gpu_client
 from tests.support import own_client, persisted, result_of, used
@@ -36,23 +37,17 @@ KEPT = []  # arrays of a worker that kernels still use when their task has retur
 
 
 def spin(stream, ns=LATE_NS):
-    import cupy
-
     kernel = cupy.RawKernel(SPIN, "spin")
     kernel((1,), (1,), (np.int64(ns),), stream=stream)
 
 
 def on_stream(out, values, stream):
-    import cupy
-
     with stream:
         spin(stream)
         cupy.copyto(out, values)
 
 
 def on_graph(out, values):
-    import cupy
-
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.begin_capture()
     on_stream(out, values, stream)
@@ -73,8 +68,6 @@ def on_torch_stream(out, values):
 
 
 def written_late(how, block_info):
-    import cupy
-
     info = block_info[None]
     out = cupy.full(info["chunk-shape"], -1, "f4")
     first = info["array-location"][0][0] * SHAPE[1]
@@ -96,8 +89,6 @@ def written_late(how, block_info):
 
 
 def late_array(how, rows=512):
-    import cupy
-
     chunks = ((rows,) * (SHAPE[0] // rows), SHAPE[1])
     return da.map_blocks(
         written_late, how, chunks=chunks, dtype="f4", meta=cupy.empty((0, 0), "f4")
@@ -106,8 +97,6 @@ def late_array(how, rows=512):
 
 def warm(client):
     def compile_all():
-        import cupy
-
         out = cupy.full((8, 8), -1, "f4")
         values = cupy.arange(0, 64, dtype="f4").reshape(8, 8)
         on_stream(out, values, cupy.cuda.Stream.null)
@@ -140,8 +129,6 @@ def test_blocks_are_read_when_they_are_written(client, order, how):
 
 def negated_late(block, how="non-blocking"):
     """Half a second after it has returned its block, that holds the negative of it."""
-    import cupy
-
     stream = {"null": cupy.cuda.Stream.null}.get(how) or cupy.cuda.Stream(non_blocking=True)
     with stream:
         spin(stream)
@@ -180,8 +167,6 @@ def test_blocks_of_one_process(how, scheduler):
 
 def leave_stream_current(shape):
     """Let go of memory that a kernel is still to write, on a stream that stays current."""
-    import cupy
-
     stream = cupy.cuda.Stream(non_blocking=True)
     stream.use()
     KEPT.append(stream)
@@ -193,15 +178,7 @@ def leave_stream_current(shape):
 
 
 def finish():
-    import cupy
-
     cupy.cuda.Device().synchronize()
-
-
-def use_null_stream():
-    import cupy
-
-    cupy.cuda.Stream.null.use()
 
 
 @pytest.mark.parametrize("order", [["ipc"], ["ucx"], ["comm"]], ids=str)
@@ -216,13 +193,11 @@ def test_a_result_is_not_overwritten_by_an_earlier_task(client, order):
             client.run(finish)
             np.testing.assert_array_equal(y.compute().get(), VALUES.T)
             del y
-        wait(on_each(client, use_null_stream))
+        wait(on_each(client, lambda: cupy.cuda.Stream.null.use()))
 
 
 def capture(library, gate=None):
     """Capture a graph while other tasks work; return the values that it computes."""
-    import cupy
-
     out = cupy.zeros(1000, "f4")
     cupy.add(out, 1, out=out)  # compiled
     cupy.cuda.Device().synchronize()
@@ -325,9 +300,6 @@ def test_a_graph_is_captured_while_blocks_are_assembled(two_threads, gate, order
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("is_blocking", [True, False])
 def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
-
-    import cupy
-
     captured, go_on, result = threading.Event(), threading.Event(), []
     out = cupy.zeros(10, "f4")
     cupy.add(out, 0, out=out)
@@ -367,8 +339,6 @@ def test_all_streams_are_waited_for_without_harm_to_a_capture(is_blocking):
 
 def break_device():
     """Write to an invalid address: after that no call of CUDA works in this process."""
-    import cupy
-
     code = 'extern "C" __global__ void wild() { *(volatile int *)16 = 1; }'
     cupy.RawKernel(code, "wild")((1,), (1,), ())
 
@@ -392,8 +362,6 @@ def test_a_worker_whose_gpu_is_lost_leaves_and_its_work_is_done_elsewhere(order)
 
 
 def fail_on_broken_device():
-    import cupy
-
     break_device()
     cupy.cuda.Device().synchronize()
 
@@ -410,15 +378,11 @@ def test_a_worker_leaves_as_soon_as_a_task_has_broken_its_gpu():
 
 
 def on_device(block, block_info):
-    import cupy
-
     with cupy.cuda.Device(block_info[0]["chunk-location"][0] % 2):
         return cupy.asarray(block)
 
 
 def on_second_device(block):
-    import cupy
-
     with cupy.cuda.Device(1):
         return cupy.asarray(block)
 
@@ -426,8 +390,6 @@ def on_second_device(block):
 @pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("scheduler", ["threads", "synchronous", "one process"])
 def test_two_gpus_of_one_process(scheduler):
-    import cupy
-
     x = da.from_array(VALUES, chunks=(128, 1024))
     x = x.map_blocks(on_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     if scheduler == "one process":
@@ -441,8 +403,6 @@ def test_two_gpus_of_one_process(scheduler):
 
 @pytest.mark.usefixtures("two_gpus")
 def test_all_blocks_on_another_gpu_than_the_current_one():
-    import cupy
-
     x = da.from_array(VALUES, chunks=(256, 1024))
     x = x.map_blocks(on_second_device, dtype="f4", meta=cupy.empty((0, 0), "f4"))
     y = dask_p2p.transpose(x)

@@ -4,17 +4,13 @@ import dask.array as da
 import numpy as np
 import pytest
 
+from tests.backends.support import cupy
 from tests.gpu.support import on_host
 from tests.gpu.test_operations import declared
 from tests.support import persisted
 
 xr = pytest.importorskip("xarray")
-from tests.xarray.programs import (  # noqa: E402
-    PROGRAMS,
-    SECTIONS,
-    build,
-    variables,
-)
+from tests.xarray.programs import PROGRAMS, SECTIONS, build, variables  # noqa: E402
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -40,7 +36,6 @@ def library(request):
 @pytest.fixture
 def arrays(client, library):
     """The same array twice: in CuPy blocks, and in NumPy's."""
-    import cupy
 
     def lazy(values):
         return library.from_array(values, chunks=(6, -1)[: values.ndim])
@@ -50,19 +45,14 @@ def arrays(client, library):
 
 
 def check(actual, reference):
-    import cupy
-
     actual, reference = variables(actual.persist()), variables(reference)
     assert actual.keys() == reference.keys()
     for name, variable in actual.items():
         expected_variable = reference[name]
         assert isinstance(variable.data._meta, cupy.ndarray), name
         assert declared(variable.data), name
-        assert (variable.dims, variable.chunks) == (
-            expected_variable.dims,
-            expected_variable.chunks,
-        )
-        assert variable.dtype == expected_variable.dtype
+        for attribute in ("dims", "chunks", "dtype"):
+            assert getattr(variable, attribute) == getattr(expected_variable, attribute)
         expected = expected_variable.compute().data
         bound = 1000 * np.finfo(variable.dtype).eps * abs(expected).max()
         np.testing.assert_allclose(on_host(variable.data), expected, rtol=0, atol=bound)

@@ -15,20 +15,18 @@ from dask_p2p.errors import BlockMismatchError, DeviceLostError, MemoryLimitErro
 from dask_p2p.on_gpu import block as module
 from tests.sections.emulated import kernel
 from tests.simulation.streams import HOST
+from tests.support import noted
 
 VALUES = np.arange(24 * 64.0).reshape(24, 64)
 
 
 @pytest.fixture
 def gpu(gpu, monkeypatch):
-    checked = module.checked_block
-
-    def written(block, *args):
+    def write(block, *_):
         if isinstance(block, np.ndarray):
             gpu.do(HOST, "the task that made it", writes=[block])
-        return checked(block, *args)
 
-    monkeypatch.setattr(module, "checked_block", written)
+    noted(monkeypatch, module, "checked_block", write)
     yield gpu
     gc.collect()
     gpu.check()
@@ -72,8 +70,7 @@ def around(a):
 
 def test_halos(gpu, x):
     """They are trimmed on the GPU: copies to the host are contiguous."""
-    options = {"depth": 1, "boundary": "periodic", "part_bytes": 6 * 66 * 8}
-    y = on_gpu(gpu, around, x, **options)
+    y = on_gpu(gpu, around, x, depth=1, boundary="periodic", part_bytes=6 * 66 * 8)
     np.testing.assert_array_equal(computed(gpu, y), around(VALUES))
     assert gpu.most_bytes <= dask_p2p.estimate(y).total_bytes
 
@@ -88,8 +85,7 @@ def test_blocks_of_the_gpu_go_through_as_they_are(gpu):
         return a
 
     y = dask_p2p.map_on_gpu(doubled, da.from_array(values), dtype="f8")
-    task = y.__dask_graph__()[(y.name, 0, 0)]
-    result = task.func((0, 0), block, keywords={})
+    result = y.__dask_graph__()[(y.name, 0, 0)].func((0, 0), block, keywords={})
     gpu.cupy.cuda.Stream.null.synchronize()
     np.testing.assert_array_equal(gpu.read(result), 2 * values)
     np.testing.assert_array_equal(gpu.read(block), values)
@@ -142,8 +138,7 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
         assert record.key == ("p2p-on-gpu-0123", number, 0)
         assert (record.parts, record.up_bytes, record.down_bytes) == (3, 6144, 6144)
         assert (record.up_s, record.function_s, record.down_s) == (3e-3,) * 3, "by events"
-        assert record.is_made
-        assert record.run == 7
+        assert (record.is_made, record.run) == (True, 7)
     assert not running[0].is_made
     notes.clear()
 
@@ -159,9 +154,8 @@ def test_a_worker_notes_what_went_through_its_gpu(gpu, x, worker, monkeypatch):
 def test_with_too_little_memory_parts_are_smaller(gpu, x):
     y = on_gpu(gpu, np.negative, x)
     gpu.limit_bytes = dask_p2p.estimate(y).total_bytes // 2
-    with pytest.warns(
-        P2PWarning, match="out of memory of its GPU .*Parts are made smaller"
-    ) as caught:
+    match = "out of memory of its GPU .*Parts are made smaller"
+    with pytest.warns(P2PWarning, match=match) as caught:
         np.testing.assert_array_equal(computed(gpu, y), -VALUES)
     assert len(caught) == 1
     gpu.limit_bytes = 512

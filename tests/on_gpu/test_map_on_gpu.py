@@ -52,19 +52,14 @@ def test_parts_are_as_large_as_asked():
 
 
 def test_several_arrays_are_broadcast():
-    a, b, c = X, X[:1], X[:, 0].copy()
-    arrays = [
-        da.from_array(a, chunks=(5, 4)),
-        da.from_array(b, chunks=(1, 3)),
-        da.from_array(a[0], chunks=10),
-    ]
+    row, column = X[:1], X[:, :1]
+    rows, columns = da.from_array(row, chunks=(1, 3)), da.from_array(column, chunks=(4, 1))
+    arrays = da.from_array(X, chunks=(5, 4)), rows, da.from_array(X[0], chunks=10)
     for axis in (0, 1):
         y = on_gpu(lambda p, q, r: p * q + r, *arrays, axis=axis, part_bytes=100)
-        np.testing.assert_array_equal(computed(y), a * b + a[0])
-    outer = on_gpu(
-        lambda p, q: p - q, da.from_array(c[:, None], chunks=(4, 1)), arrays[1], part_bytes=64
-    )
-    np.testing.assert_array_equal(computed(outer), c[:, None] - b)
+        np.testing.assert_array_equal(computed(y), X * row + X[0])
+    outer = on_gpu(lambda p, q: p - q, columns, rows, part_bytes=64)
+    np.testing.assert_array_equal(computed(outer), column - row)
 
 
 def test_rims_of_several_arrays():
@@ -116,30 +111,23 @@ def test_results_of_parts_are_combined():
     y = on_gpu(lambda p: p[:1], x, chunks=(1, 5), reduce=last, part_bytes=40)
     np.testing.assert_array_equal(computed(y), X[[5, 11]])
     # Rims are the function's to cut off where it reduces.
+    options = {"depth": {0: (0, 1)}, "boundary": "nearest", "dtype": "f8", "part_bytes": 80}
     steps = on_gpu(
-        lambda p: np.abs(np.diff(p, axis=0)).max(0, keepdims=True),
-        x,
-        depth={0: (0, 1)},
-        boundary="nearest",
-        reduce=np.maximum,
-        dtype="f8",
-        part_bytes=80,
+        lambda p: np.abs(np.diff(p, axis=0)).max(0, keepdims=True), x, reduce=np.maximum, **options
     )
     np.testing.assert_array_equal(computed(steps).max(0), np.abs(np.diff(X, axis=0)).max(0))
 
 
 def test_a_function_is_told_which_block_it_is():
-    y = on_gpu(
-        lambda p, block_id: p * 0 + 10 * block_id[0] + block_id[1],
-        da.from_array(X, chunks=(6, 5)),
-        part_bytes=40,
-    )
+    def numbered(p, block_id):
+        return p * 0 + 10 * block_id[0] + block_id[1]
+
+    y = on_gpu(numbered, da.from_array(X, chunks=(6, 5)), part_bytes=40)
     np.testing.assert_array_equal(computed(y)[::6, ::5], [[0, 1], [10, 11]])
 
 
 def test_empty_blocks_and_vectors():
-    empty = da.zeros((0, 3), chunks=(1, 3))
-    assert computed(on_gpu(np.negative, empty)).shape == (0, 3)
+    assert computed(on_gpu(np.negative, da.zeros((0, 3), chunks=(1, 3)))).shape == (0, 3)
     x = da.from_array(X[0], chunks=((4, 0, 6),))
     np.testing.assert_array_equal(computed(on_gpu(np.negative, x, part_bytes=16)), -X[0])
 
@@ -206,9 +194,11 @@ def test_results_that_do_not_fit_are_refused(function, words):
     with pytest.raises(BlockMismatchError, match=words) as caught:
         computed(y)
     assert "part 1 of 3" in caught.value.__notes__[0]
-    y = on_gpu(
-        lambda p: p[:1], da.from_array(X, chunks=(6, 5)), dtype="f8", part_bytes=80, reduce=np.less
-    )
+
+
+def test_a_reduction_that_does_not_fit_is_refused():
+    x = da.from_array(X, chunks=(6, 5))
+    y = on_gpu(lambda p: p[:1], x, dtype="f8", part_bytes=80, reduce=np.less)
     with pytest.raises(BlockMismatchError, match=r"lambda and reduce, got numpy.ndarray of bool"):
         computed(y)
 
@@ -254,12 +244,11 @@ def test_what_it_cannot_do_is_refused_at_the_call(call, error, words):
 
 def test_what_it_takes_of_a_gpu_is_known_before():
     x = da.ones((1000, 100), chunks=(250, 100))
-    estimate = dask_p2p.estimate(
-        dask_p2p.map_on_gpu(np.sqrt, x, depth={0: 2}, part_bytes=100 * 800, dtype="f4")
-    )
+    y = dask_p2p.map_on_gpu(np.sqrt, x, depth={0: 2}, part_bytes=100 * 800, dtype="f4")
+    estimate = dask_p2p.estimate(y)
     assert estimate.input_bytes == 3 * 70656  # 84 + 4 rows, in units of 512
     assert estimate.output_bytes == 4 * 35328, "one of them without its halos"
-    assert estimate.total_bytes == 3 * 70656 + 4 * 35328
+    assert estimate.total_bytes == estimate.input_bytes + estimate.output_bytes
     computed = on_gpu(np.sqrt, da.from_array(X, chunks=5)).persist(scheduler="sync")
     assert dask_p2p.estimate(computed, workers=2).input_bytes > 0, "of a transpose"
     short = dask_p2p.map_on_gpu(np.sqrt, da.ones((50, 8), chunks=((9, 10, 31), 8)), part_bytes=640)
@@ -278,9 +267,8 @@ class ufunc:  # noqa: N801  # as CuPy's, which cannot be pickled
 
 def test_of_cupys_ufuncs_numpys_are_taken():
     x = da.arange(6, chunks=3)
-    y = dask_p2p.map_on_gpu(ufunc("cupy_negative"), x, fallback="numpy")
-    np.testing.assert_array_equal(y.compute(scheduler="sync"), -np.arange(6))
-    y = dask_p2p.map_on_gpu(np.copy, x, reduce=ufunc("cupy_add"), fallback="numpy", part_bytes=8)
-    assert y.shape == (2,)
+    y = on_gpu(ufunc("cupy_negative"), x)
+    np.testing.assert_array_equal(computed(y), -np.arange(6))
+    assert on_gpu(np.copy, x, reduce=ufunc("cupy_add"), part_bytes=8).shape == (2,)
     with pytest.raises(InputError, match="got CuPy's ufunc cupyx_scipy_special_erf"):
         dask_p2p.map_on_gpu(ufunc("cupyx_scipy_special_erf"), x)

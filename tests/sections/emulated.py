@@ -10,10 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-import dask_p2p.backends
 from dask_p2p import loading
 from dask_p2p.backends import cupy as cupy_backend
-from dask_p2p.backends.device_queue import DeviceQueue, SlotCache
 from dask_p2p.engine.task import RankTask
 from dask_p2p.geometry import box_slices
 from dask_p2p.sections import checks
@@ -63,12 +61,9 @@ def emulated_gpu(monkeypatch):
     for where, name, value in (
         (halo_windows, "begin_in_order", noted),
         *((module, "checksum", checksum) for module in (host_device, gpu_streams)),
-        (dask_p2p.backends.kernels, "cuda", kernels(recorder)),
         (cupy_backend, "_import_kernels", lambda: kernels(recorder)),
         (cupy_backend, "_rmm_resources", list),
         (cupy_backend, "_total_bytes", lambda device: recorder.limit_bytes),
-        (DeviceQueue, "_per_thread", threading.local()),
-        (DeviceQueue, "_kept_slots", SlotCache()),
         (Gpu, "_idle", defaultdict(list)),
         (Gpu, "_lost", []),
         (checks, "_STRICT_KINDS", ""),  # emulated arrays have no such views
@@ -148,23 +143,19 @@ class Messenger:
         assert other_host
         self.sent.append(array.nbytes)
         self.gpu.do(HOST, "UCX", reads=[array.values])
-        return self.matched(
-            tag, Message(array), lambda message, counterpart: (counterpart, message)
-        )
+        return self.matched(tag, Message(array), is_sent=True)
 
     def receive(self, array, tag):
         self.gpu.do(HOST, "UCX", writes=[array.values])
-        return self.matched(
-            tag, Message(array), lambda message, counterpart: (message, counterpart)
-        )
+        return self.matched(tag, Message(array), is_sent=False)
 
-    def matched(self, tag, message, ends):
+    def matched(self, tag, message, is_sent):
         with self.lock:
             counterpart = self.waiting.pop(tag, None)
             if counterpart is None:
                 self.waiting[tag] = message
                 return message
-        to, source = ends(message, counterpart)
+        to, source = (counterpart, message) if is_sent else (message, counterpart)
         to.array.values[...] = source.array.values
         to.is_complete = source.is_complete = True
         return message
@@ -236,8 +227,7 @@ def run_on_gpus(gpu, ranks, function, **kwargs):
 
 def rank_tasks(y):
     """The tasks of a section's ranks, by rank."""
-    graph = y.__dask_graph__()
-    tasks = [task for task in dict(graph).values() if isinstance(task, RankTask)]
+    tasks = [task for task in dict(y.__dask_graph__()).values() if isinstance(task, RankTask)]
     return sorted(tasks, key=lambda task: task.key[1])
 
 

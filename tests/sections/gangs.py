@@ -63,17 +63,8 @@ def messenger():
     """Return the messenger of a rank for UCX: None here."""
 
 
-def no_checkpoints(rank, connections, device):
-    pass
-
-
 def run_gang(
-    ranks,
-    function,
-    device=lambda connections: HOST,
-    checkpoints=no_checkpoints,
-    context=Context,
-    **kwargs,
+    ranks, function, device=lambda _: HOST, checkpoints=lambda *_: None, context=Context, **kwargs
 ):
     """Call a function of a context on each rank; return the results, or raise a rank's error.
 

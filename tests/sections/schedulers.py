@@ -7,8 +7,6 @@ from dask_p2p.plugins.gangs.coordinator import COMMIT
 
 
 class Task:
-    """A task on the scheduler."""
-
     def __init__(self, key, needs=None, workers=None, hosts=None, loose=False, is_rank=True):
         self.key, self.state, self.processing_on = key, "no-worker", None
         self.resource_restrictions, self.loose_restrictions = needs, loose
@@ -23,8 +21,6 @@ def ranks(count, *args, **kwargs):
 
 
 class Worker:
-    """A worker on the scheduler."""
-
     def __init__(self, name, units):
         self.address, self.host, self.resources, self.nthreads = name, f"host-{name}", units, 1
         self.executing, self.processing, self.long_running = {}, set(), set()

@@ -11,7 +11,6 @@ from tests.transports.loopback import wait_until
 
 
 def coordinator_of(gangs):
-    """Return the coordinator of gangs."""
     return gangs._coordinator
 
 
@@ -53,7 +52,6 @@ def _is_of_rank(frame):
 
 
 async def messenger_of(dask_worker):
-    """Return the UCX messenger of a worker."""
     context = dask_worker.plugins[PLUGIN_NAME].context
     return await context.offload(context.router.transports["ucx"].messenger)
 

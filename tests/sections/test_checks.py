@@ -76,9 +76,8 @@ class Solver:
 )
 def test_results_that_depend_on_the_number_of_ranks_are_named(function):
     name = getattr(function, "func", function).__name__
-    with pytest.warns(
-        P2PWarning, match=f"iterate: {name} returns .* on the number of ranks"
-    ) as warnings_seen:
+    match = f"iterate: {name} returns .* on the number of ranks"
+    with pytest.warns(P2PWarning, match=match) as warnings_seen:
         in_ranks(function)
     assert len({str(warning.message) for warning in warnings_seen}) == 1
 
@@ -206,8 +205,7 @@ def test_copies_leave_global_variables_and_classes_as_they_are():
     Classwide.calls.clear()
     in_ranks(counting, 5)
     in_ranks(Classwide().step, 5)
-    assert len(CALLS) == 2 * 5
-    assert len(Classwide.calls) == 2 * 5
+    assert len(CALLS) == len(Classwide.calls) == 2 * 5
 
 
 class Probe:

@@ -157,9 +157,8 @@ def test_workers_that_are_paused(client, running):
 
 
 def test_a_client_that_dies(client, tmp_path):
-    process = multiprocessing.get_context("forkserver").Process(
-        target=as_client, args=(client.cluster.scheduler_address, tmp_path / "runs")
-    )
+    arguments = client.cluster.scheduler_address, tmp_path / "runs"
+    process = multiprocessing.get_context("forkserver").Process(target=as_client, args=arguments)
     process.start()
     wait_until((tmp_path / "runs").exists)
     process.kill()

@@ -3,6 +3,7 @@
 import gc
 import threading
 from math import inf
+from unittest import mock
 
 import dask
 import dask.array as da
@@ -19,7 +20,7 @@ from tests.sections.gangs import connection_to, connections_of
 from tests.sections.iterate.test_programs import reference, star
 from tests.sections.support import nothing_is_left
 from tests.simulation.streams import drop_queue_slots
-from tests.support import mostly_slow, tune
+from tests.support import mostly_slow, noted, tune
 from tests.transports.loopback import wait_until
 
 X = np.random.default_rng(0).normal(size=(12, 10))
@@ -105,29 +106,17 @@ def lingers(thread):
     return getattr(thread, "_target", None) is gpu_streams._drop_later
 
 
-def blocks_here(dask_worker):
-    return len(dask_worker.data)
-
-
 def turns(ctx, x):
     """There and back, until one has failed once; what went through the host."""
-    downs, original = [], ctx.device.to_host
-
-    def to_host(value):
-        if ctx.device.holds(value):
-            downs.append(value)
-        return original(value)
-
-    ctx.device.to_host = to_host
-    out = None
-    s = ctx.state(x=x)
+    downs = noted(pytest.MonkeyPatch(), ctx.device, "to_host", ctx.device.holds)
+    s, out = ctx.state(x=x), None
     for step in ctx.steps(6, s, every=2):
         out = ctx.redistribute(s.x, (0,), axes=(1, 0), out=out)
         if step == 3 and ctx.rank and shared_values.pop("to fail", 0):
             connection_to(connections_of(ctx), 0).socket.close()  # as a peer's end is seen
         ctx.redistribute(out, from_partition=(0,), axes=(1, 0), out=s.x)
         s.x[...] = s.x.apply(lambda values: 2 * values)
-    return s.x, len(downs)
+    return s.x, sum(downs)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -148,7 +137,7 @@ def test_redistributions(gpu, client, monkeypatch, order, fails):
         wait_until(lambda: not any(map(lingers, threading.enumerate())))
         drop_queue_slots()
         # Workers drop blocks later than the client does.
-        wait_until(lambda: not any(client.run(blocks_here).values()))
+        wait_until(lambda: not any(client.run(lambda dask_worker: [*dask_worker.data]).values()))
         # Frames of a run that failed are dropped on the event loop, perhaps after the first look.
         wait_until(lambda: live_bytes(gpu) <= min(left_bytes, default=inf))
         left_bytes.append(live_bytes(gpu))
@@ -170,27 +159,17 @@ def fails_at_first(ctx, x, error):
     return x
 
 
-def test_errors_of_values_that_were_never_written_are_nobodys(gpu, client):
-    """All ranks come again, and no user sees them."""
-    error = ValueError("the residual is not a number")
-    assert np.array_equal(on_host(spmd(fails_at_first, array(), error=error)), X)
-    nothing_is_left(client)
-
-
 LOST = DeviceLostError("the GPU of this process works no more")
 
 
-def test_only_the_worker_whose_gpu_is_lost_leaves(gpu, client, monkeypatch):
-    """All ranks come again."""
-    leaving = []
-
-    def leaves(context, error):
-        leaving.append(str(error))
-        raise Reschedule
-
-    monkeypatch.setattr(rank, "reschedule_elsewhere", leaves)
-    assert np.array_equal(on_host(spmd(fails_at_first, array(), error=LOST)), X)
-    assert leaving == [str(LOST)]
+@pytest.mark.parametrize("error", [ValueError("the residual is not a number"), LOST])
+def test_ranks_come_again_after_errors_that_are_nobodys(gpu, client, monkeypatch, error):
+    """Those of values that were never written, and those of a lost GPU, whose worker leaves."""
+    leave = mock.Mock(side_effect=Reschedule)
+    monkeypatch.setattr(rank, "reschedule_elsewhere", leave)
+    assert np.array_equal(on_host(spmd(fails_at_first, array(), error=error)), X)
+    leaving = [str(call.args[1]) for call in leave.call_args_list]
+    assert leaving == ([str(LOST)] if error is LOST else [])
     nothing_is_left(client)
 
 

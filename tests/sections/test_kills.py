@@ -46,8 +46,7 @@ def test_a_killed_worker_ends_waits_for_messages(client, tmp_path, kill):
     values = np.arange(600_000.0).reshape(3, 200_000)
     x = da.from_array(values, chunks=(1, 200_000))
     y = spmd(circling, x, ranks=3, steps=9, folder=tmp_path, kill=kill)
-    future = client.compute(y)
-    assert (result_of(client, future) == values + 36).all()
+    assert (result_of(client, client.compute(y)) == values + 36).all()
     assert (tmp_path / "killed").exists()
 
 

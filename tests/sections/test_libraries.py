@@ -66,12 +66,8 @@ def test_a_function_that_writes_into_its_fields_is_refused():
 
 @pytest.mark.usefixtures("torch")
 def test_local_blocks_and_parts():
-    y, sums = spmd(
-        lambda ctx, x: (tensor_of(x, x), x.values.sum()),
-        array(U),
-        as_library="torch",
-        per_rank=[0.0],
-    )
+    options = {"as_library": "torch", "per_rank": [0.0]}
+    y, sums = spmd(lambda ctx, x: (tensor_of(x, x), x.values.sum()), array(U), **options)
     np.testing.assert_array_equal(computed(y), 2 * U)
     np.testing.assert_allclose(computed(sums), [U.sum()])
     options = {"as_library": "torch", "fallback": "numpy", "part_bytes": 100}

@@ -18,19 +18,13 @@ import dask_p2p
 from dask_p2p.backends import allocator, host_memory
 from dask_p2p.backends import host as host_copies
 from dask_p2p.backends.host import RepeatingTimer, copy_on_host
-from dask_p2p.backends.host_memory import (
-    Pinned,
-    first_touch,
-    is_pinned,
-    pin_in_place,
-    touch_by_threads,
-)
+from dask_p2p.backends.host_memory import first_touch, is_pinned, pin_in_place
 from dask_p2p.backends.numpy import NUMPY
 from dask_p2p.errors import DeviceLostError
 from tests.backends.support import random_bits
 from tests.clock import Timers
 from tests.simulation.streams import Recorder
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S, noted, tune
 from tests.transports.loopback import wait_until
 
 
@@ -63,19 +57,15 @@ def test_the_interpreter_goes_on_during_a_copy():
 @pytest.mark.parametrize("shape", [(1, 3000, 100), (700, 431), (400_000,), (3, 5), (), (0, 4)])
 def test_arrays_are_copied_by_several_threads_if_they_are_large(monkeypatch, shape):
     monkeypatch.setattr(host_copies, "thread_count", lambda: 3)
-    threads, permute_into = set(), host_copies.permute_into
-
-    def noted(*args):
-        threads.add(threading.current_thread().name)
-        permute_into(*args)
-
-    monkeypatch.setattr(host_copies, "permute_into", noted)
+    threads = noted(
+        monkeypatch, host_copies, "permute_into", lambda *_: threading.current_thread().name
+    )
     values = np.random.default_rng(0).random(shape)
     out = np.empty(shape[::-1]).T
     copy_on_host(out, values)
     np.testing.assert_array_equal(out, values)
     caller = {threading.current_thread().name}
-    assert threads <= caller if values.nbytes < 2**20 else not threads & caller
+    assert {*threads} <= caller if values.nbytes < 2**20 else not {*threads} & caller
 
 
 MIB = 2**20
@@ -96,7 +86,7 @@ def test_each_page_is_touched_by_one_thread(monkeypatch):
     monkeypatch.setattr(host_memory, "first_touch", touched.append)
     for size, count in ((1, 1), (2**12, 1), (2**14, 3), (2**14 + 1, 3)):
         memory = np.empty(size, "u1")
-        touch_by_threads(memory)
+        host_memory.touch_by_threads(memory)
         starts = sorted(part.ctypes.data for part in touched)
         assert starts[0] == memory.ctypes.data
         assert sum(part.nbytes for part in touched) == size
@@ -107,13 +97,8 @@ def test_each_page_is_touched_by_one_thread(monkeypatch):
 INTERVAL_S = 20.0
 
 
-@pytest.fixture
-def timers():
-    return Timers()
-
-
-def test_it_goes_on_until_the_function_says_no(timers):
-    results, called_s = [True, True, False, False], []
+def test_it_goes_on_until_the_function_says_no():
+    timers, results, called_s = Timers(), [True, True, False, False], []
 
     def function():
         called_s.append(timers.clock.now_s)
@@ -131,8 +116,8 @@ def test_it_goes_on_until_the_function_says_no(timers):
 
 
 @pytest.mark.parametrize("end", ["it is cancelled meanwhile", "the device is lost"])
-def test_it_ends_while_the_function_runs(timers, end):
-    calls = []
+def test_it_ends_while_the_function_runs(end):
+    timers, calls = Timers(), []
 
     def function():
         calls.append(1)
@@ -157,7 +142,7 @@ def driver(monkeypatch):
 
 
 def test_memory_is_pinned_until_the_last_view_is_gone(driver):
-    memory = np.asarray(Pinned(10_000))
+    memory = np.asarray(host_memory.Pinned(10_000))
     assert memory.nbytes >= 10_000
     assert memory.ctypes.data % 4096 == 0, "others have no part in its pages"
     assert driver.pinned == {memory.ctypes.data: memory.nbytes}

@@ -10,15 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import dask_p2p.backends
-from dask_p2p.backends.kernels.copies import (
-    MAX_REGIONS,
-    THREADS,
-    launch_grid,
-    pack_batch,
-    pack_regions,
-    plan_region,
-    shift_regions,
-)
+from dask_p2p.backends.kernels import copies
+from dask_p2p.backends.kernels.copies import pack_batch, pack_regions, plan_region
 from tests.backends.emulator import compiled, needs_compiler
 from tests.support import run_command
 
@@ -57,25 +50,23 @@ def library(tmp_path_factory):
 
 def copy(library, regions):
     """Copy regions, pairs of arrays of one shape, as one launch."""
-    layouts = []
+    layouts, rows = [], []
     for dst, src in regions:
-        alignment = (dst.ctypes.data | src.ctypes.data) & 15
-        layouts.append(plan_region(dst.shape, dst.itemsize, src.strides, dst.strides, alignment))
-    places = [(dst.ctypes.data, src.ctypes.data) for dst, src in regions]
-    rows = [
-        shift_regions(pack_regions([layout.at(0, 0)]), *place)
-        for layout, place in zip(layouts, places, strict=True)
-    ]
+        into, source = dst.ctypes.data, src.ctypes.data
+        alignment = (into | source) & 15
+        layout = plan_region(dst.shape, dst.itemsize, src.strides, dst.strides, alignment)
+        layouts.append(layout)
+        rows.append(copies.shift_regions(pack_regions([layout.at(0, 0)]), into, source))
     batch = pack_batch(np.concatenate(rows))
-    grid = launch_grid(max(layout.words for layout in layouts), len(regions))
-    library.launch(batch.ctypes.data, *grid, THREADS)
+    grid = copies.launch_grid(max(layout.words for layout in layouts), len(regions))
+    library.launch(batch.ctypes.data, *grid, copies.THREADS)
 
 
 @needs_compiler
 def test_the_struct_is_that_of_the_kernel(library):
     assert pack_batch(pack_regions([])).nbytes == library.batch_bytes()
     assert library.batch_bytes() <= 4096
-    assert f"MAX_REGIONS = {MAX_REGIONS};" in SOURCE.read_text()
+    assert f"MAX_REGIONS = {copies.MAX_REGIONS};" in SOURCE.read_text()
 
 
 @needs_compiler

@@ -9,7 +9,7 @@ import pytest
 import dask_p2p.backends
 from dask_p2p.backends import checksum
 from tests.backends.emulator import compiled, needs_compiler
-from tests.backends.support import DTYPES, mixed_sum, random_bits
+from tests.backends.support import DTYPES, cupy, mixed_sum, random_bits
 
 LENGTHS = [0, 1, 7, 8, 9, 15, 16, 63, 64, 1000, 2**18 - 1, 2**18, 2**18 + 8, 2**18 + 13]
 
@@ -47,8 +47,6 @@ def test_every_flipped_bit_is_found():
 
 def on_gpu(array):
     """Copy an array to the GPU, and wait for the copy: small copies go on by themselves."""
-    import cupy
-
     copied = cupy.asarray(array)
     cupy.cuda.Stream.null.synchronize()
     return copied
@@ -68,8 +66,6 @@ class TestOnGpu:
             assert checksum(copied[cut]) == mixed_sum(array[cut].reshape(-1))
 
     def test_every_flipped_bit_is_found(self):
-        import cupy
-
         copied = on_gpu(random_bits((2**24 + 13,), "u1"))
         good = checksum(copied)
         bits = 8 * copied.size
@@ -118,5 +114,4 @@ def library(tmp_path_factory):
 @pytest.mark.parametrize("size_bytes", [1, 7, 8, 9, 64, 257, 999, 4096, 5003])
 def test_any_grid_gives_the_sum_of_numpy(library, blocks, threads, size_bytes):
     data = random_bits((size_bytes,), "u1")
-    checksum = library.sum(data.ctypes.data, size_bytes, blocks, threads)
-    assert checksum == mixed_sum(data)
+    assert library.sum(data.ctypes.data, size_bytes, blocks, threads) == mixed_sum(data)

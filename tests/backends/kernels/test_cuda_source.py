@@ -5,13 +5,8 @@ import shutil
 
 import pytest
 
-from dask_p2p.backends.kernels.launch import (
-    ENTRIES,
-    MAX_OUTER,
-    VECTOR_THREADS,
-    VECTOR_TILE,
-    WORD_SIZES_BYTES,
-)
+from dask_p2p.backends.kernels import launch
+from dask_p2p.backends.kernels.launch import ENTRIES, WORD_SIZES_BYTES
 from tests.backends.emulator import SOURCE
 from tests.support import run_command
 
@@ -85,9 +80,9 @@ def test_numbers_are_the_same_in_python_and_cuda():
     source = SOURCE.read_text()
     sizes = re.findall(r"^ENTRIES\((\d+), \w+, (\d+), (\d+), \d+\)", source, re.MULTILINE)
     assert [tuple(map(int, entry)) for entry in sizes] == [
-        (word, VECTOR_TILE[word], VECTOR_THREADS[word]) for word in WORD_SIZES_BYTES
+        (word, launch.VECTOR_TILE[word], launch.VECTOR_THREADS[word]) for word in WORD_SIZES_BYTES
     ]
-    assert f"MAX_OUTER = {MAX_OUTER};" in source
+    assert f"MAX_OUTER = {launch.MAX_OUTER};" in source
 
 
 def test_nothing_is_included():

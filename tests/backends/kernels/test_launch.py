@@ -11,17 +11,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dask_p2p.backends.kernels.launch import (
-    COPY_WORDS,
-    ENTRIES,
-    MAX_GRID,
-    MAX_OUTER,
-    VECTOR_TILE,
-    WORD_SIZES_BYTES,
-    CopyAxis,
-    plan_launches,
-    reduce_copy,
-)
+from dask_p2p.backends.kernels import launch as launch_module
+from dask_p2p.backends.kernels.launch import VECTOR_TILE, WORD_SIZES_BYTES, plan_launches
 from tests.backends.emulator import guarded, library, needs_compiler, permute
 from tests.backends.support import POISON, bits, boxes, permutations, random_bits
 from tests.support import BOUND_S, loaded_anew, pairwise
@@ -91,11 +82,10 @@ class TestTwoAxes:
         ld_src, ld_dst = 2 * side + 32, side + 48
         for top, column in [(0, 1), (3, 0), (5, 7), (1, 16)]:
             rows, columns = side + 5, side + 9
-            used = self.run(
-                word, flush, backwards,
-                (rows + 6, ld_src), np.s_[top : top + rows, column : column + columns],
-                (columns + 9, ld_dst), np.s_[column % 9 : column % 9 + columns, top : top + rows],
-            )  # fmt: skip
+            src_box = np.s_[top : top + rows, column : column + columns]
+            dst_box = np.s_[column % 9 : column % 9 + columns, top : top + rows]
+            boxes = (rows + 6, ld_src), src_box, (columns + 9, ld_dst), dst_box
+            used = self.run(word, flush, backwards, *boxes)
             assert used == [f"permute_vector_{word}"]
 
 
@@ -123,9 +113,8 @@ def test_more_axes_than_a_kernel_takes():
     axes = (9, 7, 5, 3, 1, 8, 6, 4, 2, 0)
     src = random_bits(shape, "f4")
     dst = np.empty([shape[a] for a in axes], "f4")
-    used = check(src, dst, ..., axes)
-    assert len(used) > 1
-    assert len(shape) - 2 > MAX_OUTER
+    assert len(check(src, dst, ..., axes)) > 1
+    assert len(shape) - 2 > launch_module.MAX_OUTER
 
 
 @needs_compiler
@@ -134,8 +123,7 @@ def test_more_axes_than_a_kernel_takes():
 def test_more_tiles_than_a_grid_takes(axes, max_grid):
     src = random_bits((3, 100, 68), "f4")
     dst = np.empty([src.shape[a] for a in axes], "f4")
-    used = check(src, dst, ..., axes, max_grid=max_grid)
-    assert len(used) > 1 or max_grid == 5
+    assert len(check(src, dst, ..., axes, max_grid=max_grid)) > 1 or max_grid == 5
 
 
 @needs_compiler
@@ -198,8 +186,8 @@ def test_tiles_cover_the_box_and_grids_keep_their_limits(shape, itemsize, data):
         if launch.entry == "memcpy":
             items += launch.i.extent // itemsize
             continue
-        assert launch.entry in ENTRIES
-        assert 0 < launch.grid <= MAX_GRID
+        assert launch.entry in launch_module.ENTRIES
+        assert 0 < launch.grid <= launch_module.MAX_GRID
         assert np.prod(launch.threads) <= 1024
         word = int(launch.entry.rpartition("_")[2])
         for axis, head, step, tiles in zip(
@@ -208,7 +196,7 @@ def test_tiles_cover_the_box_and_grids_keep_their_limits(shape, itemsize, data):
             assert 0 <= head * word < 16
             assert (tiles - 1) * step < axis.extent + head <= tiles * step
         if "copy" in launch.entry:
-            assert np.prod(launch.step) <= COPY_WORDS
+            assert np.prod(launch.step) <= launch_module.COPY_WORDS
         if launch.first_tile == 0:
             steps = "copy" in launch.entry or "cells" in launch.entry  # of the first outer axis
             outer = launch.outer[1:] if steps else launch.outer
@@ -268,9 +256,10 @@ def test_the_least_form_moves_the_same_bytes(data, case, itemsize, alignment):
     dst_outer, dst_box = data.draw(boxes(src.shape))
     dst = np.empty(dst_outer, dtype)[dst_box]
 
-    least = reduce_copy(src.shape, itemsize, src.strides, dst.strides, alignment)
+    least = launch_module.reduce_copy(src.shape, itemsize, src.strides, dst.strides, alignment)
 
-    full_axes = [CopyAxis(*axis) for axis in zip(src.shape, src.strides, dst.strides, strict=True)]
+    lengths_and_strides = zip(src.shape, src.strides, dst.strides, strict=True)
+    full_axes = [launch_module.CopyAxis(*axis) for axis in lengths_and_strides]
     assert moved(
         least.axes, least.word_bytes, least.src_offset_bytes, least.dst_offset_bytes
     ) == moved(full_axes, itemsize, 0, 0)

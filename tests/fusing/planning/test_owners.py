@@ -16,15 +16,9 @@ from dask_p2p.fusing.planning.owners import (
 )
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.tasks import keys_of
+from tests.fusing import support
 from tests.fusing.planning.test_planner import check
-from tests.fusing.support import (
-    check_blocks,
-    generated,
-    graphs,
-    read_arrays,
-    run_programs,
-    tasks_and_sizes,
-)
+from tests.fusing.support import generated, tasks_and_sizes
 
 
 def owners(size, *arrays):
@@ -59,8 +53,7 @@ def test_assembled_blocks_are_spread_evenly():
     """Also where one rank has most of the bytes of all."""
     x = da.ones((16, 16), chunks=((9, 1, 1, 1, 1, 1, 1, 1), 16))
     y = dask_p2p.transpose(x, chunks=(2, -1))
-    counts = Counter(of_blocks(owners(4, y), y))
-    assert counts == dict.fromkeys(range(4), 2)
+    assert Counter(of_blocks(owners(4, y), y)) == dict.fromkeys(range(4), 2)
 
 
 def test_small_literals_are_everywhere_and_large_ones_have_an_owner():
@@ -118,18 +111,13 @@ def test_many_ranks_and_large_values_keep_their_trees():
     assert exchanges(4, x.max(axis=0)) > 1
 
 
-def owners_of_inputs(holders, size, workers=2):
-    """Owners of inputs on workers with names of one letter, whose positions are their order."""
-    preferred = {number: number * size // len(holders) for number in range(len(holders))}
-    owner_of = located_owners(Locations(dict(enumerate(holders)), workers), preferred, size)
-    return [owner_of.get(number) for number in preferred]
-
-
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_each_rank_has_inputs_of_one_worker(data, size, workers):
     names = "abcdef"[:workers]
     holders = data.draw(st.lists(st.sets(st.sampled_from(names)), min_size=1, max_size=24))
-    input_owners = owners_of_inputs(holders, size, workers)
+    preferred = {number: number * size // len(holders) for number in range(len(holders))}
+    owner_of = located_owners(Locations(dict(enumerate(holders)), workers), preferred, size)
+    input_owners = [owner_of.get(number) for number in preferred]
     ranks_of = {name: set() for name in names}
     for of_input, owner in zip(holders, input_owners, strict=True):
         assert owner is None or 0 <= owner < size
@@ -150,34 +138,29 @@ def made_by_dask(count=8, n=16):
     return da.map_blocks(generated, (n, n), 0, chunks=((n // count,) * count, (n,)), dtype=float)
 
 
-def located(x, holders, workers=2):
-    """Owners of all values of an array of inputs whose blocks lie on these workers."""
-    tasks, sizes = tasks_and_sizes(x)
-    locations = Locations(dict(zip(sorted(tasks.inputs), holders, strict=True)), workers)
-    return tasks, owners_of(tasks, 2, sizes, locations=locations)
-
-
 @pytest.mark.parametrize(
     ("holders", "expected"), [("abababab", [0, 1] * 4), ("aaaaaaab", [0] * 4 + [1] * 4)]
 )
 def test_tasks_stay_with_their_inputs_if_these_are_spread_evenly(holders, expected):
     y = made_by_dask() + 1
-    _, owned = located(y, holders)
+    tasks, sizes = tasks_and_sizes(y)
+    locations = Locations(dict(zip(sorted(tasks.inputs), holders, strict=True)), 2)
+    owned = owners_of(tasks, 2, sizes, locations=locations)
     assert [owned[key] for key in keys_of(y)] == expected
 
 
 def test_large_inputs_are_read_in_place():
-    tasks = read_arrays(dask_p2p.fft.fft(made_by_dask(n=1024), axis=1))[1]
+    tasks = support.read_arrays(dask_p2p.fft.fft(made_by_dask(n=1024), axis=1))[1]
     locations = Locations(dict.fromkeys(tasks.inputs, "a"), 2)
     sizes = dict.fromkeys((*tasks.inputs, *tasks.nodes), 2**20)
     assert not programs_of(tasks, 2, sizes)[0].reads_memory
     assert programs_of(tasks, 2, sizes, locations=locations)[0].reads_memory
 
 
-@given(graphs(), st.integers(2, 4), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(support.graphs(), st.integers(2, 4), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_values_are_equal_wherever_inputs_lie(arrays, size, workers, random):
     tasks, sizes = tasks_and_sizes(*arrays)
     holders = {key: random.sample("abcd"[:workers], random.randint(0, 1)) for key in tasks.inputs}
     locations = Locations(holders, workers)
     check(tasks, programs_of(tasks, size, sizes, locations=locations))
-    check_blocks(arrays, run_programs(arrays, size, locations))
+    support.check_blocks(arrays, support.run_programs(arrays, size, locations))

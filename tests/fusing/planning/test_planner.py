@@ -21,14 +21,8 @@ from dask_p2p.fusing.planning import planner
 from dask_p2p.fusing.planning.planner import programs_of
 from dask_p2p.fusing.planning.sizes import AssembleStep, Declared, blocks_of_expression, peak_bytes
 from dask_p2p.fusing.planning.tasks import keys_of, read_graph, unfused
-from tests.fusing.support import (
-    check_blocks,
-    graphs,
-    read_arrays,
-    run_programs,
-    smoothed,
-    tasks_and_sizes,
-)
+from tests.fusing import support
+from tests.fusing.support import read_arrays, smoothed, tasks_and_sizes
 from tests.support import tune
 
 
@@ -61,15 +55,10 @@ def test_equal_plans_are_sent_once():
     assert (lengths[1] - lengths[0]) / 100 < 800
 
 
-def stencils_on_the_fly(count):
-    """Return a sum, of 16 blocks of 4 MiB a rank if there are four."""
-    x = da.random.default_rng(0).random((8192, 4096), chunks=(128, 4096))
-    return smoothed(x, count).sum()
-
-
 @pytest.mark.parametrize(("count", "most_mib"), [(1, 32), (3, 96), (10, 104)])
 def test_stencils_that_are_reduced_hold_few_blocks(count, most_mib):
-    tasks, sizes = tasks_and_sizes(stencils_on_the_fly(count))
+    x = da.random.default_rng(0).random((8192, 4096), chunks=(128, 4096))  # 16 blocks a rank
+    tasks, sizes = tasks_and_sizes(smoothed(x, count).sum())
     for program in programs_of(tasks, 4, sizes):
         assert peak_bytes(program, sizes) <= most_mib * 2**20
 
@@ -82,22 +71,17 @@ SMALL_EXCHANGES = {
 }
 
 
-@given(graphs(), st.integers(2, 4))
+@given(support.graphs(), st.integers(2, 4))
 def test_small_exchanges_have_the_same_values(arrays, size):
     with mock.patch.multiple(planner, **SMALL_EXCHANGES):
         tasks, sizes = tasks_and_sizes(*arrays)
         check(tasks, programs_of(tasks, size, sizes))
-        check_blocks(arrays, run_programs(arrays, size))
-
-
-def transposed(blocks=16, size=1024):
-    """Return a transpose of some MiB, whose input is as large."""
-    return dask_p2p.transpose(da.ones((size, 2 * size), chunks=(size // blocks, 2 * size)))
+        support.check_blocks(arrays, support.run_programs(arrays, size))
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_transpose_that_is_reduced_holds_few_blocks(workers):
-    x = transposed(8 * workers, 2048)
+    x = dask_p2p.transpose(da.ones((2048, 4096), chunks=(256 // workers, 4096)))
     tasks, sizes = tasks_and_sizes((x + 1).sum(axis=0))
     for program in programs_of(tasks, workers, sizes):
         own_bytes = peak_bytes(program, sizes) - x.nbytes / workers
@@ -131,10 +115,6 @@ class File:
         return np.ones(self.shape)[index]
 
 
-def zeros(block_info=None):
-    return np.zeros(block_info[None]["chunk-shape"])
-
-
 def make_block(n):
     return np.ones((n, n))
 
@@ -158,7 +138,11 @@ IN_RANKS = {
 WITH_DASK = {
     "a file": lambda: da.from_array(File(), chunks=4),
     "a file inside of tasks": lambda: da.from_array(File(), chunks=4, inline_array=True),
-    "a function without arrays": lambda: da.map_blocks(zeros, chunks=((4, 4), (8,)), dtype=float),
+    "a function without arrays": lambda: da.map_blocks(
+        lambda block_info=None: np.zeros(block_info[None]["chunk-shape"]),
+        chunks=((4, 4), (8,)),
+        dtype=float,
+    ),
     "a delayed function": lambda: da.from_delayed(dask.delayed(make_block)(8), (8, 8), float),
 }
 
@@ -188,16 +172,12 @@ def test_copies_of_tasks_have_keys_of_their_own():
     arrays = [y == x]
     read = read_arrays(*arrays)[1]
     assert all(node.key == key for key, node in read.nodes.items())
-    check_blocks(arrays, run_programs(arrays, 2))
-
-
-def halved(ctx, x):
-    return x / 2
+    support.check_blocks(arrays, support.run_programs(arrays, 2))
 
 
 def test_sections_and_all_before_them_stay():
     x = da.ones((8, 8), chunks=(2, 8))
-    y = dask_p2p.spmd(halved, dask_p2p.transpose(x + 1), ranks=2)
+    y = dask_p2p.spmd(lambda ctx, x: x / 2, dask_p2p.transpose(x + 1), ranks=2)
     _, read = read_arrays(dask_p2p.transpose(y) + x)
     assert {x.name, y.name, (x + 1).name} <= names(read.dask_tasks)
     assert names(read.inputs) == {x.name, y.name}
@@ -282,51 +262,36 @@ def run_of(graph, key):
     return execute_graph(convert_legacy_graph(dict(graph)), keys=[key])[key]
 
 
-def read(n):
-    return np.ones((n, n))
-
-
-def of_blocks(x):
-    """Sizes of the blocks of an array."""
-    _, sizes = tasks_and_sizes(x)
-    return {sizes[key] for key in sizes if key[0] == x.name}
-
-
-def test_assembled_blocks():
-    x = da.from_array(np.ones((64, 64), "f4"), chunks=(8, 64))
-    assert of_blocks(dask_p2p.transpose(x)) == {64 * 8 * 4}
-    assert of_blocks(dask_p2p.transpose(x) + 1) == {64 * 8 * 4}
-
-
 def declared_sizes(x):
-    """Sizes of all values, by name of the array, as the arrays declare them."""
-    tasks, sizes_by_key = tasks_and_sizes(x)
-    sizes = {}
-    for key, size in sizes_by_key.items():
-        name = key[0] if isinstance(key, tuple) else key
-        sizes.setdefault(name, set()).add(size)
-    return sizes, tasks
-
-
-def expanded(block):
-    return np.repeat(block, 9, axis=0)
+    """Sizes of the blocks of an array, as the arrays of its graph declare them."""
+    _, sizes = tasks_and_sizes(x)
+    return {size for key, size in sizes.items() if key[0] == x.name}
 
 
 def vector():
     return da.random.default_rng(0).random(64, chunks=16)
 
 
-#: Arrays whose blocks are larger than their inputs, or made without a shape: in items.
+def transposed_f4():
+    return dask_p2p.transpose(da.from_array(np.ones((64, 64), "f4"), chunks=(8, 64)))
+
+
+#: Arrays whose blocks are larger than their inputs, or made without a shape: in items of 8 bytes.
 DECLARED = {
+    "assembled": (transposed_f4, 64 * 8 / 2),
+    "of assembled blocks": (lambda: transposed_f4() + 1, 64 * 8 / 2),
     "arange": (lambda: da.arange(64, chunks=16, dtype=float) + 1, 16),
     "outer difference": (lambda: vector()[:, None] - vector()[None, :], 16 * 16),
     "outer product": (lambda: da.outer(vector(), vector()), 16 * 16),
     "repeated": (
-        lambda: vector().map_blocks(expanded, chunks=((144,) * 4,), dtype=float) + 1,
+        lambda: vector().map_blocks(np.repeat, 9, axis=0, chunks=((144,) * 4,), dtype=float) + 1,
         9 * 16,
     ),
     "concatenated": (lambda: vector().rechunk(64, method="tasks") + 1, 64),
-    "of functions": (lambda: da.from_delayed(dask.delayed(read)(8), (8, 8), float) + 1, 8 * 8),
+    "of functions": (
+        lambda: da.from_delayed(dask.delayed(make_block)(8), (8, 8), float) + 1,
+        8 * 8,
+    ),
     "of small items": (lambda: vector() > 0.5, 16 / 8),
     "reduced": (lambda: da.ones((64, 32), chunks=16).mean(axis=0, keepdims=True), 16),
 }
@@ -334,15 +299,13 @@ DECLARED = {
 
 @pytest.mark.parametrize("kind", DECLARED)
 def test_declared_sizes(kind):
-    expected_bytes, items = DECLARED[kind]
-    x = expected_bytes()
-    assert declared_sizes(x)[0][x.name] == {int(items * 8)}
+    make_array, items = DECLARED[kind]
+    assert declared_sizes(make_array()) == {int(items * 8)}
 
 
 def test_unknown_chunk_sizes():
     x = vector()
-    sizes, _ = declared_sizes(x[x > 0.5] + 1)
-    assert sizes[(x[x > 0.5] + 1).name] == {16 * 8}, "that of the largest input"
+    assert declared_sizes(x[x > 0.5] + 1) == {16 * 8}, "that of the largest input"
 
 
 @pytest.mark.parametrize("shape", [(64,), (64, 32)])

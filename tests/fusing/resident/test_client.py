@@ -112,8 +112,8 @@ def test_several_arguments_and_results(client):
         u, columns, total, same = run(x, y)
         u2, *_ = run(u, y)
         u3, *_ = run(same, y)
-        fetched = [run.fetch(handle) for handle in (u, columns, total, same, u2, u3)]
-        arrays = [run.array(handle) for handle in (columns, total)]
+        fetched = [*map(run.fetch, (u, columns, total, same, u2, u3))]
+        arrays = [*map(run.array, (columns, total))]
     first = products(x, y)
     expected = [*first, products(first[0], y)[0], first[0]]
     for one, expected_value in zip(fetched, expected, strict=True):
@@ -186,16 +186,8 @@ def test_a_handle_is_no_array(client):
             dask_p2p.fused(u)
         with pytest.raises(InputError, match=r"expected a handle, got tuple\. Give"):
             run.fetch((u, u))
-        for use in (
-            float,
-            int,
-            bool,
-            list,
-            len,
-            lambda u: u < 1e-6,
-            lambda u: 2 * u,
-            lambda u: u[0],
-        ):
+        operators = (lambda u: u < 1e-6), (lambda u: 2 * u), (lambda u: u[0])
+        for use in (float, int, bool, list, len, *operators):
             with pytest.raises(InputError, match=r"got a handle .* Call run\.fetch\(handle\)"):
                 use(u)
         assert repr(u) == "<handle of a resident gang, shape (48, 48), float64>"
@@ -272,11 +264,9 @@ def test_a_call_that_fails(client):
                 assert "In call 3 of a resident gang." in notes
                 assert "In task ('positive" in notes
                 assert "Raised on rank 1" in notes
-        fetched = [
-            run.fetch(handle)
-            for handle in (good, total, third_handle, low, fine, again, again_total)
-        ]
-        del bad, bad_total, worse, caught
+        handles = good, total, third_handle, low, fine, again, again_total
+        fetched = [*map(run.fetch, handles)]
+        del bad, bad_total, worse, caught, handles
     first = function(x, v)
     expected = [*first, function(x, first[2])[0]]
     expected += [function(expected[3], v)[2], *function(first[0], v)[:2]]
@@ -333,8 +323,7 @@ def test_blocks_on_workers_stay_as_they_are(client):
         same, later_handle = run(x)
         same, _ = run(same)
         y = run.array(same)
-        values = run.fetch(same)
-        values[:] = 0
+        run.fetch(same)[:] = 0
         assert same_bits(run.fetch(same), array().compute())
         assert same_bits(run.fetch(later_handle), (array() + 1).compute())
     assert same_bits(y.compute(), x.compute())

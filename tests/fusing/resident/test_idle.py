@@ -39,8 +39,7 @@ def test_resources_are_lent_between_two_calls(client, ranks):
         with gang as run:
             u = run(x)
             for number in range(2, 5):
-                values = run.fetch(u)
-                assert same_bits(values, smoothed(x, number - 1).compute())
+                assert same_bits(run.fetch(u), smoothed(x, number - 1).compute())
                 futures = [
                     client.submit(neg, k, pure=False, resources={"GPU": 1}) for k in range(4)
                 ]

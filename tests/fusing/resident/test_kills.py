@@ -22,14 +22,9 @@ def kill(client, *victims):
     client.run(signal.raise_signal, signal.SIGKILL, workers=list(victims), on_error="ignore")
 
 
-def workers_of(client):
-    client.wait_for_workers(2)
-    return list(client.scheduler_info(n_workers=-1)["workers"])
-
-
 @pytest.fixture(autouse=True)
 def _two_workers(client):
-    workers_of(client)
+    client.wait_for_workers(2)
 
 
 # After the first kill one worker may have all ranks, and so all states.
@@ -106,7 +101,7 @@ def test_all_workers_are_killed(client, monkeypatch, keep):
         u = repeated(run, u, 20)
         run.fetch(u)
         assert (run._streams.log.last_checkpoint > 0) == (keep == 5)
-        kill(client, *workers_of(client))
+        kill(client, *client.nthreads())
         assert same_bits(run.fetch(run(u)), smoothed(x, 22).compute())
     del u
     no_rank_is_left(client)
@@ -120,7 +115,7 @@ def test_handles_that_are_lost_with_their_checkpoints(client, monkeypatch):
         run.fetch(u)  # the ranks have begun
         u = repeated(run, u, 20)
         run.fetch(u)
-        kill(client, *workers_of(client))
+        kill(client, *client.nthreads())
         with pytest.raises(SectionError, match="handles are lost"):
             run.fetch(run(u))
     with pytest.raises(SectionError, match="handles are lost"):

@@ -309,12 +309,9 @@ def test_a_function_that_reads_is_called(gpu, replayed, monkeypatch, rank):
     monkeypatch.setattr(
         Marks, "refuses", lambda: rank in (None, threads.get(threading.get_ident()))
     )
-    check(Calls(gpu, lambda x: stencil(stencil_with(reading)(x))).run(change=change), twice_of)
+    calls = Calls(gpu, lambda x: stencil(stencil_with(reading)(x)))
+    check(calls.run(change=change), lambda values: stencil_of(stencil_of(values)))
     assert not replayed
-
-
-def twice_of(values):
-    return stencil_of(stencil_of(values))
 
 
 @pytest.mark.usefixtures("replayable")

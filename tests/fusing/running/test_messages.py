@@ -15,6 +15,7 @@ from dask_p2p.sections.exchange.device import Lending
 from dask_p2p.sections.exchange.regions import Reads
 from tests.fusing.support import check_blocks, run_programs
 from tests.sections.gangs import run_gang
+from tests.support import noted
 
 RANKS = RankGrid(((1, 1),), (2,))
 LARGE = np.arange(2.0**16).reshape(256, 256)
@@ -73,17 +74,13 @@ def test_whole_values(reads_memory):
 def reads(monkeypatch):
     """The number of reads of other ranks' memory by method. Each one comes late."""
     counts = Counter()
+    for name in ("read", "read_bytes"):
 
-    def late(original):
-        def read(self, *args):
-            counts[original.__name__] += 1
+        def count_late(*args, name=name):
+            counts[name] += 1
             time.sleep(0.05)  # the owner would go on meanwhile
-            return original(self, *args)
 
-        return read
-
-    for original in (Lending.read, Lending.read_bytes):
-        monkeypatch.setattr(Lending, original.__name__, late(original))
+        noted(monkeypatch, Lending, name, count_late)
     return counts
 
 

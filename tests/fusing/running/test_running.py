@@ -51,14 +51,10 @@ def test_regions_are_equal_if_they_are_read_or_packed(monkeypatch, least_bytes):
     check_blocks(arrays, run_programs(arrays, 3))
 
 
-def in_order_of_memory(block):
-    return np.asfortranarray(block) * 1.1
-
-
 def test_the_order_in_memory_is_kept():
     """Rounding of sums depends on it."""
     x = da.random.default_rng(0).normal(size=(64, 48), chunks=(16, 48))
-    y = x.map_blocks(in_order_of_memory, dtype=float)
+    y = x.map_blocks(lambda block: np.asfortranarray(block) * 1.1, dtype=float)
     arrays = (y.rechunk((-1, 48), method="tasks").map_blocks(np.asarray, dtype=float), y + y[::-1])
     check_blocks(arrays, run_programs(arrays, 4))
 
@@ -145,12 +141,11 @@ def test_blocks_of_plain_classes(size, kind):
     check_blocks([y], run_programs([y], size))
 
 
-def writing(block):
-    block[...] = 7
-    return block
-
-
 def test_functions_of_map_overlap_may_overwrite_their_blocks():
+    def writing(block):
+        block[...] = 7
+        return block
+
     x = da.ones((8, 8), chunks=(2, 8)).map_blocks(np.copy, dtype=float)
     arrays = dask_p2p.map_overlap(writing, x, depth=0, boundary="none", dtype=float), x + 1
     check_blocks(arrays, run_programs(arrays, 1))
@@ -222,10 +217,6 @@ def test_own_regions_are_copied_while_messages_arrive(monkeypatch):
 VALUES = {"a": 1, ("b", 0): 2, ("b", 1): [3]}
 
 
-def gathered(*args, **kwargs):
-    return args, kwargs
-
-
 def nodes():
     """Return a strategy for tasks and their arguments, as Dask nests them."""
     keys = st.sampled_from([*VALUES])
@@ -240,7 +231,7 @@ def nodes():
     def nested(inner):
         args, kwargs = st.lists(inner, max_size=4), st.dictionaries(st.sampled_from("xy"), inner)
         return st.one_of(
-            st.builds(lambda a, k: Task("task", gathered, *a, **k), args, kwargs),
+            st.builds(lambda a, k: Task("task", lambda *a, **k: (a, k), *a, **k), args, kwargs),
             args.map(lambda values: List(*values)),
         )
 

@@ -49,13 +49,11 @@ def test_outputs_of_all_kinds(client, x, ranks):
     assert (results["is even"] == (values % 2 == 0)).all()
     assert results["spectrum"].tolist() == list(range(10))
     assert (results["rows"] == values[values[:, 0] % 3 == 0]).all()
-    assert results["edges"].shape == (ranks, 2)
-    assert results["edges"][-1, 1] == 12
+    assert (results["edges"].shape, results["edges"][-1, 1]) == ((ranks, 2), 12)
     assert results["sum"] == values.sum()
     for name, array in lazy.items():
         assert array.dtype == results[name].dtype
-    assert lazy["double"].chunks == x.chunks
-    assert lazy["sum"].ndim == 0
+    assert (lazy["double"].chunks, lazy["sum"].ndim) == (x.chunks, 0)
     assert np.isnan(lazy["rows"].chunks[0]).all()
     assert float(lazy["spectrum"].imag.max().compute()) == 0
 
@@ -66,13 +64,12 @@ def test_arrays_of_any_shape(client, shape, ranks):
     """Also with fewer elements than ranks: no block is empty."""
 
     def ones(ctx, shape):
-        box = ctx.grid_of(shape).box
-        return np.ones([high - low for low, high in box])
+        return np.ones([high - low for low, high in ctx.grid_of(shape).box])
 
-    found = spmd(ones, outputs=Array(shape, float), ranks=ranks, shape=shape)
-    assert found.shape == shape
-    assert 0 in shape or all(n for sizes in found.chunks for n in sizes)
-    assert (found.compute() == np.ones(shape)).all()
+    y = spmd(ones, outputs=Array(shape, float), ranks=ranks, shape=shape)
+    assert y.shape == shape
+    assert 0 in shape or all(n for sizes in y.chunks for n in sizes)
+    assert (y.compute() == np.ones(shape)).all()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from tests.support import own_client
 
 X = np.arange(32.0).reshape(8, 4)
 RANKS = 4
+OPTIONS = {"ranks": RANKS, "outputs": PerRank(0.0)}
 
 
 def array():
@@ -30,13 +31,9 @@ def counting():
     return count
 
 
-def each(function):
-    return spmd(function, array(), ranks=RANKS, outputs=PerRank(0.0))
-
-
 def closure():
     count = counting()
-    return each(lambda ctx, x: (ctx.barrier(), count())[1])
+    return spmd(lambda ctx, x: (ctx.barrier(), count())[1], array(), **OPTIONS)
 
 
 def stepped(**options):
@@ -93,8 +90,7 @@ def arguments():
         ctx.barrier()
         return len(log)
 
-    options = {"ranks": RANKS, "outputs": PerRank(0.0)}
-    return spmd(count, array(), log=[], module=np, lock=NoCopy(), **options)
+    return spmd(count, array(), log=[], module=np, lock=NoCopy(), **OPTIONS)
 
 
 PROGRAMS = [closure, record, boundary, two_functions, arguments]
@@ -275,8 +271,7 @@ def test_boundaries_that_the_fields_cannot_hold(dtype, boundary):
 
 @pytest.mark.parametrize("partition", [0, (0.0,), (2,), ("x",)])
 def test_partitions_are_axes(partition):
-    with pytest.raises(
-        InputError, match="partition: expected a tuple of axes of an array of 2 dim"
-    ):
+    match = "partition: expected a tuple of axes of an array of 2 dim"
+    with pytest.raises(InputError, match=match):
         spmd(lambda ctx, x: x, matrix(), partition=partition)
     assert spmd(lambda ctx, x: x, matrix(), partition=(np.int64(-1),)).shape == (6, 4)

@@ -78,8 +78,8 @@ def test_each_rank_returns_values_of_its_own(client):
     y, ranks, sums = spmd(described, array(), ranks=4, per_rank=(0, np.zeros(2)))
     assert (ranks.chunks, ranks.dtype) == (((1,) * 4,), np.int64)
     assert (sums.chunks, sums.dtype) == (((1,) * 4, (2,)), np.float64)
-    found, ranks, sums = dask.compute(y, ranks, sums)
-    assert np.array_equal(found, X + 1)
+    values, ranks, sums = dask.compute(y, ranks, sums)
+    assert np.array_equal(values, X + 1)
     assert ranks.tolist() == [0, 1, 2, 3]
     assert sums.sum(axis=0).tolist() == [X.sum(), X.size]
     for function, count in ((described, 3), (normalized, 1)):
@@ -100,12 +100,9 @@ def test_each_rank_returns_values_of_its_own(client):
 )
 def test_values_are_combined_as_numpy_reduces_them(client, value, op, expected):
     """Sums of ranks or of `uint8` elements do not overflow."""
-
-    def combined(ctx, x):
-        return ctx.allreduce(value, op)
-
-    found = spmd(combined, array(), ranks=4, outputs=0, per_rank=[expected]).compute()
-    assert found.tolist() == [np.asarray(expected).tolist()] * 4
+    options = {"ranks": 4, "outputs": 0, "per_rank": [expected]}
+    reductions = spmd(lambda ctx, x: ctx.allreduce(value, op), array(), **options).compute()
+    assert reductions.tolist() == [np.asarray(expected).tolist()] * 4
 
 
 def with_other_shapes(ctx, x, *arrays):
@@ -130,8 +127,7 @@ def test_inputs_of_other_shapes(client, ranks, chunks):
     inputs = [da.from_array(array_, chunks=(4, 5)) for array_ in arrays]
     outputs = {"x": LocalBlock(), **{str(n): Same(array_) for n, array_ in enumerate(arrays)}}
     x = da.from_array(np.zeros((8, 12)), chunks=chunks)
-    lazy_results = spmd(with_other_shapes, x, *inputs, outputs=outputs, ranks=ranks)
-    (results,) = dask.compute(lazy_results)
+    (results,) = dask.compute(spmd(with_other_shapes, x, *inputs, outputs=outputs, ranks=ranks))
     for number, array_ in enumerate(arrays):
         assert np.array_equal(results[str(number)], array_ + 1)
     total = sum(array_.sum() + array_.size for array_ in arrays)

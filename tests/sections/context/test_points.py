@@ -86,8 +86,7 @@ def test_sources_and_receivers_of_iterate(client, step, ranks, overlap):
     record = {"trace": Record(lambda u, rec: rec.sample(u), shape=(14,))}
     constants = {"src": Points(XY), "rec": Points(XY[:, ::2])}
     options = {"constants": constants, "record": record, "overlap": overlap, "ranks": ranks}
-    iteration = iterate(step, {"u": field}, 1, 4, **options)
-    results, traces = dask.compute(iteration)[0], []
+    results, traces = dask.compute(iterate(step, {"u": field}, 1, 4, **options))[0], []
     for number in range(4):
         u = neighbours(np.pad(u, 1, mode="wrap")) / 4
         u = added(u, XY, number + np.arange(27.0))
@@ -115,11 +114,8 @@ def test_wrong_points_are_refused(xy, message):
 def test_wrong_blocks_and_values_are_refused():
     local = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 10), (1, 1)), ((6, 9), (1, 1))])
     local_points = LocalPoints(XY, ((0, 4), (0, 8)), np, [((6, 8), (2, 0)), ((6, 8), (0, 0))])
-    for points, block in (
-        (local, np.zeros((5, 8))),
-        (local, [1]),
-        (local_points, np.zeros((6, 8))),
-    ):
+    blocks = (local, np.zeros((5, 8))), (local, [1]), (local_points, np.zeros((6, 8)))
+    for points, block in blocks:
         with pytest.raises(InputError, match=r"block, an array of shape .* without halo"):
             points.sample(block)
     with pytest.raises(InputError, match="one for each of 27 points"):
@@ -144,8 +140,8 @@ def test_weights_of_the_nearest_element(client, ranks):
 
     record = {"seen": Record(lambda u, points: points.sample(u), shape=values.shape)}
     constants, fields = {"points": Points(xy, "nearest")}, {"u": da.from_array(u, chunks=(3, 4))}
-    iteration = iterate(step, fields, 0, 1, constants=constants, record=record, ranks=ranks)
-    result = dask.compute(iteration)[0]
+    options = {"constants": constants, "record": record, "ranks": ranks}
+    (result,) = dask.compute(iterate(step, fields, 0, 1, **options))
     expected = added(u.copy(), nearest(xy), values)
     np.testing.assert_allclose(result["u"], expected, rtol=1e-13)
     np.testing.assert_allclose(result["seen"][0], sampled(expected, nearest(xy)), rtol=1e-13)
@@ -162,8 +158,7 @@ BOUNDARIES = ["periodic", "nearest", "reflect", 0.5]
 
 
 def ranks_of(grid, shape=(8, 16)):
-    chunks = tuple((n // 4, n // 4, n // 2) for n in shape)
-    return RankGrid(chunks, grid)
+    return RankGrid(tuple((n // 4, n // 4, n // 2) for n in shape), grid)
 
 
 def fill_with_columns(rim, inside, at):
@@ -185,9 +180,8 @@ def test_blocks_with_halos_are_parts_of_the_padded_array(grid):
             assert (padded_block == expected).all()
             padded_block[:] = 0
             assert (local_block == before).all()
-        return True
 
-    assert all(run_gang(ranks_of(grid), padded))
+    run_gang(ranks_of(grid), padded)
 
 
 @GRIDS
@@ -200,9 +194,9 @@ def test_corners_have_the_values_of_the_later_axis(grid, boundary):
         (top, bottom), (first_column, right) = ctx.box
         local_block = np.zeros((bottom - top, right - first_column))
         padded_block = ctx.pad(local_block, (1, 2), {0: fill_with_columns, 1: boundary})
-        return (padded_block == expected[top : bottom + 2, first_column : right + 4]).all()
+        assert (padded_block == expected[top : bottom + 2, first_column : right + 4]).all()
 
-    assert all(run_gang(ranks_of(grid), padded))
+    run_gang(ranks_of(grid), padded)
 
 
 @GRIDS
@@ -223,11 +217,9 @@ def test_coarser_grids(grid):
         expected = np.pad((100 * np.arange(8)[:, None] + np.arange(16))[::2, ::2], 1, "edge")
         (top, bottom), (first_column, right) = coarse.box
         assert (padded_block == expected[top : bottom + 2, first_column : right + 2]).all()
-        gathered = coarse.gather(local_block)
-        assert (gathered == expected[1:-1, 1:-1]).all()
-        return True
+        assert (coarse.gather(local_block) == expected[1:-1, 1:-1]).all()
 
-    assert all(run_gang(ranks_of(grid), coarser))
+    run_gang(ranks_of(grid), coarser)
 
 
 @pytest.fixture
@@ -268,6 +260,5 @@ def test_blocks_that_begin_at_odd_positions_have_no_coarser_grid():
         for factor in (1, 0, 2.5, None):
             with pytest.raises(InputError, match="factor: expected an integer of at least 2"):
                 grid.coarser(factor)
-        return True
 
-    assert all(run_gang(RankGrid(((3, 4),), (2,)), coarser))
+    run_gang(RankGrid(((3, 4),), (2,)), coarser)

@@ -237,8 +237,7 @@ def first_step_again(function):
 @pytest.mark.parametrize("function", [*RIGHT, *AT_THE_START[1:]])
 def test_ranks_that_begin_again_make_the_same(function):
     """An unchanged state is no reason to leave out steps, whichever state was kept."""
-    first = first_step_again(function)
-    assert first in (None, 0 if function in AT_THE_START else 7)
+    assert first_step_again(function) in (None, 0 if function in AT_THE_START else 7)
 
 
 class Clock:
@@ -389,19 +388,13 @@ def inner_loop(ctx, s):
 @pytest.mark.parametrize(
     ("function", "names"),
     [
-        *(
-            (time, ["t"]),
-            (previous, ["scale", "before"]),
-            (closing, ["scaled", "t"]),
-            (residual, []),
-        ),
-        *((swapped, ["u", "v"]), (views_of_the_state, []), (inner_loop, [])),
+        *((time, ["t"]), (previous, ["scale", "before"]), (closing, ["scaled", "t"])),
+        *((residual, []), (swapped, ["u", "v"]), (views_of_the_state, []), (inner_loop, [])),
     ],
 )
 def test_values_that_a_loop_carries_are_named(alone, function, names, own_log):
     alone.checkpoints = SimpleNamespace(read_state=lambda: (0, None), save=lambda *_: None)
-    s = alone.state(u=np.ones(3), v=np.ones(3), t=0.0)
-    function(alone, s)
+    function(alone, alone.state(u=np.ones(3), v=np.ones(3), t=0.0))
     assert len(own_log.messages) == bool(names)
     carried = own_log.text.partition("carries ")[2].partition(" from step")[0]
     assert sorted(carried.split(", ")) == sorted(names or [""])

@@ -5,6 +5,7 @@ import itertools
 import os
 import threading
 from concurrent.futures import wait
+from unittest import mock
 
 import dask
 import dask.array as da
@@ -151,14 +152,10 @@ def test_encrypted_clusters_have_encrypted_connections():
         for _ in range(2):
             y = spmd(lambda ctx, x: x * ctx.allreduce(1), x, ranks=4)
             assert (y.compute() == 4).all()
-            reached = client.run(protocol)
-            assert {*reached.values()} == {"tls"}
+            protocols = client.run(lambda dask_worker: ranks_of(dask_worker).reach.protocol)
+            assert {*protocols.values()} == {"tls"}
             client.run(separate_hosts)
             x = x + 1 - 1
-
-
-def protocol(dask_worker):
-    return ranks_of(dask_worker).reach.protocol
 
 
 def test_dask_takes_fewer_samples_while_there_are_ranks():
@@ -206,9 +203,7 @@ def test_a_checkpoint_has_room_of_two_generations_and_keeps_the_whole_one(monkey
     with Gang(2) as gang:
         gang.run(save)
     assert [steps - {5, 6} for steps in seen[:4]] == [{3}] * 4
-    assert all(len(steps - {6}) < 2 for steps in seen[4:]), (
-        "with the one that is made there are two"
-    )
+    assert all(len(steps - {6}) < 2 for steps in seen[4:]), "and the one that is made"
     assert [set(dict(saved.steps("x"))[1]) for saved in memories] == [{5, 6}] * 2
 
 
@@ -265,21 +260,18 @@ def arrays(start=0.0):
     ]
 
 
-def refused(*_):
-    raise TransferError("they run on different hosts", scope="region")
-
-
-def none_left(_):
-    raise OSError(12, "no memory")
-
-
 @pytest.mark.parametrize(
-    ("method", "instead"), [(None, None), ("open", refused), ("make", none_left)]
+    ("method", "error"),
+    [
+        (None, None),
+        ("open", TransferError("they run on different hosts", scope="region")),
+        ("make", OSError(12, "no memory")),
+    ],
 )
-def test_states_come_back(method, instead, monkeypatch):
+def test_states_come_back(method, error, monkeypatch):
     """The second of three workers is lost. Its rank runs again on the first worker."""
     if method is not None:  # a worker that does not see the memory gets the bytes
-        monkeypatch.setattr(Segment, method, instead)
+        monkeypatch.setattr(Segment, method, mock.Mock(side_effect=error))
     memories, notified, addresses = [SavedStates() for _ in range(3)], [], [set() for _ in range(3)]
 
     def save(rank, connections):

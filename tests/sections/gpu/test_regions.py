@@ -50,8 +50,7 @@ def through_host(monkeypatch):
 
 def filled(gpu, values):
     """Return an array that the function's stream writes; no stream waits for it."""
-    array = gpu.empty(values.shape, values.dtype)
-    return overwritten(gpu, array, values)
+    return overwritten(gpu, gpu.empty(values.shape, values.dtype), values)
 
 
 def overwritten(gpu, array, values):
@@ -163,11 +162,8 @@ def test_views_of_any_strides_are_read(gpu, through_host, in_place, monkeypatch,
 
 
 def test_what_was_opened_is_closed_and_slots_go(gpu, monkeypatch):
-    runtime, events = gpu.cupy.cuda.runtime, []
-    original = runtime.ipcOpenEventHandle
-    monkeypatch.setattr(
-        runtime, "ipcOpenEventHandle", lambda handle: events.append(handle) or original(handle)
-    )
+    runtime = gpu.cupy.cuda.runtime
+    events = noted(monkeypatch, runtime, "ipcOpenEventHandle", lambda handle: handle)
     monkeypatch.setattr(runtime, "eventDestroy", lambda event: events.pop())
     run(gpu, PAIR, partial(there_and_back, gpu))
     assert not events

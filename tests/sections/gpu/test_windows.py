@@ -38,12 +38,8 @@ from tests.transports.loopback import wait_until
 def calls(monkeypatch):
     """The driver's calls that open and close memory."""
     runtime_calls, runtime = [], emulated_gpu(monkeypatch).cupy.cuda.runtime
-    monkeypatch.setattr(
-        runtime, "ipcOpenMemHandle", lambda handle: runtime_calls.append(handle.hex()) or 2**20
-    )
-    monkeypatch.setattr(
-        runtime, "ipcCloseMemHandle", lambda address: runtime_calls.append("closed")
-    )
+    runtime.ipcOpenMemHandle = lambda handle: runtime_calls.append(handle.hex()) or 2**20
+    runtime.ipcCloseMemHandle = lambda address: runtime_calls.append("closed")
     return runtime_calls
 
 
@@ -178,14 +174,12 @@ def test_waits_that_do_not_end(monkeypatch, calls, descriptor, sleeper):
 
     def work():
         with gpu.running([]):
-            memory = PeerMemory(gpu, descriptor)
-            gpu.peers.append(memory)
+            gpu.peers.append(PeerMemory(gpu, descriptor))
             waiting(monkeypatch, gpu.module.cuda.runtime, ends=False)
             sleeper.kill()
 
-    with pytest.raises(
-        DeviceLostError, match=f"an event of process {sleeper.pid}, which has ended"
-    ):
+    match = f"an event of process {sleeper.pid}, which has ended"
+    with pytest.raises(DeviceLostError, match=match):
         work()
 
 
@@ -259,9 +253,7 @@ def crossed(u, v, out):
 
 @pytest.mark.parametrize("chunks", [CHUNKS, ((3, 4, 5), (10,))], ids=["scattered", "contiguous"])
 @pytest.mark.parametrize("options", [{}, {"overlap": True}, {"capture": True}], ids=str)
-@pytest.mark.parametrize(
-    ("ranks", "has_windows"), pairwise([1, 2, 3, 6], [True, False]), ids=str
-)  # fmt: skip
+@pytest.mark.parametrize(("ranks", "has_windows"), pairwise([1, 2, 3, 6], [True, False]), ids=str)
 def test_several_fields_share_a_window(gpu, opened, ranks, has_windows, options, chunks):
     inputs = [X, X[::-1] * 2]
     u, v = (on_gpu(gpu, da.from_array(x, chunks=chunks)) for x in inputs)
@@ -300,9 +292,8 @@ def test_windows_grow_and_serve_smaller_calls(gpu, monkeypatch):
         local_block = filled(gpu, global_array[box_slices(ctx.box_of((0,), global_array.shape))])
         b = ctx.redistribute(local_block, (1,), (0,), shape=global_array.shape)
         overwritten(gpu, local_block, -1)
-        assert np.array_equal(
-            b.get(), global_array[box_slices(ctx.box_of((1,), global_array.shape))]
-        )
+        box = box_slices(ctx.box_of((1,), global_array.shape))
+        assert np.array_equal(b.get(), global_array[box])
 
     def several(ctx, local_block):
         for side in (4, 8, 4, 6, 16, 16, 4):

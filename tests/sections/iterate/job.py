@@ -43,7 +43,6 @@ def by_steps(ranks, steps, options):
 
 
 def loop(ctx, u, v, steps, options):
-    """Make the steps of one rank."""
     s = ctx.state(u=u, v=v, mass=0.0, made=0)
     for step in ctx.steps(steps, s, every=5, **options):
         assert s.made == step
@@ -58,7 +57,6 @@ PROGRAMS = {"iterate": by_iterate, "steps": by_steps}
 
 
 async def scheduler(folder):
-    """Run a scheduler."""
     options = {"scheduler_file": str(folder / "scheduler.json"), "dashboard": False, "port": 0}
     async with Scheduler(**options) as scheduler_process:
         await scheduler_process.finished()
@@ -108,7 +106,6 @@ def forked(work, *args):
 
 
 def main():
-    """Fork the processes of jobs."""
     pids, where = [], Path()
     for line in sys.stdin:
         if line.strip() == "wait":

@@ -36,11 +36,9 @@ def padded(x, depth=1, boundary="periodic", step=0):
         for side, end in enumerate(kind if isinstance(kind, tuple) else (kind, kind)):
             width = [*without]
             width[axis] = (depth, 0) if side == 0 else (0, depth)
-            mode = MODES.get(end, "symmetric")
-            ends = np.pad(interior, width, mode)
-            rim = ends[
-                (slice(None),) * axis + (slice(depth) if side == 0 else slice(-depth, None),)
-            ]
+            ends = np.pad(interior, width, MODES.get(end, "symmetric"))
+            part = slice(depth) if side == 0 else slice(-depth, None)
+            rim = ends[(slice(None),) * axis + (part,)]
             if callable(end):
                 starts = [-before for before in depths_done]
                 starts[axis] = -depth if side == 0 else interior.shape[axis]
@@ -117,10 +115,10 @@ BOUNDARIES = [
 def test_phases_see_fresh_halos(client, boundary, ranks, overlap):
     fields = {"u": array(U), "v": array(V), "p": array(P)}
     options = {"boundary": boundary, "ranks": ranks, "overlap": overlap}
-    lazy_result = iterate([velocities, pressure], fields, 1, 6, **options)
+    (results,) = dask.compute(iterate([velocities, pressure], fields, 1, 6, **options))
     phases = [(velocities, "puv"), (pressure, "uvp")]
     expected = both({"u": U, "v": V, "p": P}, 1, 6, phases, boundary)
-    for name, result in dask.compute(lazy_result)[0].items():
+    for name, result in results.items():
         assert np.array_equal(result, expected[name]), name
 
 
@@ -290,8 +288,7 @@ def test_wrong_arguments_are_refused():
     refused("depth: expected names of fields, .*'w'", react, fields, {"w": 1}, 2)
     refused("boundary: expected names", react, fields, 1, 2, boundary={"w": 0.0})
     refused(r"has a halo, got none for \['v'\]", react, fields, 1, 2, boundary={"u": 0.0})
-    with_none = {"u": u, "v": Field(v, boundary="none")}
-    iterate(react, with_none, 1, 2, boundary={"u": 0.0})
+    iterate(react, {"u": u, "v": Field(v, boundary="none")}, 1, 2, boundary={"u": 0.0})
     iterate(react, fields, {"u": 1}, 2, boundary={"u": 0.0})
     refused("until: expected records", react, fields, 1, 2, until=lambda: True)
     refused("'periodic' at both ends", react, fields, 1, 2, boundary={0: ("periodic", 1.0)})
@@ -301,8 +298,7 @@ def test_wrong_arguments_are_refused():
     refused("first one's shape", react, {"u": u, "v": array(V[:5], 5)}, 1, 2, error=InputError)
     refused("broadcasts to", react, fields, 1, 2, constants={"c": V[:5]}, error=InputError)
     for table in (pd.DataFrame(V), Field(pd.DataFrame(V))):
-        constants = {"c": table}
-        options = {"constants": constants, "error": UnsupportedArrayError}
+        options = {"constants": {"c": table}, "error": UnsupportedArrayError}
         refused("got 'c' of class DataFrame", react, fields, 1, 2, **options)
     refused("with a halo", react, fields, 1, 2, constants={"c": Field(V[0], 1)}, error=InputError)
     refused("Dask array", react, {"u": U, "v": v}, 1, 2, error=UnsupportedArrayError)

@@ -18,7 +18,7 @@ import pytest
 import zarr
 
 from tests.sections.iterate.job import EVERY_CHECKPOINT, EVERY_FRAME, PROGRAMS
-from tests.sections.iterate.output.test_stores import A, B, both, react
+from tests.sections.iterate.output.test_stores import states as states_after
 from tests.support import import_path
 
 STAGES = ((4, 24), (2, 48), (3, 72))  # ranks, and steps of the whole run until then
@@ -134,8 +134,7 @@ def compared(folder, states):
 
 
 def begun(jobs, folder, *stage):
-    number = len(names(folder))
-    job = folder / f"job-{number}"
+    job = folder / f"job-{len(names(folder))}"
     job.mkdir(parents=True)
     jobs.start(str(job), *stage)
     return job / "result.npz"
@@ -159,8 +158,7 @@ def killed(jobs, folder, program, stage, draw, states):
     """Begin a job and kill it; return the moment, or an empty text if the job was quicker."""
     result = begun(jobs, folder, program, *stage)
     when = waited(jobs, folder, draw)
-    status = jobs.kill(draw)
-    assert status in (0, -signal.SIGKILL), "the job itself did not fail"
+    assert jobs.kill(draw) in (0, -signal.SIGKILL), "the job itself did not fail"
     compared(folder, states)
     return "" if result.exists() else when
 
@@ -180,8 +178,7 @@ def finished(jobs, folder, program, stage, draw, states):
     expected = mass if program == "iterate" else sum(mass)
     np.testing.assert_allclose(mass_of_run["mass"], expected, rtol=1e-13)
     group = zarr.open(folder / "frames", mode="r")
-    assert group.attrs["frames"] == steps // EVERY_FRAME
-    assert group["u"].shape[0] == steps // EVERY_FRAME
+    assert group.attrs["frames"] == group["u"].shape[0] == steps // EVERY_FRAME
     compared(folder, states)
     assert {f"step-{steps:012}.complete"} <= names(folder / "states") or steps % EVERY_CHECKPOINT
 
@@ -191,9 +188,7 @@ def finished(jobs, folder, program, stage, draw, states):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_jobs_that_are_killed_lose_nothing(tmp_path, pytestconfig, program):
     kill_count, draw = pytestconfig.getoption("--kills"), random.Random(0)
-    states, kills, number = [{"u": A, "v": B}], [], 0
-    for _ in range(STAGES[-1][1]):
-        states.append(both(states[-1], 1, 1, [(react, "uv")]))
+    states, kills, number = states_after(STAGES[-1][1]), [], 0
     terminal = pytestconfig.get_terminal_writer()
     with jobs_of_a_process(tmp_path / "log") as jobs:
         while len(kills) < kill_count:

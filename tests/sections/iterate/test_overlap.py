@@ -79,8 +79,7 @@ def test_by_default_large_blocks_are_done_in_parts_where_halos_come_from_other_h
 
 def test_the_interior_comes_first(boxes):
     """The second step computes the whole block and compares its parts; later ones compute parts."""
-    lazy_result = in_ranks(smooth, 3, overlap=True)
-    assert np.array_equal(lazy_result, whole(smooth, 3))
+    assert np.array_equal(in_ranks(smooth, 3, overlap=True), whole(smooth, 3))
     parts = [(10, 5), (1, 5), (1, 5)]
     assert sorted(boxes[:14]) == sorted([(12, 5), *parts, *parts] * 2)
     assert boxes[-2:] == [(12, 5)] * 2
@@ -102,8 +101,7 @@ def test_by_default_functions_of_the_block_compute_whole_blocks(far, boxes):
 
 
 def test_by_default_functions_that_round_parts_otherwise_compute_whole_blocks(far, boxes):
-    expected = whole(rounds_otherwise, 4)
-    assert np.array_equal(in_ranks(rounds_otherwise, 4), expected)
+    assert np.array_equal(whole(rounds_otherwise, 4), in_ranks(rounds_otherwise, 4))
     assert boxes[-2:] == [(12, 5)] * 2
 
 

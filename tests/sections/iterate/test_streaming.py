@@ -16,6 +16,7 @@ from tests.sections.emulated import kernel, rank_tasks, run_section
 from tests.sections.gangs import run_gang
 from tests.sections.iterate.test_programs import X, array
 from tests.simulation.streams import HOST
+from tests.support import noted
 
 ENDS = "periodic", "reflect", "nearest", "odd", 0.5, ("nearest", 0.5)
 
@@ -35,14 +36,12 @@ def turned(u, v):
 @pytest.fixture
 def gpu(gpu, monkeypatch):
     """An emulated GPU; the host has written the memory that is pinned."""
-    pin = gpu.pin
 
-    def written(address, size_bytes, flags):
-        pin(address, size_bytes, flags)
+    def write(address, size_bytes, flags):
         memory = (ctypes.c_ubyte * size_bytes).from_address(address)
         gpu.do(HOST, "the rank", writes=[np.frombuffer(memory, np.uint8)])
 
-    monkeypatch.setattr(gpu, "pin", written)
+    noted(monkeypatch, gpu, "pin", write)
     return gpu
 
 
@@ -86,8 +85,7 @@ def test_ends_without_halo(sizes):
 
 def test_coupled_fields_on_two_ranks():
     fields = {"u": array(), "v": array(X + 1)}
-    expected = iterate(turned, fields, 1, 5, ranks=1)
-    (values,) = computed(expected)
+    (values,) = computed(iterate(turned, fields, 1, 5, ranks=1))
     y = streamed(turned, fields, 1, 5, ranks=2, steps_per_visit=2)
     for output, name in zip(of_ranks(y["u"], [X, X + 1]), "uv", strict=True):
         assert np.array_equal(output, values[name])
@@ -250,10 +248,7 @@ def test_records_frames_and_checkpoints(tmp_path):
         return {"u": u[1:-1, 1:-1] + 0.1 * (u[2:, 1:-1] - u[:-2, 1:-1])}
 
     def run(name, steps, call):
-        (result,) = da.compute(
-            call(step, {"u": array()}, 1, steps, **options(name)), scheduler="sync"
-        )
-        return result
+        return computed(call(step, {"u": array()}, 1, steps, **options(name)))[0]
 
     expected = run("core", 11, iterate)
     run("streamed", 6, partial(streamed, steps_per_visit=4))

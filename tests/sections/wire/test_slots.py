@@ -175,9 +175,8 @@ def test_a_rank_that_waits_for_a_message_sees_the_call_in_the_slot(client):
         return 1.0
 
     y = spmd(program, outputs=Same(0.0), ranks=2)
-    with pytest.raises(
-        Exception, match=r"for recv\(source=0, tag=0\) of rank 1, but rank 0 called bar"
-    ):
+    match = r"for recv\(source=0, tag=0\) of rank 1, but rank 0 called bar"
+    with pytest.raises(Exception, match=match):
         result_of(client, client.compute(y))
 
 

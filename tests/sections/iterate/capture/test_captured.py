@@ -80,9 +80,8 @@ def test_what_cannot_be_captured_is_named(gpu):
 
     a = on_gpu(gpu, da.from_array(X, chunks=(3, 10)))
     y = iterate(looks, a, 0, 9, ranks=4, capture=True)
-    with pytest.raises(
-        InputError, match=r"capture: expected a function that only enqueues work .*Capture"
-    ):
+    match = r"capture: expected a function that only enqueues work .*Capture"
+    with pytest.raises(InputError, match=match):
         run_section(gpu, y, [X])
 
 
@@ -91,9 +90,8 @@ def test_memory_may_go_while_steps_are_captured(gpu, replayed):
     arrays_by_thread, apply = {}, kernel(gpu, star)
 
     def loses(u, out):
-        thread_arrays = arrays_by_thread.setdefault(
-            threading.get_ident(), [gpu.empty(u.shape, u.dtype)]
-        )
+        arrays = [gpu.empty(u.shape, u.dtype)]
+        thread_arrays = arrays_by_thread.setdefault(threading.get_ident(), arrays)
         if gpu.capture is not None:
             thread_arrays.clear()
         apply(u, out=out)
@@ -129,19 +127,14 @@ def test_the_end_of_an_attempt_ends_device_barriers(gpu, monkeypatch):
     runtime, ended = gpu.cupy.cuda.runtime, threading.Event()
     memset = runtime.memsetAsync
 
-    def noted(*args):
-        memset(*args)
-        ended.set()
-
-    monkeypatch.setattr(runtime, "memsetAsync", noted)
+    runtime.memsetAsync = lambda *args: (memset(*args), ended.set())
     monkeypatch.setattr(runtime, "streamQuery", lambda stream: 0 if ended.is_set() else 600)
 
     connections = SimpleNamespace(has_ended=False, is_alone=True)
     device = Gpu(connections)
     threading.Timer(0.05, lambda: setattr(connections, "has_ended", True)).start()
-    monkeypatch.setattr(
-        windows.cuda_ipc, "export", lambda block: windows.cuda_ipc.IpcHandle("", "", 1, 0, 1, 0)
-    )
+    handle = windows.cuda_ipc.IpcHandle("", "", 1, 0, 1, 0)
+    monkeypatch.setattr(windows.cuda_ipc, "export", lambda block: handle)
     with device.running([]):
         ended.set()
         window = windows.OwnWindow(device, {1: 64})

@@ -102,8 +102,7 @@ def test_the_older_checkpoint_is_taken_if_the_newest_is_damaged(tmp_path, progra
             continue
         chunks = [file for file in (folder / newest / "u" / "c").rglob("*") if file.is_file()]
         damage(folder / path, draw, chunks)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             values = program(folder, 30)
         assert np.array_equal(values, truth), path
         texts = [str(warning.message) for warning in caught]

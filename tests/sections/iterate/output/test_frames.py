@@ -13,19 +13,13 @@ import numpy as np
 import pytest
 import zarr
 
-from dask_p2p import Checkpoint, Field, Record, Save, iterate
-from dask_p2p.errors import (
-    BlockMismatchError,
-    FileError,
-    InputError,
-    MissingPackageError,
-    P2PWarning,
-)
+from dask_p2p import Checkpoint, Field, Record, Save, errors, iterate
+from dask_p2p.errors import InputError, MissingPackageError, P2PWarning
 from dask_p2p.sections.iterate.output.frames import Frames
 from tests.sections.iterate.output.test_stores import A, B, fields, run_here, states
 from tests.sections.iterate.test_coupled import array, react
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S
+from tests.support import BOUND_S, noted
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 2}
 
@@ -66,16 +60,10 @@ def difference_of(u, c, step):
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("region", [(), np.s_[2::3, :15]])
 def test_computed_fields(client, tmp_path, ranks, region):
-    save = Save(
-        tmp_path,
-        2,
-        fields=[],
-        region=region,
-        compute={"d": difference, "ready": lambda u: u > 0.2, "both": lambda v: v * 1j},
-    )
+    compute = {"d": difference, "ready": lambda u: u > 0.2, "both": lambda v: v * 1j}
+    save = Save(tmp_path, 2, fields=[], region=region, compute=compute)
     options = {"constants": {"c": Field(A, depth=1, boundary="nearest")}, "scale": 3}
-    lazy_result = iterate(react, fields(), 1, 5, save=save, ranks=ranks, **options)
-    result = dask.compute(lazy_result)[0]
+    (result,) = dask.compute(iterate(react, fields(), 1, 5, save=save, ranks=ranks, **options))
     expected, frames = states(5), frames_of(tmp_path)
     assert np.array_equal(result["u"], expected[5]["u"])
     assert (frames["ready"].dtype, frames["both"].dtype) == (bool, complex)
@@ -127,19 +115,18 @@ def test_other_computed_fields_are_compared_without_a_word(client, tmp_path, rec
 
 def test_the_thread_writes_while_steps_go_on(tmp_path, monkeypatch):
     """The first frame is written when the second step has been made, and not by its thread."""
-    may_write, threads, write_part = threading.Event(), [], Frames.write_part
+    may_write = threading.Event()
 
-    def wait_and_write(frames, written=0):
-        threads.append(threading.current_thread())
+    def wait_in_thread(*_):
         assert may_write.wait(BOUND_S)
-        write_part(frames, written)
+        return threading.current_thread()
 
     def step(u, at):
         if at.step == 1:
             may_write.set()
         return u + 1
 
-    monkeypatch.setattr(Frames, "write_part", wait_and_write)
+    threads = noted(monkeypatch, Frames, "write_part", wait_in_thread)
     run_here(step, {"u": array(A, 8)}, 0, 4, save=Save(tmp_path, 1))
     assert np.array_equal(frames_of(tmp_path)["u"], list(accumulate([1] * 4, initial=A))[1:])
     assert len({*threads}) == 1
@@ -157,7 +144,7 @@ def test_errors_of_the_thread_are_raised_on_all_ranks(client, tmp_path):
         return u + 1
 
     options = {"save": Save(tmp_path / "frames", 2), "ranks": 2, "folder": tmp_path}
-    with pytest.raises(FileError, match="Make room, or give another path"):
+    with pytest.raises(errors.FileError, match="Make room, or give another path"):
         dask.compute(iterate(step, {"u": array(A, ((12, 12), 20))}, 0, 6, **options))
     assert zarr.open(tmp_path / "frames", mode="r").attrs["frames"] <= 1
     nothing_is_left(client)
@@ -183,10 +170,8 @@ def test_stores_at_urls(tmp_path):
         new = Checkpoint(f"{url}/states", every=3, resume=False)
         with pytest.raises(InputError, match="because of resume=False"):
             run_here(react, fields(), 1, 9, checkpoint=new)
-    assert {path.name for path in (tmp_path / "files" / "states").iterdir()} == {
-        "step-000000000009",
-        "step-000000000009.complete",
-    }
+    names = {path.name for path in (tmp_path / "files" / "states").iterdir()}
+    assert names == {"step-000000000009", "step-000000000009.complete"}
 
 
 def test_urls_need_packages(monkeypatch):
@@ -233,7 +218,7 @@ def test_wrong_regions_and_functions_are_refused():
 def test_wrong_values_of_computed_fields_are_refused(tmp_path):
     def refused(message, function):
         save = Save(tmp_path / "frames", 1, compute={"d": function})
-        with pytest.raises(BlockMismatchError, match=message):
+        with pytest.raises(errors.BlockMismatchError, match=message):
             run_here(lambda u: u + 1, {"u": array(A, 8)}, 0, 3, save=save)
 
     refused(r"of shape \(24, 20\).*'d', got \(\)\. .* record a number", lambda u: u.sum())
@@ -276,12 +261,10 @@ def test_bits_of_negative_zeros(tmp_path):
     zeros = np.full(20, complex(-0.0, -0.0))
     fields = {"u": da.from_array(zeros, chunks=10), "t": complex(-0.0, -0.0)}
     record = {"first": Record(lambda u: u[0], dtype=complex)}
-    options = {"save": Save(tmp_path / "frames", 1), "record": record}
+    options = {"save": Save(tmp_path / "frames", 1), "record": record, "boundary": "none"}
     for steps in (1, 2):  # the second run resumes from the checkpoint of the first one
         options["checkpoint"] = Checkpoint(tmp_path / "states", every=1)
-        result = run_here(
-            lambda u, t: {"u": u, "t": t}, fields, 0, steps, boundary="none", **options
-        )
+        result = run_here(lambda u, t: {"u": u, "t": t}, fields, 0, steps, **options)
     for name, shape in (("u", (20,)), ("t", ())):
         expected = np.full(shape, zeros[0]).tobytes()
         assert np.asarray(result[name]).tobytes() == expected
@@ -340,8 +323,7 @@ def test_frames_have_their_steps_and_times(tmp_path):
     fields = {"u": array(A, (12, 10)), "t": 0.0}
     run_here(step, fields, 0, 50, save=Save(tmp_path, 5, fields=["u"]))
     dataset = opened(tmp_path)
-    assert {*dataset.data_vars} == {"u"}
-    assert {*dataset.coords} == {"frame", "step", "t"}
+    assert ({*dataset.data_vars}, {*dataset.coords}) == ({"u"}, {"frame", "step", "t"})
     assert dataset.step.values.tolist() == [*range(5, 51, 5)]
     assert dataset.t.values.tolist() == [step / 2 for step in range(5, 51, 5)]
     some = dataset.u.isel(frame=[0, 5, 9])

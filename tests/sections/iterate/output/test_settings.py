@@ -48,8 +48,7 @@ def differences(path, steps=5, function=heat, chunks=6, scheduler="sync", **opti
         **options,
     }
     fields = options.pop("fields")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as caught:
         dask.compute(iterate(function, fields, steps=steps, **options), scheduler=scheduler)
     texts = [str(warning.message) for warning in caught]
     return [re.search(r"first run there in (.*): the steps before", text)[1] for text in texts]

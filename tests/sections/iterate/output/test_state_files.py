@@ -35,9 +35,8 @@ def program(path, steps, stop=None, steps_seen=None, **options):
 
     def run(ctx):
         block = U[box_slices(ctx.box)]
-        s = ctx.state(
-            u=block, fields={"v": block * 0}, p=ctx.with_halo(block), t=0.5, n=np.int32(3)
-        )
+        p = ctx.with_halo(block)
+        s = ctx.state(u=block, fields={"v": block * 0}, p=p, t=0.5, n=np.int32(3))
         spec = Checkpoint(str(path), every=4, **options)
         for step in ctx.steps(steps, s, checkpoint=spec):
             if steps_seen is not None:
@@ -73,9 +72,8 @@ def test_another_number_of_ranks_resumes(tmp_path, before, after):
     with pytest.raises(StoppedError):
         run_gang(grid(before), program(tmp_path / "a", 20, stop=10))
     steps_seen = []
-    result = joined(
-        after, run_gang(grid(after), program(tmp_path / "a", 20, steps_seen=steps_seen))
-    )
+    resumed = run_gang(grid(after), program(tmp_path / "a", 20, steps_seen=steps_seen))
+    result = joined(after, resumed)
     expected = joined(1, run_gang(grid(1), program(tmp_path / "b", 20)))
     assert min(steps_seen) == 8
     for value, expected_value in zip(result, expected, strict=True):
@@ -94,8 +92,7 @@ def test_a_run_with_other_values_names_those_that_are_not_used(tmp_path):
                 s.u = s.u + s.t
             return s.u
 
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as caught:
             run_gang(grid(ranks), run)
         return [str(warning.message) for warning in caught]
 

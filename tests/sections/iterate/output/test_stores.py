@@ -47,8 +47,7 @@ def run_here(*arguments, **options):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_frames(client, tmp_path, ranks, chunks, stored):
     save = [Save(tmp_path / "all", 3), Save(tmp_path / "v", 5, ["v"])]
-    lazy_result = iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks)
-    (result,) = dask.compute(lazy_result)
+    (result,) = dask.compute(iterate(react, fields(chunks), 1, 11, save=save, ranks=ranks))
     expected = states(11)
     assert np.array_equal(result["u"], expected[11]["u"])
     group = zarr.open(tmp_path / "all", mode="r")
@@ -94,10 +93,8 @@ def test_a_killed_worker_in_the_middle_of_a_run(client, tmp_path, has_files):
     every = {"checkpoint": Checkpoint(tmp_path / "states", 4)} if has_files else {}
     options = {"save": Save(tmp_path / "frames", 2), "record": MASS, "checkpoint_every": 2, **every}
     u, v = fields().values()
-    more = {"w": [u, v], "still": u * 0, "t": 0.0}
-    lazy_result = iterate(
-        kills, {"u": u, "v": v, **more}, 1, 15, ranks=2, folder=tmp_path, **options
-    )
+    fields_of_run = {"u": u, "v": v, "w": [u, v], "still": u * 0, "t": 0.0}
+    lazy_result = iterate(kills, fields_of_run, 1, 15, ranks=2, folder=tmp_path, **options)
     newest, _ = lazy_result["w"]
     futures = client.compute([*(lazy_result[name] for name in ("u", "t", "mass", "top")), newest])
     u, t, mass, top, w = (result_of(client, future) for future in futures)
@@ -355,15 +352,7 @@ def test_values_that_all_ranks_have_count_once(client, op):
     constants = {"table": Whole(da.arange(4, chunks=2)), "factor": 3.0}
     functions = {"times": lambda t: t, "product": lambda table, factor: table.sum() * factor}
     record = {name: Record(function, op=op) for name, function in functions.items()}
-    lazy_result = iterate(
-        lambda u, t: {"t": t + 1},
-        {**NAMED, "t": 0.0},
-        0,
-        2,
-        ranks=3,
-        constants=constants,
-        record=record,
-    )
-    (result,) = dask.compute(lazy_result)
-    assert result["product"].tolist() == [18, 18]
-    assert result["times"].tolist() == [1, 2]
+    options = {"ranks": 3, "constants": constants, "record": record}
+    fields = {**NAMED, "t": 0.0}
+    (result,) = dask.compute(iterate(lambda u, t: {"t": t + 1}, fields, 0, 2, **options))
+    assert (result["product"].tolist(), result["times"].tolist()) == ([18, 18], [1, 2])
