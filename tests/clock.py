@@ -2,6 +2,7 @@
 
 import asyncio
 import selectors
+from functools import wraps
 
 START_S = 1000.0  # as of a machine that has run for a while
 
@@ -95,3 +96,18 @@ def run_clocked(main):
     """Run a coroutine on a loop that does not wait."""
     with asyncio.Runner(loop_factory=ClockedLoop) as runner:
         return runner.run(main)
+
+
+def clocked(main):
+    """Make a test of a coroutine, on a loop that does not wait; it has to leave nothing behind."""
+
+    @wraps(main)
+    def run(**fixtures):
+        async def run_and_check():
+            await main(**fixtures)
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        run_clocked(run_and_check())
+
+    return run

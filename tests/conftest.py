@@ -40,11 +40,7 @@ def pytest_addoption(parser):
     for mark in SKIPPED:
         parser.addoption(f"--{mark}", action="store_true", help=f"also run the tests marked {mark}")
     parser.addoption("--kills", type=int, default=6, help="kills of whole jobs, by default 6")
-    parser.addoption(
-        "--share-gpu",
-        action="store_true",
-        help="run tests of two GPUs on one, which the workers share",
-    )
+    parser.addoption("--share-gpu", action="store_true", help="run tests of two GPUs on one")
 
 
 def pytest_configure(config):
@@ -129,15 +125,6 @@ def file_order(items):
     return order
 
 
-def freeze_objects():
-    """Exclude all present objects from garbage collections: they are many, and they stay.
-
-    Many tests collect garbage, and each time all that earlier files left would be looked through.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem):
     """Run tests that are coroutines, each on an event loop of its own."""
@@ -155,7 +142,9 @@ def pytest_runtest_setup(item):
     """Permit clusters only in marked tests, so that the quick tests stay quick."""
     global last_path, may_start_clusters
     if item.path != last_path:
-        freeze_objects()
+        # Tests that collect garbage would look through all that earlier files left, each time.
+        gc.collect()
+        gc.freeze()
         last_path = item.path
     may_start_clusters = item.get_closest_marker("cluster") or item.get_closest_marker("gpu")
 

@@ -233,7 +233,8 @@ def check_installed(client):
         np.testing.assert_array_equal(y.compute(), array.T + 1)
         np.testing.assert_array_equal(x.map_overlap(np.negative, 1).compute(), -array)
         assert used.counts == {"rechunk": 1, "map_overlap": 1}
-        assert {"p2p-rechunk", "p2p-overlap"} <= client.run_on_scheduler(prefixes)
+        prefixes = client.run_on_scheduler(lambda dask_scheduler: {*dask_scheduler.task_prefixes})
+        assert {"p2p-rechunk", "p2p-overlap"} <= prefixes
         assert not is_ours(x.rechunk((-1, 6), method="tasks"))
     with dask_p2p.install() as used:
         np.testing.assert_array_equal(da.map_overlap(np.sqrt, x, depth=1).compute(), array**0.5)
@@ -247,10 +248,6 @@ def check_installed(client):
 def is_ours(y):
     """Whether tasks of this package make an array, or what it is made of."""
     return any(str(key[0]).startswith("p2p-") for key in y.optimize().__dask_graph__())
-
-
-def prefixes(dask_scheduler):
-    return set(dask_scheduler.task_prefixes)
 
 
 def check_cluster():

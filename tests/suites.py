@@ -33,5 +33,4 @@ def expect_failures(items, reasons, optional=()):
 
 
 def module_of(item):
-    """Return the last name of a test's module."""
     return item.module.__name__.rpartition(".")[2]

@@ -85,16 +85,8 @@ def import_path():
 
 def ran(*arguments, cwd=None, stdin=None, **variables):
     """Return an ended process of Python with its output; it imports from the paths of this one."""
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": import_path(), **variables},
-        cwd=cwd,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-    )
+    env = {**os.environ, "PYTHONPATH": import_path(), **variables}
+    return run_command(sys.executable, *arguments, env=env, cwd=cwd, input=stdin)
 
 
 def output_of(*arguments, **options):
@@ -234,6 +226,10 @@ def given_up(client):
     return client.run(find_obstacles)
 
 
+def has_plugin(dask_worker):
+    return PLUGIN_NAME in dask_worker.plugins
+
+
 def run_of(client, y):
     """The last run that made a persisted output; None if there is none."""
     names = {y.name}
@@ -316,6 +312,12 @@ def pairwise(*lists):
         pending -= pairs_of[best]
         cases.append(tuple(value for _, value in every[best]))
     return cases
+
+
+def assert_same_bits(result, expected):
+    """Check that an array has the bits of another one, its dtype and its shape."""
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    assert result.tobytes() == expected.tobytes()
 
 
 def indexed(shape, dtype=np.int64):

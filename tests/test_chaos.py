@@ -19,9 +19,9 @@ import pytest
 from distributed import wait
 
 import dask_p2p
-from tests.faults.support import BOUND_S, cluster_of
+from tests.faults.support import BOUND_S, cluster_of, source
 from tests.fusing.support import OPERATIONS
-from tests.support import bits
+from tests.support import assert_same_bits, bits
 
 RUNS = 200
 RUNS_BY_DEFAULT = 3
@@ -75,26 +75,6 @@ def cut(choose, length, max_blocks):
     return tuple(stop - start for start, stop in pairwise(bounds))
 
 
-def positions(block_info, shape):
-    """Of the cells of a block in the array, in C order."""
-    place = block_info[None]["array-location"]
-    indices = np.ogrid[tuple(slice(*pair) for pair in place)]
-    at = np.zeros(tuple(stop - start for start, stop in place), dtype="i8")
-    for length, index in zip(shape, indices, strict=True):
-        at = at * length + index
-    return at
-
-
-def make_block(dtype, shape, block_info=None):
-    return bits(positions(block_info, shape), dtype)
-
-
-def equal(result, expected):
-    assert result.dtype == expected.dtype
-    assert result.shape == expected.shape
-    assert result.tobytes() == np.ascontiguousarray(expected).tobytes()
-
-
 _SLOW = [], [pytest.mark.slow]
 SEEDS = pytest.mark.parametrize(
     "seed",
@@ -116,10 +96,8 @@ def test_a_run_with_kills(seed):
     axes = choose.sample(range(ndim), ndim)
     to = [None, tuple(cut(choose, shape[axis], max_blocks) for axis in axes)][choose.random() < 0.7]
     inverse = [int(axis) for axis in np.argsort(axes)]
-    x = da.map_blocks(
-        make_block, dtype, shape, chunks=tuple(cut(choose, n, max_blocks) for n in shape),
-        dtype=dtype, meta=np.empty((0,) * ndim, dtype),
-    )  # fmt: skip
+    positions = source(shape, tuple(cut(choose, n, max_blocks) for n in shape), int)
+    x = positions.map_blocks(bits, dtype, meta=np.empty((0,) * ndim, dtype))
     expected = bits(np.arange(math.prod(shape)).reshape(shape), dtype)
     options = {
         "p2p.transports.order": ["auto", ["comm"], "auto", ["ucx"]][seed % 4],
@@ -137,8 +115,8 @@ def test_a_run_with_kills(seed):
         with trouble:
             y = client.persist(dask_p2p.transpose(x, axes, chunks=to))
             z = dask_p2p.transpose(y, inverse, chunks=x.chunks)
-            equal(client.compute(z).result(timeout=BOUND_S), expected)
-            equal(client.compute(y).result(timeout=BOUND_S), expected.transpose(axes))
+            assert_same_bits(client.compute(z).result(timeout=BOUND_S), expected)
+            assert_same_bits(client.compute(y).result(timeout=BOUND_S), expected.transpose(axes))
         assert time.monotonic() - started_s < BOUND_S
 
 
@@ -182,4 +160,4 @@ def test_a_fused_graph_with_kills(seed):
         with trouble, dask.config.set({"p2p.fuse": "off" if mode == "fused" else mode}):
             futures = client.compute([*arrays])
             for future, value in zip(futures, expected, strict=True):
-                equal(future.result(timeout=BOUND_S), value)
+                assert_same_bits(future.result(timeout=BOUND_S), value)

@@ -40,11 +40,6 @@ def test_the_schema_describes_every_default_and_refuses_other_options():
         assert node["description"].strip(), path
 
 
-def test_comm_is_always_the_last_resort():
-    with dask.config.set({"p2p.transports.order": ["ipc"]}):
-        assert options().order("cupy") == options().order("numpy") == ("ipc", "comm")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [

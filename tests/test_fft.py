@@ -1,6 +1,6 @@
 import sys
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import dask
 import dask.array as da
@@ -15,7 +15,7 @@ from dask_p2p.backends.numpy import NumpyBackend
 from dask_p2p.errors import InputError, UnsupportedArrayError
 from dask_p2p.ops.fft import local as local_fft
 from tests import support
-from tests.support import layers_of, persisted, run_of, spread
+from tests.support import layers_of, noted, persisted, run_of, spread
 
 ALONG_ONE = ["fft", "ifft", "rfft", "irfft", "hfft", "ihfft"]
 ALONG_MANY = ["fftn", "ifftn", "rfftn", "irfftn"]
@@ -77,10 +77,8 @@ def test_along_one_axis(case, name, axis, n, norm, char):
 
 def check(result, expected, char):
     """Dtype and chunks are as declared, values as expected."""
-    single, is_complex = char in "fF", expected.dtype.kind == "c"
-    assert result.dtype == np.dtype(
-        {(1, 1): "F", (1, 0): "f", (0, 1): "D", (0, 0): "d"}[single, is_complex]
-    )
+    is_complex = expected.dtype.kind == "c"
+    assert result.dtype == {"f": "fF", "d": "dD"}[char.lower()][is_complex]
     assert result.compute(scheduler="sync").dtype == result.dtype
     layers_of(result)
     for index in np.ndindex(result.numblocks):
@@ -144,21 +142,15 @@ def test_dtypes_are_what_the_docs_say(char, name, has_scipy, lose_scipy):
     expected = np.empty(0, expected).real.dtype if name == "irfftn" else expected
     values = result.compute(scheduler="sync")
     assert result.dtype == values.dtype == expected
-    wide = getattr(np.fft, name)(x.astype("D" if x.dtype.kind == "c" else "d"))
+    wide = getattr(np.fft, name)(in_double(x))
     np.testing.assert_allclose(values, wide, atol=1e-5 if single else 1e-13)
 
 
 def test_scipy_is_used_where_it_is_and_numpy_where_not(lose_scipy, monkeypatch):
     used = set()
-
-    def noted(library, function, *args, **kwargs):
-        used.add(library.__name__)
-        return function(*args, **kwargs)
-
-    for library in (scipy.fft, np.fft):
-        for name in ("fft", "fftn"):
-            noting = partial(noted, library, getattr(library, name))
-            monkeypatch.setattr(library, name, noting)
+    for library, name in product((scipy.fft, np.fft), ("fft", "fftn")):
+        note = partial(lambda module, *_, **__: used.add(module), library.__name__)
+        noted(monkeypatch, library, name, note)
     y = fft.fftn(da.from_array(numbers((6, 8), "D"), chunks=(2, 8)))
     for module in ("scipy.fft", "numpy.fft"):
         used.clear()
@@ -167,8 +159,8 @@ def test_scipy_is_used_where_it_is_and_numpy_where_not(lose_scipy, monkeypatch):
         lose_scipy()
 
 
-def layers(y, prefix="p2p-fft"):
-    return sum(name.startswith(prefix) for name in layers_of(y))
+def layers(y):
+    return sum(name.startswith("p2p-fft") for name in layers_of(y))
 
 
 def test_what_is_whole_moves_nothing_and_pencils_move_twice():

@@ -8,6 +8,7 @@ import re
 import sys
 from importlib.metadata import version
 from importlib.resources import files
+from textwrap import indent
 
 import pytest
 from click.testing import CliRunner
@@ -206,8 +207,7 @@ def test_errors_cross_the_boundaries_of_processes(cls):
     error = cls("expected, got, do", **details.get(cls, {}))
     by_dask = pickle.loads(error_message(error)["exception"].data)
     for again in (pickle.loads(pickle.dumps(error)), by_dask):
-        assert type(again) is cls
-        assert str(again) == "expected, got, do"
+        assert (type(again), str(again)) == (cls, "expected, got, do")
         assert vars(again) == vars(error)
         assert getattr(again, "name", None) == getattr(error, "name", None)
 
@@ -251,29 +251,25 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def collections():
-    """Count the collections, which are on with Python's thresholds."""
-    counted, was_on, thresholds = [], gc.isenabled(), gc.get_threshold()
-
-    def count(phase, info):
-        counted.append(info)
-
-    gc.callbacks.append(count)
+def _collections():
+    """Collections are on, with Python's thresholds."""
+    was_on, thresholds = gc.isenabled(), gc.get_threshold()
     gc.enable()
     gc.set_threshold(700, 10, 10)
-    yield counted
-    gc.callbacks.remove(count)
+    yield
     gc.set_threshold(*thresholds)
     if not was_on:
         gc.disable()
 
 
-def test_a_threshold_that_an_import_sets_stays(module, collections):
+@pytest.mark.usefixtures("_collections")
+def test_a_threshold_that_an_import_sets_stays(module):
     load_module(module("import gc\ngc.set_threshold(5000)"))
     assert gc.get_threshold()[0] == 5000
 
 
-def test_collections_go_on_after_an_import_that_fails(module, collections):
+@pytest.mark.usefixtures("_collections")
+def test_collections_go_on_after_an_import_that_fails(module):
     with pytest.raises(ZeroDivisionError):
         load_module(module("1 / 0"))
     assert gc.get_threshold() == (700, 10, 10)
@@ -303,16 +299,13 @@ def _finders():
     assert sys.meta_path == before
 
 
-of_later_imports = pytest.mark.usefixtures("_finders")
-
-
 def test_an_action_on_a_module_that_is_imported_already():
     modules = []
     call_when_imported("sys", modules.append)()
     assert modules == [sys]
 
 
-@of_later_imports
+@pytest.mark.usefixtures("_finders")
 def test_an_action_on_a_module_that_does_not_exist():
     forget = call_when_imported("missing_in_a_test", lambda module: pytest.fail("called"))
     with pytest.raises(ModuleNotFoundError, match="missing_in_a_test"):
@@ -320,7 +313,7 @@ def test_an_action_on_a_module_that_does_not_exist():
     forget()
 
 
-@of_later_imports
+@pytest.mark.usefixtures("_finders")
 def test_an_action_on_a_module_whose_first_import_fails(module):
     name, modules = module("import sys\nif not hasattr(sys, 'may_load'): 1 / 0"), []
     call_when_imported(name, modules.append)
@@ -418,14 +411,10 @@ PROGRAMS = {
 
 def output_without(missing, folder, program):
     (folder / "sitecustomize.py").write_text(WITHOUT)
-    (folder / "program.py").write_text(f"if __name__ == '__main__':\n    {indented(program)}\n")
+    (folder / "program.py").write_text("if __name__ == '__main__':\n" + indent(program, "    "))
     variables = {"PYTHONPATH": f"{folder}:{import_path()}", "MISSING_PACKAGES": missing}
     process = ran(folder / "program.py", cwd=folder, **variables)
     return process.stdout + process.stderr
-
-
-def indented(program):
-    return program.replace("\n", "\n    ")
 
 
 @pytest.mark.programs

@@ -16,6 +16,8 @@ from tests.support import output_of, run_command
 pytestmark = pytest.mark.programs
 
 GITHUB = ROOT / ".github"
+TEXT = (ROOT / "deploy" / "conda" / "recipe.yaml").read_text()
+RECIPE, CITATION = yaml.safe_load(TEXT), yaml.safe_load((ROOT / "CITATION.cff").read_text())
 SCHEMAS = {
     ".github/workflows/ci.yml": "github-workflows",
     ".github/workflows/release.yml": "github-workflows",
@@ -87,37 +89,28 @@ def test_the_range_of_dask_is_the_same_everywhere():
             (pinned,) = requirement(name, extra)
             assert releases.contains(pinned.version), "what dask-cuda needs is inside"
             assert f"dask-cuda names, {pinned.version}" in (ROOT / "README.md").read_text()
-    run = recipe()["requirements"]["run"]
+    run = RECIPE["requirements"]["run"]
     for name in ("dask-core", "distributed"):
         assert f"{name} {DASK_RELEASES}" in run
-
-
-def recipe():
-    return yaml.safe_load((ROOT / "deploy" / "conda" / "recipe.yaml").read_text())
 
 
 def test_the_conda_recipe_is_one():
     """By the program that builds it."""
     rattler_build = pytest.importorskip("rattler_build", reason="py-rattler-build is not installed")
-    text = (ROOT / "deploy" / "conda" / "recipe.yaml").read_text()
-    (variant,) = rattler_build.Stage0Recipe.from_yaml(text).render(rattler_build.VariantConfig())
+    (variant,) = rattler_build.Stage0Recipe.from_yaml(TEXT).render(rattler_build.VariantConfig())
     recipe = variant.recipe.to_dict()
     assert recipe["package"] == {"name": "dask-p2p", "version": PROJECT["version"]}
     names = {Requirement(dependency).name for dependency in PROJECT["dependencies"]} - {"dask"}
-    assert {dependency.split()[0] for dependency in recipe["requirements"]["run"]} == {
-        *names,
-        "dask-core",
-        "python",
-    }
+    run_names = {dependency.split()[0] for dependency in recipe["requirements"]["run"]}
+    assert run_names == {*names, "dask-core", "python"}
     with pytest.raises(rattler_build.RecipeParseError, match="unknown field"):
-        rattler_build.Stage0Recipe.from_yaml(text.replace("pip_check", "pip_cheque"))
+        rattler_build.Stage0Recipe.from_yaml(TEXT.replace("pip_check", "pip_cheque"))
 
 
 def test_the_version_is_the_same_everywhere():
     version = PROJECT["version"]
-    assert recipe()["context"]["version"] == version
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert str(citation["version"]) == version
+    assert RECIPE["context"]["version"] == version
+    assert str(CITATION["version"]) == version
     changes = (ROOT / "CHANGELOG.md").read_text()
     newest, when = re.findall(r"^## (\S+)(?:, (.*))?$", changes, flags=re.MULTILINE)[0]
     assert newest == version
@@ -127,9 +120,7 @@ def test_the_version_is_the_same_everywhere():
 
 def test_one_address_of_the_repository():
     repository = PROJECT["urls"]["Source"]
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert citation["repository-code"] == repository
-    assert recipe()["about"]["repository"] == repository
+    assert CITATION["repository-code"] == RECIPE["about"]["repository"] == repository
     for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         text = (ROOT / name).read_text()
         for owner in re.findall(r"github\.com/([\w-]+)/dask-p2p", text):
@@ -137,9 +128,8 @@ def test_one_address_of_the_repository():
 
 
 def test_each_python_is_tested_and_named():
-    matrix = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())["jobs"]["test"][
-        "strategy"
-    ]["matrix"]["include"]
+    workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
+    matrix = workflow["jobs"]["test"]["strategy"]["matrix"]["include"]
     tested = {job["python"] for job in matrix}
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     supported = SpecifierSet(PROJECT["requires-python"])

@@ -179,18 +179,16 @@ class Protocol(RuleBasedStateMachine):
             worker.hear()
         index = (column, 0)
         if (worker, index) in [(task.actor.worker, task.index) for task in self.tasks]:
-            return None  # no worker runs a task twice at a time
+            return  # no worker runs a task twice at a time
         output = OutputSpec(("x",), np.dtype("u8"), "cupy", replace(OPTIONS, transports=transports))
         spec = AssembleTask(
             ("y", *index), assemble_block, ("y", *index), PLAN, index, output, Blocks(*KEYS)
         )
         who_has = {key: sorted({w.address for w in self.holders(key)} | stale) for key in KEYS}
         worker.compute(spec, who_has)
-        if worker.started is None:
-            return None
-        runs = {key: {self.runs[key]} if key in self.runs else set() for key in KEYS}
-        self.tasks.append(Running(worker.started, index, runs))
-        return self.tasks[-1]
+        if worker.started is not None:
+            runs = {key: {self.runs[key]} if key in self.runs else set() for key in KEYS}
+            self.tasks.append(Running(worker.started, index, runs))
 
     def task(self, number):
         """One of those that run, if there is any."""

@@ -1,12 +1,10 @@
 """What transports hold for others, or of others: all zero when nobody reads or is read."""
 
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.transports.in_place import IpcTransport
 from dask_p2p.transports.packed import PackedTransport
 from dask_p2p.transports.pinned import PinnedTransport
 from dask_p2p.transports.same_host import SameHostTransport
 from dask_p2p.transports.ucx import UcxTransport
-from tests.transports.loopback import wait_until
 
 
 def usage(transport):
@@ -25,15 +23,6 @@ def usage(transport):
         messenger = transport._messenger
         counts["messages"] = 0 if messenger is None else messenger.in_flight
     return counts
-
-
-def wait_until_unused(client):
-    """Wait until the transfers of all workers hold nothing."""
-
-    def in_use(dask_worker):
-        return sum(usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context).values())
-
-    wait_until(lambda: set(client.run(in_use).values()) == {0})
 
 
 def usage_of_worker(context):

@@ -1,6 +1,5 @@
 """Each program that measures runs once with small numbers, and writes figures."""
 
-import contextlib
 import importlib
 import json
 import math
@@ -166,17 +165,6 @@ def test_the_hand_written_step_is_the_reference():
     np.testing.assert_allclose(out, reference(u, before, 1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.fixture
-def bench(client, monkeypatch):
-    """Run the command with the tests' cluster, of four workers."""
-
-    def run(*args):
-        monkeypatch.setattr(report, "start", lambda _: contextlib.nullcontext(client))
-        return CliRunner().invoke(command.bench, ["--cpu", "--workers", "4", *args])
-
-    return run
-
-
 def test_the_program_runs_from_a_checkout():
     arguments = ["--cpu", "--workers", "1", "--size", "64", "--repeats", "1"]
     process = ran("-m", "benchmarks", *arguments, cwd=ROOT)
@@ -184,9 +172,11 @@ def test_the_program_runs_from_a_checkout():
     assert "All 4096 elements are where they belong." in process.stdout
 
 
-def test_wrong_elements_are_status_1(bench, monkeypatch):
+def test_wrong_elements_are_status_1(client, monkeypatch):
     monkeypatch.setattr(measure, "transpose", lambda x, axes: x.transpose(axes) + 1)
-    result = bench("--shape", "20x20", "--repeats", "1")
+    monkeypatch.setattr(report, "start", lambda spec: nullcontext(client))
+    arguments = ["--cpu", "--workers", "4", "--shape", "20x20", "--repeats", "1"]
+    result = CliRunner().invoke(command.bench, arguments)
     assert result.exit_code == 1
     assert result.stderr == "Error: some elements are wrong: 400 of 400 of dask_p2p\n"
     assert "where they belong" not in result.stdout

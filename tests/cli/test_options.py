@@ -59,11 +59,7 @@ def test_the_second_ctrl_c_does_not_wait():
 def unhandled():
     """SIGHUP that does not end the tests: counts those that nothing else has handled."""
     count = []
-
-    def note(*_):
-        count.append(1)
-
-    before = signal.signal(signal.SIGHUP, note)
+    before = signal.signal(signal.SIGHUP, lambda *_: count.append(1))
     yield count
     signal.signal(signal.SIGHUP, before)
 

@@ -13,9 +13,8 @@ import numpy as np
 from distributed import Client
 
 import dask_p2p
-from dask_p2p.engine.task import PLUGIN_NAME
 from tests.docs.pages import ROOT
-from tests.support import BOUND_S, import_path, indexed, run_command
+from tests.support import BOUND_S, has_plugin, import_path, indexed, run_command
 from tests.transports.loopback import wait_until
 
 DEPLOY = ROOT / "deploy"
@@ -91,9 +90,5 @@ def transpose_on(address, workers, **kwargs):
     with Client(address, timeout=BOUND_S, **kwargs) as client:
         client.wait_for_workers(workers, timeout=BOUND_S)
         # The scheduler gives it to those that have joined.
-        wait_until(lambda: [*client.run(_has_plugin).values()] == [True] * workers)
+        wait_until(lambda: [*client.run(has_plugin).values()] == [True] * workers)
         np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), x.T)
-
-
-def _has_plugin(dask_worker):
-    return PLUGIN_NAME in dask_worker.plugins

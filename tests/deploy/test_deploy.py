@@ -4,7 +4,6 @@ import configparser
 import os
 import re
 import shutil
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,8 +79,7 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 
 def keys(folder):
-    command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / "id_ed25519")]
-    subprocess.run(command, check=True, timeout=60)
+    output_of("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / "id_ed25519")
     return (folder / "id_ed25519.pub").read_text()
 
 
@@ -148,9 +146,8 @@ def test_jobs_on_gpus(tmp_path):
     assert "#SBATCH --gpus-per-node=4" in script
     assert "#SBATCH --mem=131072M" in script
     (command,) = [line for line in script.splitlines() if "-m dask_cuda.cli tcp://" in line]
-    assert "--nthreads 1 " in command
-    assert "--set-rmm-allocator-for-libs cupy" in command
-    assert "--memory-limit 32.00GiB" in command
+    options = "--nthreads 1 ", "--set-rmm-allocator-for-libs cupy", "--memory-limit 32.00GiB"
+    assert all(option in command for option in options), command
 
 
 @pytest.fixture(scope="module")

@@ -114,17 +114,23 @@ def elsewhere(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", [page for page in BLOCKS if has_code(page)], ids=name)
 def test_the_code_of_a_page_runs(page, request):
     """One block after another, in one namespace, in which nothing is: each page is read alone."""
-    if "import dask_array" in page.read_text("utf-8"):
+    text = page.read_text("utf-8")
+    if "import dask_array" in text:
         request.getfixturevalue("dask_array")
-    require_libraries(page)
-    run_all(BLOCKS[page])
-
-
-def require_libraries(page):
-    """Skip a page whose library is not installed."""
     for library in LIBRARIES:
-        if f"import {library}\n" in page.read_text("utf-8"):
+        if f"import {library}\n" in text:
             pytest.importorskip(library)
+    names = {"__name__": "__main__" if page == README else "docs"}
+    try:
+        for block in BLOCKS[page]:
+            if block.language in RUN and not block.not_run:
+                run(block, names)
+    finally:
+        for client in [member for member in names.values() if isinstance(member, Client)]:
+            cluster = client.cluster
+            client.close()
+            if cluster is not None:
+                cluster.close()
 
 
 @pytest.mark.parametrize("program", GALLERY, ids=name)
@@ -134,23 +140,6 @@ def test_programs_of_the_gallery_have_the_same_values_on_several_ranks(program, 
     run_program(program)
     newest = dask_p2p.last_runs(client)[0]
     assert len({record.worker for record in newest.records}) == ranks > 1
-
-
-def run_all(blocks):
-    """Run the blocks of a page in one namespace."""
-    blocks = list(blocks)
-    is_script = any(block.page == README for block in blocks)
-    names = {"__name__": "__main__" if is_script else "docs"}
-    try:
-        for block in blocks:
-            if block.language in RUN and not block.not_run:
-                run(block, names)
-    finally:
-        for client in [member for member in names.values() if isinstance(member, Client)]:
-            cluster = client.cluster
-            client.close()
-            if cluster is not None:
-                cluster.close()
 
 
 def test_no_block_is_left_out_silently():
@@ -169,7 +158,7 @@ def test_no_block_is_left_out_silently():
     assert left_out == NOT_RUN
 
 
-def test_a_block_that_fails_is_a_failure(tmp_path):
+def test_a_block_that_fails_is_a_failure():
     page = ROOT / "page.md"
     with pytest.raises(ZeroDivisionError):
         run(Block(page, 1, "python", "1 / 0\n"), {})

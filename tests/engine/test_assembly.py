@@ -20,7 +20,7 @@ from dask_p2p.transports.base import Reading, Transport
 from dask_p2p.transports.buffers import Footprint
 from dask_p2p.transports.router import Router
 from tests.simulation.gpu import DeviceArray
-from tests.support import tune
+from tests.support import noted, tune
 
 CHUNKS = ((3, 3, 3), (9,))
 X = np.arange(81.0).reshape(9, 9)
@@ -197,14 +197,9 @@ def test_the_own_host_is_read_while_others_are_waited_for(quick, slow, peers, lo
     assert sorted(stage.holder for stage in task_assembly.sources.stages) == ["c", "far"]
 
 
-def note_permutes(monkeypatch, log):
-    real = HostQueue.permute
-
-    def permute(self, *args, **kwargs):
-        log.append(("permute",))
-        real(self, *args, **kwargs)
-
-    monkeypatch.setattr(HostQueue, "permute", permute)
+def note_calls(monkeypatch, log, owner, *names):
+    for name in names:
+        noted(monkeypatch, owner, name, lambda *_, name=name, **__: log.append((name,)))
 
 
 @pytest.mark.parametrize(("holder", "ahead"), [("a", 2), ("far", 0)])
@@ -214,7 +209,7 @@ def test_the_next_block_is_opened_while_the_last_parts_of_the_one_before_are_on_
     """But not if another transport brings it: each may fill the whole staging budget."""
     for transport in (quick, slow):
         transport.part_bytes, transport.ahead = 8, 2  # nine parts a piece
-    note_permutes(monkeypatch, log)
+    note_calls(monkeypatch, log, HostQueue, "permute")
     check(assembly(peers, (holder, "b", "c")).run())
     second = opened(log)[1]
     before = log[: [entry[1:3] for entry in log].index(second)]
@@ -226,7 +221,7 @@ def test_parts_of_a_block_that_has_failed_are_not_placed(quick, peers, log, monk
     quick.part_bytes, quick.ahead = 8, 2
     quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
     quick.late.add(("x", 2, 0))
-    note_permutes(monkeypatch, log)
+    note_calls(monkeypatch, log, HostQueue, "permute")
     check(assembly(peers).run())
     assert log.count(("permute",)) == 1 + 9 + 1 + 1, "one part of it, and later the whole"
 
@@ -236,16 +231,8 @@ def test_what_lies_elsewhere_is_let_go_of_only_when_nothing_reads_it(
     quick, slow, peers, log, monkeypatch, late
 ):
     """Also where it failed: kernels that read what came before may still be queued."""
-    synchronize, close = HostQueue.synchronize, FakeReading.close
-
-    def logged(step_name, function):
-        return lambda self: (log.append((step_name,)), function(self))[1]
-
-    monkeypatch.setattr(HostQueue, "synchronize", logged("synchronize", synchronize))
-    monkeypatch.setattr(FakeReading, "close", logged("close", close))
-    monkeypatch.setattr(
-        FakeReading, "confirm", logged("confirm", FakeReading.confirm), raising=False
-    )
+    note_calls(monkeypatch, log, HostQueue, "synchronize")
+    note_calls(monkeypatch, log, FakeReading, "close", "confirm")
     quick.in_place, quick.part_bytes = True, 24
     if late:
         quick.fails["c", ("x", 2, 0)] = TransferError("broke off")
@@ -321,11 +308,9 @@ def test_what_may_be_wrong_is_brought_by_another_way(quick, slow, peers, monkeyp
     monkeypatch.setattr(FakeReading, "request", request_wrong)
     monkeypatch.setattr(FakeReading, "confirm", confirm)
     task_assembly = assembly(peers)
-    np.testing.assert_array_equal(task_assembly.run(), X.T[3:6])
-    assert [(stage.holder, stage.transport) for stage in task_assembly.sources.stages] == [
-        ("a", "quick"),
-        ("c", "slow"),
-    ]
+    check(task_assembly.run())
+    ways = [(stage.holder, stage.transport) for stage in task_assembly.sources.stages]
+    assert ways == [("a", "quick"), ("c", "slow")]
     assert peers.router.failures.get(("c", "quick")).text == "quick: what came is not what was sent"
     assert quick.open_now == slow.open_now == []
 

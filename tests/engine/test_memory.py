@@ -235,8 +235,7 @@ def note(array):
 
 def alive(dask_worker):
     noted = getattr(dask_worker, "noted", ())
-    gone = all(ref() is None for ref in noted)
-    return len(noted), gone
+    return len(noted), all(ref() is None for ref in noted)
 
 
 def check_all_is_gone(client):
@@ -322,27 +321,20 @@ def lookup(settings):
     return settings["rate"]
 
 
-def in_a_section(x):
-    def program(ctx, x):
-        ctx.barrier()
-        return x * lookup({}) if ctx.rank else ctx.allreduce(x)
-
-    return spmd(program, x, ranks=2)
+def looking_up(ctx, x):
+    ctx.barrier()
+    return x * lookup({}) if ctx.rank else ctx.allreduce(x)
 
 
-def in_steps(x):
-    return iterate(lambda u: {"u": lookup({})}, {"u": x}, 1, 3)["u"]
+FAILING = {
+    "section": lambda x: spmd(looking_up, x, ranks=2),
+    "steps": lambda x: iterate(lambda u: {"u": lookup({})}, {"u": x}, 1, 3)["u"],
+    "halo": lambda x: map_overlap(lambda u: lookup({}), x, depth=1, boundary=0, meta=x._meta),
+    "gang": lambda x: fused(x.map_blocks(lambda u: lookup({}), meta=x._meta) + 1, ranks=2),
+}
 
 
-def in_halo(x):
-    return map_overlap(lambda u: lookup({}), x, depth=1, boundary=0, meta=x._meta)
-
-
-def in_a_gang(x):
-    return fused(x.map_blocks(lambda u: lookup({}), meta=x._meta) + 1, ranks=2)
-
-
-@pytest.mark.parametrize("build", [in_a_section, in_steps, in_halo, in_a_gang])
+@pytest.mark.parametrize("build", FAILING.values(), ids=FAILING)
 def test_the_traceback_has_the_frames_of_the_program(client, build):
     """And none of this package before them, on the client and in the logs of workers."""
     with pytest.raises(KeyError, match="rate") as raised:
@@ -370,7 +362,5 @@ def test_faults_of_this_package_keep_their_frames():
     """Their reports need all frames."""
     with pytest.raises(TypeError) as raised:
         drops_frames(block_bounds)(None)
-    assert [frame.name for frame in extract_tb(raised.value.__traceback__)][1:] == [
-        "run",
-        "block_bounds",
-    ]
+    _, *names = (frame.name for frame in extract_tb(raised.value.__traceback__))
+    assert names == ["run", "block_bounds"]

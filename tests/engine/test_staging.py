@@ -3,6 +3,7 @@
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 
@@ -52,18 +53,19 @@ class Meter:
 
 
 @pytest.fixture
-def workers(loop, tmp_path):
-    """Give a reader's transports, and those of the holders that it reads from."""
+def make(loop, tmp_path):
+    """Give a function that makes a reader's transports, and those of the holders of blocks."""
     network, worker_contexts = {}, []
 
-    def make(cls, address, options):
+    def make_transport(cls, address, options, blocks=()):
         host = network.get(address) or LoopbackHost(address, loop.loop, network, tmp_path)
         transport = cls(host, options)
         host.handlers.update(transport.handlers())
+        host.blocks = dict(blocks)
         worker_contexts.append(transport)
         return transport
 
-    yield make, network
+    yield make_transport
     for transport in worker_contexts:
         loop.run(transport.close())
     for host in network.values():
@@ -103,13 +105,11 @@ def buffers(monkeypatch):
 
 
 @pytest.mark.parametrize("limit_bytes", LIMITS)
-def test_comm(workers, monkeypatch, limit_bytes):
-    make, network = workers
+def test_comm(make, monkeypatch, limit_bytes):
     chosen = replace(options(), staging_limit_bytes=limit_bytes)
     reader = make(CommTransport, "reader", chosen)
     for holder in "abc":
-        make(CommTransport, holder, options())
-        network[holder].blocks = BLOCKS
+        make(CommTransport, holder, options(), BLOCKS)
     meter = Meter()
     bring = PackedReading.bring
 
@@ -126,14 +126,12 @@ def test_comm(workers, monkeypatch, limit_bytes):
 
 
 @pytest.mark.parametrize("limit_bytes", LIMITS)
-def test_ucx(workers, buffers, limit_bytes):
+def test_ucx(make, buffers, limit_bytes):
     pytest.importorskip("ucxx")
-    make, network = workers
     chosen = replace(options(), staging_limit_bytes=limit_bytes)
     reader = make(UcxTransport, "reader", chosen)
     for holder in "abc":
-        make(UcxTransport, holder, chosen)
-        network[holder].blocks = BLOCKS
+        make(UcxTransport, holder, chosen, BLOCKS)
     assemble(chosen, "abc", ucx=reader)
     assert len(buffers) == 4, "of the reader and of each holder"
     smallest_bytes = buffer_bytes(1)
@@ -150,13 +148,8 @@ def read_at_once(reader, key, boxes, chosen, times=6):
     request_fields = "holder", key, X.shape, X.dtype, "numpy"
 
     def read():
-        remote = open_block(reader, *request_fields, boxes, chosen)
-        try:
-            return b"".join(
-                np.array(remote.request().result(BOUND_S)).tobytes() for _ in range(len(boxes))
-            )
-        finally:
-            remote.close()
+        with closing(open_block(reader, *request_fields, boxes, chosen)) as remote:
+            return b"".join(np.array(remote.request().result(BOUND_S)).tobytes() for _ in boxes)
 
     with ThreadPoolExecutor(times) as threads:
         return [future.result() for future in [threads.submit(read) for _ in range(times)]]
@@ -167,11 +160,10 @@ EXPECTED = b"".join(np.ascontiguousarray(X[box_slices(box)]).tobytes() for box i
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 800, 1600, 3000])
-def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
-    make, network = workers
+def test_what_comm_packs_for_others(make, monkeypatch, limit_bytes):
     reader = make(CommTransport, "reader", options())
-    serving = make(CommTransport, "holder", replace(options(), staging_limit_bytes=limit_bytes))
-    network["holder"].blocks = {"x": X}
+    chosen = replace(options(), staging_limit_bytes=limit_bytes)
+    serving = make(CommTransport, "holder", chosen, {"x": X})
     meter = Meter()
     scratch = HostQueue.scratch
 
@@ -189,14 +181,12 @@ def test_what_comm_packs_for_others(workers, monkeypatch, limit_bytes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [CommTransport, UcxTransport])
-def test_a_holder_that_never_has_room_reports_it(workers, cls):
+def test_a_holder_that_never_has_room_reports_it(make, cls):
     if cls is UcxTransport:
         pytest.importorskip("ucxx")
-    make, network = workers
     chosen = replace(options(), request_timeout_s=4.0)  # the holder gives up before the reader
     reader = make(cls, "reader", options())
-    serving = make(cls, "holder", replace(chosen, staging_limit_bytes=1000))
-    network["holder"].blocks = {"x": X}
+    serving = make(cls, "holder", replace(chosen, staging_limit_bytes=1000), {"x": X})
     (reservation,) = serving.packed.reserve(1000)
     read = partial(read_at_once, reader, "x", BOXES, chosen)
     with pytest.raises(TransferError, match="outgoing staging limit"):

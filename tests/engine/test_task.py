@@ -4,6 +4,7 @@ import pickle
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -69,11 +70,9 @@ def test_dependencies_are_all_blocks_that_are_read(task):
 
 def test_it_survives_pickling_and_renaming(task):
     again = pickle.loads(pickle.dumps(task))
-    assert again.dependencies == task.dependencies
-    assert again.args == task.args
+    assert (again.dependencies, again.args) == (task.dependencies, task.args)
     renamed = task.substitute({KEYS[0]: ("z", 0, 0)})
-    assert type(renamed) is AssembleTask
-    assert renamed.dependencies == {("z", 0, 0), KEYS[1]}
+    assert (type(renamed), renamed.dependencies) == (AssembleTask, {("z", 0, 0), KEYS[1]})
     other = task.substitute({}, key=("other", 1, 0))
     assert other.args == (other.key, *task.args[1:]), "records have the new key"
 
@@ -95,8 +94,7 @@ def test_a_task_that_waits_reads_nothing_of_what_it_waits_for():
     assert [*waits.reads()] == [(KEYS[0], 1)]
     assert waits({("all", 0): None, KEYS[0]: 2}) == 6
     rewritten = waits.substitute({("all", 0): BlockRef("all", ())})
-    assert type(rewritten) is WaitTask
-    assert rewritten.dependencies == {KEYS[0]}
+    assert (type(rewritten), rewritten.dependencies) == (WaitTask, {KEYS[0]})
     assert rewritten({KEYS[0]: 2}) == 6
     fused = Task.fuse(waits, Task("after", lambda z: z + 1, TaskRef("z")))
     assert fused({("all", 0): None, KEYS[0]: 2}) == 7
@@ -252,11 +250,8 @@ def test_a_block_that_is_gone_is_asked_for_again():
 
 
 def test_a_disk_that_fails_is_named(monkeypatch):
-    def fail(key):
-        raise OSError(5, "Input/output error")
-
     store = Store(blocks=BLOCKS, spilled=ALL_KEYS)
-    monkeypatch.setattr(store, "block", fail)
+    monkeypatch.setattr(store, "block", Mock(side_effect=OSError(5, "Input/output error")))
     with pytest.raises(TransferError, match=r"\('x', 0, 0\) cannot be read from disk: .*output er"):
         assembly(store).run()
 

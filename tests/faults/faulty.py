@@ -26,18 +26,10 @@ _PARTNER_S = 0.1  # for which an answer waits for another one to go before it
 
 
 class Faults:
-    """Chooses the next fault: at chosen positions, or at random.
+    """Chooses the next fault, one of these names at random.
 
-    Parameters
-    ----------
-    seed
-        Of everything that is chosen at random.
-    faults
-        Names to choose from.
-    at
-        Numbers of the answers, or messages, that the faults are for, from 1 on; None: any.
-    share
-        Of them that get a fault.
+    A share of the answers, or messages, with the numbers `at` gets one; of all, if that is None.
+    Numbers are counted from 1.
     """
 
     def __init__(self, seed, faults, at, share):

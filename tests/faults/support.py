@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import contextmanager
 from glob import glob
+from pathlib import Path
 
 import dask
 import dask.array as da
@@ -58,7 +59,7 @@ def as_new(client, n_workers):
     finally:
         # Errors keep their stack frames, and these keep futures.
         client.cancel([Future(key, client) for key in list(client.futures)])
-        wait_until(lambda: client.run_on_scheduler(_count_tasks) == 0, BOUND_S)
+        wait_until(lambda: task_count(client) == 0, BOUND_S)
         try:
             wait_until(lambda: _is_complete(client, n_workers), BOUND_S / 2)
         except AssertionError:
@@ -103,8 +104,8 @@ def _state_of(cluster):
     return f"specified: {[*cluster.worker_spec]}, there: {nannies}"
 
 
-def _count_tasks(dask_scheduler):
-    return len(dask_scheduler.tasks)
+def task_count(client):
+    return client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
 
 
 def _have_no_records(client, n_workers):
@@ -181,6 +182,16 @@ def kill(client, worker):
     wait_until_gone(client, worker)
 
 
+@contextmanager
+def halted(client, worker):
+    pid = pid_of(client, worker)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def count_resources(client):
     """Resources that transfers hold on each worker; a worker that leaves need not answer."""
     replies = client.run(_count_resources, on_error="return")
@@ -228,8 +239,7 @@ class Gate:
         wait_until(lambda: len(glob(f"{self.path}.reached.*")) >= by, BOUND_S)
 
     def open(self):
-        with open(f"{self.path}.open", "w"):
-            pass
+        Path(f"{self.path}.open").touch()
 
     def __enter__(self):
         return self
@@ -239,9 +249,8 @@ class Gate:
 
 
 def wait_at(path):
-    with open(f"{path}.reached.{os.getpid()}", "w"):
-        pass
-    wait_until(lambda: os.path.exists(f"{path}.open"), BOUND_S)
+    Path(f"{path}.reached.{os.getpid()}").touch()
+    wait_until(Path(f"{path}.open").exists, BOUND_S)
 
 
 # --- traps, set by `client.run` on the worker that they are for ---
@@ -261,21 +270,14 @@ def spring(dask_worker, act, argument):
 
 
 def set_trap(moment, number, act, argument=None, *, dask_worker):
-    """Do something when this worker gets to a moment for the n-th time.
+    """Do something when this worker gets to a moment for the n-th time, counted from 1.
 
-    Parameters
-    ----------
-    moment
-        ``asked``: for a region of comm, before it answers. ``publishing``: a block, by
-        ipc or cma. ``sending``: a message of ucx. ``started``: a task, before its first pull.
-        ``placed``: a part of a region, in its output. ``complete``: all parts of a task are placed.
-    number
-        The first time is 1.
-    act
-        ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, ``kill`` or ``halt`` (SIGSTOP)
-        another process, or ``wait`` in the task's thread.
-    what
-        Process id of the other process; path of the gate to wait at.
+    Moments: ``asked`` for a region of comm, before it answers; ``publishing`` a block, by ipc or
+    cma; ``sending`` a message of ucx; ``started`` a task, before its first pull; ``placed`` a part
+    of a region, in its output; ``complete``, when all parts of a task are placed.
+
+    Acts: ``kill`` (SIGKILL) or ``close`` (gracefully) this worker, ``kill`` or ``halt`` (SIGSTOP)
+    the process with the id `argument`, or ``wait`` in the task's thread, at the gate of that path.
     """
     counter = itertools.count(1)
 

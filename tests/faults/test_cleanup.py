@@ -20,6 +20,7 @@ from tests.faults.support import (
     set_trap,
     slabs,
     source,
+    task_count,
 )
 from tests.support import restart
 from tests.transports.loopback import wait_until
@@ -29,27 +30,18 @@ PARTS = {"p2p.transports.part-bytes": 256}
 CLUSTER = {"n_workers": 3, "options": PARTS}
 
 
-def in_the_middle(client, gate):
-    """Let all workers wait in the middle of the next transpose's tasks."""
+def begun(client, gate, x):
+    """Start a transpose; all workers wait in the middle of its tasks, and hold something."""
     client.run(set_trap, "placed", 1, "wait", gate.path)
-
-
-def all_hold_something(client, gate):
+    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     gate.wait_until_reached(by=3)
-    return all(counts["comm.opened"] >= 1 for counts in count_resources(client).values())
+    assert all(counts["comm.opened"] >= 1 for counts in count_resources(client).values())
+    return y
 
 
 def works(client):
     y = dask_p2p.transpose(source(SHAPE, (8, 48)) + 1)
     np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T + 1)
-
-
-def tasks(client):
-    return client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
-
-
-def blocks_held(dask_worker):
-    return len(dask_worker.data)
 
 
 def folder(dask_worker):
@@ -64,15 +56,13 @@ def directories(client):
 
 def test_after_cancelling(client, gate):
     x = slabs(client, SHAPE)
-    in_the_middle(client, gate)
-    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
-    assert all_hold_something(client, gate)
+    y = begun(client, gate, x)
     client.cancel([x, y])
     del x, y
     gate.open()
     assert_nothing_is_held(client)
-    wait_until(lambda: not any(client.run(blocks_held).values()))
-    assert tasks(client) == 0
+    wait_until(lambda: not any(client.run(lambda dask_worker: len(dask_worker.data)).values()))
+    assert task_count(client) == 0
     works(client)
 
 
@@ -80,9 +70,7 @@ def test_after_a_restart(client, gate):
     x = slabs(client, SHAPE)
     before, folders = set(client.run(os.getpid).values()), directories(client)
     assert len(folders) == 2 * 3  # of ipc, and of cma
-    in_the_middle(client, gate)
-    y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
-    assert all_hold_something(client, gate)
+    y = begun(client, gate, x)
     gate.open()
     restart(client)
     assert not before & set(client.run(os.getpid).values())

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from contextlib import contextmanager
 
 import dask
 import numpy as np
@@ -17,6 +16,7 @@ from tests.faults.support import (
     addresses,
     check_transposed,
     expected,
+    halted,
     one_block_each,
     pid_of,
     set_trap,
@@ -68,16 +68,6 @@ def check(client, x, chunks=None, shape=SHAPE):
     check_transposed(client, y, shape)
 
 
-@contextmanager
-def halted(client, worker):
-    pid = pid_of(client, worker)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
-
-
 @pytest.mark.slow
 def test_another_holder_is_asked(client, x):
     reader, holder, _, second_holder = addresses(client)
@@ -117,14 +107,9 @@ def test_others_go_on_and_the_reader_ends_in_time(client, x):
         with pytest.raises(TransferError, match=f"failed 2 times on {reader}") as caught:
             late.result(timeout=BOUND_S)
         assert time.monotonic() - start_s < BOUND_S / 2  # two deadlines, on a busy machine
-    text = str(caught.value)
-    for words in (
-        f"block ('{x.name}', 3, 0)",
-        f"no answer from {holder}",
-        f"{used}: ",
-        "p2p.timeouts",
-    ):
-        assert words in text
+    block = f"block ('{x.name}', 3, 0)"
+    for words in (block, f"no answer from {holder}", f"{used}: ", "p2p.timeouts"):
+        assert words in str(caught.value)
     del late
     check(client, x, (8, -1))
 

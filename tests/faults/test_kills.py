@@ -52,15 +52,14 @@ CASES = [
 ]
 
 
-def transposed_while(client, act):
-    """Transpose on three of four workers, with `act` of x and these workers before it."""
+def transposed_while(client, *trap, victim=None):
+    """Transpose on three of four workers. The second one has a trap, by default for itself."""
     workers = addresses(client)[:3]
     x = slabs(client, SHAPE, workers)
-    y = dask_p2p.transpose(x)
-    victim = act(workers)
-    y = client.persist(y, workers=workers, allow_other_workers=True)
+    client.run(set_trap, *trap, workers=[workers[1]])
+    y = client.persist(dask_p2p.transpose(x), workers=workers, allow_other_workers=True)
     np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(SHAPE).T)
-    wait_until_gone(client, victim)
+    wait_until_gone(client, victim or workers[1])
     # Also if it was in memory when it was lost.
     check_transposed(client, y, SHAPE)
     np.testing.assert_array_equal(client.compute(x).result(timeout=BOUND_S), expected(SHAPE))
@@ -69,23 +68,15 @@ def transposed_while(client, act):
 
 @pytest.mark.parametrize(("transport", "moment", "how"), CASES)
 def test_a_holder_or_a_reader(client, transport, moment, how):
-    def act(workers):
-        client.run(set_trap, *MOMENTS[moment], how, workers=[workers[1]])
-        return workers[1]
-
     with dask.config.set({"p2p.transports.order": [transport]}):
-        transposed_while(client, act)
+        transposed_while(client, *MOMENTS[moment], how)
 
 
 @pytest.mark.parametrize("number", [1, 5])
 def test_a_bystander(client, number):
-    def act(workers):
-        (bystander,) = set(addresses(client)) - set(workers)
-        pid = pid_of(client, bystander)
-        client.run(set_trap, "asked", number, "kill", pid, workers=[workers[1]])
-        return bystander
-
-    transposed_while(client, act)
+    *_, bystander = addresses(client)
+    pid = pid_of(client, bystander)
+    transposed_while(client, "asked", number, "kill", pid, victim=bystander)
 
 
 @pytest.mark.parametrize("transport", ["comm", "cma"])

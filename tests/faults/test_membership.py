@@ -26,11 +26,11 @@ def set_status(status, dask_worker):
     dask_worker.status = status
 
 
-def started(client, gate, who):
-    """Start a transpose; the worker with this index waits in the middle of its task."""
+def started(client, gate):
+    """Start a transpose; the first worker waits in the middle of its task."""
     workers = addresses(client)[:3]
     x = slabs(client, SHAPE, workers)
-    client.run(set_trap, "placed", 1, "wait", gate.path, workers=[workers[who]])
+    client.run(set_trap, "placed", 1, "wait", gate.path, workers=workers[:1])
     y = one_block_each(client, dask_p2p.transpose(x), workers)
     gate.wait_until_reached()
     wait_until(lambda: sum(row.done() for row in futures_of(y)) == 2, BOUND_S)
@@ -43,7 +43,7 @@ def status_of(client, worker):
 
 @pytest.mark.parametrize("who", [0, 1], ids=["reader", "holder"])
 def test_a_worker_is_paused_in_the_middle(client, gate, who):
-    x, y = started(client, gate, 0)
+    x, y = started(client, gate)
     paused = addresses(client)[who]
     client.run(set_status, Status.paused, workers=[paused])
     gate.open()
@@ -56,7 +56,7 @@ def test_a_worker_is_paused_in_the_middle(client, gate, who):
 
 
 def test_scaled_down_and_up(client, gate):
-    x, y = started(client, gate, 0)
+    x, y = started(client, gate)
     client.cluster.scale(5)
     client.wait_for_workers(5, timeout=BOUND_S)
     gate.open()
@@ -71,7 +71,7 @@ def test_scaled_down_and_up(client, gate):
 
 
 def test_a_reader_is_retired_in_the_middle_of_its_task(client, gate):
-    _, y = started(client, gate, 0)
+    _, y = started(client, gate)
     reader = addresses(client)[0]
     retiring = threading.Thread(target=client.retire_workers, args=([reader],))
     retiring.start()

@@ -33,11 +33,7 @@ CLUSTER = {"n_workers": 3, "options": PARTS}
 
 
 def on_disk(client):
-    return sum(client.run(_on_disk).values())
-
-
-def _on_disk(dask_worker):
-    return len(dask_worker.data.disk)
+    return sum(client.run(lambda dask_worker: len(dask_worker.data.disk)).values())
 
 
 def evict_all(dask_worker):

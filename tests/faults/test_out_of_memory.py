@@ -1,5 +1,6 @@
 """Workers that run out of memory, or never have enough: a named error, and then all works again."""
 
+import itertools
 import warnings
 
 import dask
@@ -33,16 +34,17 @@ PARTS = {
 CLUSTER = {"n_workers": 2, "options": PARTS}
 
 
+ALLOCATIONS = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}
+
+
 def run_out(allocation, number, dask_worker):
     """Let an allocation fail, from the n-th on."""
-    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[allocation]
+    owner, name = ALLOCATIONS[allocation]
     dask_worker.allocate = allocate = getattr(owner, name)
-    count = 0
+    counter = itertools.count(1)
 
     def fails(*args):
-        nonlocal count
-        count += 1
-        if count >= number:
+        if next(counter) >= number:
             raise MemoryError(f"no {args}")
         return allocate(*args)
 
@@ -50,8 +52,7 @@ def run_out(allocation, number, dask_worker):
 
 
 def restore_allocation(allocation, dask_worker):
-    owner, name = {"kernel": (NUMPY, "empty"), "buffer": (buffers, "allocate")}[allocation]
-    setattr(owner, name, dask_worker.allocate)
+    setattr(*ALLOCATIONS[allocation], dask_worker.allocate)
 
 
 def lent_bytes(dask_worker):

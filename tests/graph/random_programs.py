@@ -107,17 +107,14 @@ def set_row(da, rng, v, x):
     return v, x
 
 
-def pickled(da, rng, v, x):
-    return v, pickle.loads(cloudpickle.dumps(x))
-
-
 def optimized(x):
     return x.optimize() if hasattr(x, "optimize") else dask.optimize(x)[0]
 
 
 OPERATIONS = (
     transposed, transposed, rechunked, rechunked, overlapped, sliced, sliced, gathered, reduced,
-    centred, with_own_transpose, multiplied, set_row, pickled,
+    centred, with_own_transpose, multiplied, set_row,
+    lambda da, rng, v, x: (v, pickle.loads(cloudpickle.dumps(x))),
     lambda da, rng, v, x: (np.fft.fft2(v, axes=(0, -1)).real,
                            dask_p2p.fft.fft2(x, axes=(0, -1)).real) if v.ndim > 1 else None,
     lambda da, rng, v, x: (np.fft.ifft(v).real, dask_p2p.fft.ifft(x).real),

@@ -24,7 +24,6 @@ def test_results_are_expressions_with_query_planning():
 
 
 def test_private_parts_of_dask():
-    """What this package uses of expressions of `dask.array`."""
     from dask.array._array_expr._blockwise import Elemwise
     from dask.array._array_expr._expr import ArrayExpr, unify_chunks_expr
     from dask.array._array_expr._rechunk import Rechunk

@@ -21,19 +21,7 @@ SETTINGS = {
 
 
 class HostsCluster:
-    """A scheduler on the first host, and workers on the others.
-
-    Parameters
-    ----------
-    network
-        The hosts.
-    folder
-        For what the processes print.
-    security
-        Of Dask, if it encrypts.
-    **environment
-        Of the processes.
-    """
+    """A scheduler on the first host, and workers on the others; what they print is in a folder."""
 
     def __init__(
         self,
@@ -70,7 +58,6 @@ class HostsCluster:
             yield client
 
     def logs(self) -> str:
-        """Return what the processes have printed."""
         return "\n".join(path.read_text() for path in self._folder.glob("*.log"))
 
 

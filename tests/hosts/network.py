@@ -22,7 +22,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,6 @@ class Host:
         self.pid = first.pid
 
     def address(self, network: int = 0) -> str:
-        """Return its address in one of the networks."""
         return f"10.77.{network}.{self.number + 1}"
 
     def command(self, *args: str) -> list[str]:
@@ -109,7 +108,6 @@ class Host:
 
     @property
     def pids(self) -> list[int]:
-        """Numbers of the processes that were started."""
         return [started.pid for started in self._started]
 
     def stop(self) -> None:
@@ -135,10 +133,9 @@ class Host:
             os.close(network)
 
     def sent_bytes(self, network: int = 0) -> int:
-        """Return the bytes that have left it by one network."""
         return int(self.run("cat", f"/sys/class/net/eth{network}/statistics/tx_bytes"))
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End all its processes, and with them its namespaces."""
         assert self._unshare.stdin is not None
         assert self._unshare.stdout is not None
@@ -161,15 +158,10 @@ class Network:
         self._networks = n_networks
         self._ending = ExitStack()
         with ExitStack() as undo:
-            self._switch = self._made(Host("switch", n_hosts), undo)
-            self.hosts = [self._made(Host(f"host{n}", n), undo) for n in range(n_hosts)]
+            self._switch = undo.enter_context(closing(Host("switch", n_hosts)))
+            self.hosts = [undo.enter_context(closing(Host(f"host{n}", n))) for n in range(n_hosts)]
             self._join()
             self._ending = undo.pop_all()
-
-    @staticmethod
-    def _made(host: Host, undo: ExitStack) -> Host:
-        undo.callback(host.end)
-        return host
 
     def __enter__(self) -> Network:
         return self
@@ -198,33 +190,23 @@ class Network:
 
     # --- faults of links ---
 
-    @contextmanager
-    def cut(self, host: Host) -> Iterator[None]:
+    def cut(self, host: Host) -> AbstractContextManager[None]:
         """Cut a host's links."""
-        self._set(host, "down")
-        try:
-            yield
-        finally:
-            self._set(host, "up")
+        return self._set([host], ["down"], ["up"])
+
+    def parted(self, hosts: Sequence[Host]) -> AbstractContextManager[None]:
+        """Block traffic between these hosts, but not with others."""
+        isolated = ["type", "bridge_slave", "isolated"]
+        return self._set(hosts, [*isolated, "on"], [*isolated, "off"])
 
     @contextmanager
-    def parted(self, hosts: Sequence[Host]) -> Iterator[None]:
-        """Block traffic between these hosts, but not with others."""
-        self._part(hosts, "on")
-        try:
+    def _set(self, hosts: Sequence[Host], state: list[str], end: list[str]) -> Iterator[None]:
+        """Have the links of hosts in some state, and in another one at the end."""
+        with ExitStack() as undo:
+            for port in [_port(host, n) for host in hosts for n in range(self._networks)]:
+                undo.callback(self._switch.run, "ip", "link", "set", "dev", port, *end)
+                self._switch.run("ip", "link", "set", "dev", port, *state)
             yield
-        finally:
-            self._part(hosts, "off")
-
-    def _part(self, hosts: Sequence[Host], state: str) -> None:
-        for host in hosts:
-            for network in range(self._networks):
-                port = ("dev", _port(host, network), "type", "bridge_slave")
-                self._switch.run("ip", "link", "set", *port, "isolated", state)
-
-    def _set(self, host: Host, state: str) -> None:
-        for network in range(self._networks):
-            self._switch.run("ip", "link", "set", _port(host, network), state)
 
     @contextmanager
     def limited(self, hosts: Sequence[Host], mbit: float) -> Iterator[None]:

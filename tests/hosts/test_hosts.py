@@ -111,35 +111,24 @@ def test_transposes_and_rechunks(client, cluster, transport):
 
 def test_memory_is_read_within_hosts_only(client):
     pairs = assert_transposed(client)
-    assert {(host_of(reader) == host_of(holder), name) for reader, holder, name in pairs} == {
-        (True, "cma"),
-        (False, "comm"),
-    }
+    ways = {(host_of(reader) == host_of(holder), name) for reader, holder, name in pairs}
+    assert ways == {(True, "cma"), (False, "comm")}
 
 
-@pytest.mark.parametrize(("transport", "kind"), [("cma", "numpy"), ("ipc", "cupy")])
-def test_memory_is_never_offered_to_other_hosts(client, transport, kind):
-    obstacles = client.run(offered, transport, kind, addresses(client))
+def test_memory_of_gpus_is_never_offered_to_other_hosts(client):
+    codes = client.run(obstacles_of_ipc, addresses(client))
     for reader, holder in permutations(addresses(client), 2):
-        code = obstacles[reader][holder]
-        if host_of(reader) != host_of(holder):
-            assert code == "other-host"
-        else:
-            assert code == (None if transport == "cma" else "no-gpu")
+        expected_code = "no-gpu" if host_of(reader) == host_of(holder) else "other-host"
+        assert codes[reader][holder] == expected_code
 
 
-async def offered(transport, kind, workers, dask_worker):
-    """Return the obstacles of a worker to others by this transport, from a thread as in tasks."""
+async def obstacles_of_ipc(workers, dask_worker):
+    """Return the codes of a worker's obstacles to others, from a thread as in tasks."""
     context = dask_worker.plugins[PLUGIN_NAME].context
-
-    def find_obstacle(peer):
-        obstacle = context.router.transports[transport].obstacle(peer, kind, np.dtype("f8"))
-        return None if obstacle is None else obstacle.code
-
+    obstacle = context.router.transports["ipc"].obstacle
+    peers = [worker for worker in workers if worker != dask_worker.address]
     return {
-        peer: await context.offload(find_obstacle, peer)
-        for peer in workers
-        if peer != dask_worker.address
+        peer: (await context.offload(obstacle, peer, "cupy", np.dtype("f8"))).code for peer in peers
     }
 
 
@@ -150,20 +139,24 @@ def test_a_check_names_the_transports_between_hosts(client):
         if host_of(link.reader) == host_of(link.holder):
             assert link.transport == "cma"
         else:
-            assert link.transport == "comm"
-            assert link.obstacles["cma"].code == "other-host"
+            assert (link.transport, link.obstacles["cma"].code) == ("comm", "other-host")
     assert report.problems == []
 
 
-def test_a_slow_link(client, cluster, transport):
-    shape = (4000, 800)
-    crossing_bytes = 4000 * 800 * 8 / 4
+@pytest.mark.parametrize("kind", ["slow", "with a delay"])
+def test_a_bad_link(client, cluster, transport, kind):
+    network, host = cluster.network, cluster.worker_hosts[0]
+    if kind == "slow":
+        shape, bad_link = (4000, 800), network.limited([host], MBIT)
+        least_s = 4000 * 800 * 8 / 4 * 8 / (MBIT * 1e6)  # a quarter of the array crosses it
+    else:
+        shape, bad_link, least_s = SHAPE, network.delayed(host, DELAY_S), 2 * DELAY_S
     x = laid_out(client, shape)
-    with cluster.network.limited(cluster.worker_hosts[:1], MBIT):
+    with bad_link:
         start_s = time.monotonic()
         y = persisted(client, dask_p2p.transpose(x))
         took_s = time.monotonic() - start_s
-    assert took_s > crossing_bytes * 8 / (MBIT * 1e6)
+    assert took_s > least_s
     assert {name for *_, name in pairs_of(client, y)} == {transport}
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
 
@@ -178,17 +171,6 @@ def test_a_link_too_slow_for_the_deadline(client, cluster):
     run = run_of(client, y)
     assert run.attempts > WORKERS, "the first attempts fail"
     np.testing.assert_array_equal(y.compute(), expected(shape).T)
-
-
-def test_a_link_with_a_delay(client, cluster, transport):
-    x = laid_out(client, SHAPE)
-    with cluster.network.delayed(cluster.worker_hosts[0], DELAY_S):
-        start_s = time.monotonic()
-        y = persisted(client, dask_p2p.transpose(x))
-        took_s = time.monotonic() - start_s
-    assert took_s > 2 * DELAY_S
-    assert {name for *_, name in pairs_of(client, y)} == {transport}
-    np.testing.assert_array_equal(y.compute(), expected(SHAPE).T)
 
 
 @pytest.fixture

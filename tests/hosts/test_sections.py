@@ -27,7 +27,7 @@ WORKERS = 4
 ATTEMPTS = 3
 REQUEST_S = 1.0
 X = np.arange(4000.0).reshape(4, 1000)
-WIDE = np.arange(200_000.0) + np.arange(4.0)[:, None]
+WIDE = np.arange(200_000.0) + np.arange(4.0)[:, None]  # so that messages are large
 
 pytestmark = [
     pytest.mark.programs,
@@ -66,17 +66,9 @@ def client(connection):
     nothing_is_left(client)
 
 
-def laid_out(client):
+def laid_out(client, values=X):
     """An array with a row on each worker, so that ranks are there, too."""
-    x = one_block_each(client, da.from_array(X, chunks=(1, 1000)), addresses(client))
-    wait(x)
-    return x
-
-
-def wide_laid_out(client):
-    """The same with rows that are long: messages are large."""
-    row = da.arange(WIDE.shape[1], chunks=-1, dtype=float)
-    x = one_block_each(client, row + da.arange(4.0, chunks=1)[:, None], addresses(client))
+    x = one_block_each(client, da.from_array(values, chunks=(1, -1)), addresses(client))
     wait(x)
     return x
 
@@ -123,10 +115,6 @@ def stepped(steps=100):
     return x
 
 
-def kill():
-    signal.raise_signal(signal.SIGKILL)
-
-
 def attempts(path):
     return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -137,16 +125,6 @@ def test_ranks_on_two_hosts(client, cluster):
     assert np.array_equal(y.compute(), smoothed(50))
     for host, sent in zip(cluster.worker_hosts, before, strict=True):
         assert host.sent_bytes() - sent > 50 * X[0].nbytes
-
-
-def test_a_worker_on_another_host_dies(client, tmp_path):
-    future = client.compute(spmd(stepping, laid_out(client), path=tmp_path / "runs"))
-    wait_until(lambda: attempts(tmp_path / "runs") == 1)
-    time.sleep(0.2)
-    client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
-    let_end(tmp_path / "runs")
-    assert np.array_equal(result_of(client, future), stepped())
-    future.release()
 
 
 def test_a_scheduler_that_stands_still_for_a_while(client, cluster, tmp_path):
@@ -208,7 +186,7 @@ def sent_by_both_networks(host):
 @pytest.mark.parametrize("transport", ["comm", "ucx"])
 def test_large_messages_by_ucx_if_that_is_enabled(client, cluster, transport):
     restart(client)
-    wide = wide_laid_out(client)
+    wide = laid_out(client, WIDE)
     before = [sent_by_both_networks(host) for host in cluster.worker_hosts]
     with dask.config.set({"p2p.transports.order": [transport]}):
         smoothed_wide = iterate(smooth, wide, {0: 1}, 5)
@@ -223,27 +201,37 @@ def test_large_messages_by_ucx_if_that_is_enabled(client, cluster, transport):
     del wide, smoothed_wide, turned
 
 
-@pytest.mark.parametrize("transport", ["comm", "ucx"])
-def test_a_worker_dies_that_exchanges_much(client, tmp_path, transport):
-    wide = wide_laid_out(client)
+def turning(ctx, x, path):
+    """As `stepping`, with large messages."""
+    note_attempt(ctx, path)
+    x = turned_and_back(ctx, x, 100)
+    while not is_done(ctx, path):
+        turned_and_back(ctx, x, 1)
+    return x
 
-    def function(ctx, x, path):
-        note_attempt(ctx, path)
-        x = turned_and_back(ctx, x, 100)
-        while not is_done(ctx, path):
-            turned_and_back(ctx, x, 1)
-        return x
 
-    with dask.config.set({"p2p.transports.order": [transport]}):
-        future = client.compute(spmd(function, wide, path=tmp_path / "runs"))
-    wait_until(lambda: attempts(tmp_path / "runs") == 1)
+@pytest.mark.parametrize(
+    ("function", "values", "expected", "transport"),
+    [
+        (stepping, X, stepped(), "auto"),
+        (turning, WIDE, WIDE + 100, ["comm"]),
+        (turning, WIDE, WIDE + 100, ["ucx"]),
+    ],
+    ids=["little", "much by comm", "much by ucx"],
+)
+def test_a_worker_on_another_host_dies(client, tmp_path, function, values, expected, transport):
+    x, path = laid_out(client, values), tmp_path / "runs"
+    with dask.config.set({"p2p.transports.order": transport}):
+        future = client.compute(spmd(function, x, path=path))
+    wait_until(lambda: attempts(path) == 1)
     time.sleep(0.2)
-    client.run(kill, workers=addresses(client)[-1:], on_error="ignore")
-    let_end(tmp_path / "runs")
-    np.testing.assert_array_equal(result_of(client, future), WIDE + 100)
-    assert attempts(tmp_path / "runs") > 1
+    victims = addresses(client)[-1:]
+    client.run(signal.raise_signal, signal.SIGKILL, workers=victims, on_error="ignore")
+    let_end(path)
+    np.testing.assert_array_equal(result_of(client, future), expected)
+    assert attempts(path) > 1
     future.release()
-    del wide
+    del x
 
 
 def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, cluster):
@@ -282,7 +270,7 @@ def test_ucx_connects_to_a_lost_host_without_blocking_other_messages(client, clu
 
 def test_the_network_fails_while_ranks_compute_between_large_messages(client, cluster, tmp_path):
     """No further header arrives, and UCX waits for messages that never come."""
-    wide, path = wide_laid_out(client), tmp_path / "exchanged"
+    wide, path = laid_out(client, WIDE), tmp_path / "exchanged"
 
     def function(ctx, x):
         columns = ctx.redistribute(x, [1])

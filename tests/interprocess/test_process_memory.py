@@ -4,6 +4,7 @@ import mmap
 import os
 import threading
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -203,9 +204,7 @@ def test_what_is_forgotten_is_not_called(sleeper):
 
 
 def test_a_kernel_that_watches_nothing(monkeypatch):
-    def refuse(pid):
-        raise PermissionError(1, "Operation not permitted")
-
+    refuse = Mock(side_effect=PermissionError(1, "Operation not permitted"))
     monkeypatch.setattr(os, "pidfd_open", refuse)
     processes, names = Processes(), []
     processes.watch("other", 1, names.append)

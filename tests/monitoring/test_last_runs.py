@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections import Counter
+from itertools import product
 from logging.handlers import BufferingHandler
 
 import dask
@@ -46,11 +48,8 @@ def test_a_transpose(client, x):
     run, readers = compute_in_place(client, dask_p2p.transpose(x))
     holders = [holder_of(client, x, row) for row in range(4)]
     tile_bytes = 16 * 16 * 8
-    expected = {}
-    for reader in readers.values():
-        for holder in holders:
-            if holder != reader:
-                expected[reader, holder] = expected.get((reader, holder), 0) + tile_bytes
+    tiles = Counter(pair for pair in product(readers.values(), holders) if len({*pair}) == 2)
+    expected = {pair: count * tile_bytes for pair, count in tiles.items()}
     assert {pair[:2]: nbytes for pair, nbytes in run.pairs.items()} == expected
     assert run.least_bytes == run.moved_bytes == sum(expected.values()) == 12 * tile_bytes
     assert (run.operation, run.shape, run.dtype) == ("p2p-transpose", (64, 64), "float64")
@@ -118,8 +117,7 @@ def refuse(how_often, dask_worker):
 
 
 def test_failed_attempts_are_counted(client, x):
-    holder = holder_of(client, x, 3)
-    reader = holder_of(client, x, 0)
+    holder, reader = holder_of(client, x, 3), holder_of(client, x, 0)
     with dask.config.set(BY_MESSAGES):
         y = dask_p2p.transpose(x)[:16]
     client.run(refuse, 2, workers=[holder])

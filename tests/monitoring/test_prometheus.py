@@ -135,8 +135,6 @@ def test_a_process_whose_page_has_not_been_read_yet(kind, monkeypatch):
     assert list(prometheus.Collector(kind).collect()) == []
 
 
-pytest.importorskip("prometheus_client")
-
 DEPLOY = ROOT / "deploy" / "monitoring"
 DASHBOARD = json.loads((DEPLOY / "grafana-dashboard.json").read_text("utf-8"))
 DOCUMENT = (ROOT / "docs" / "monitoring.md").read_text("utf-8")
@@ -188,7 +186,7 @@ def test_the_dashboard_asks_for_labels_that_there_are(labels):
             assert shown == set(re.findall(r"by \((\w+)\)", target["expr"]))
 
 
-def test_rates_are_of_counters_and_nothing_else(labels):
+def test_rates_are_of_counters_and_nothing_else():
     for text in expressions():
         for name in re.findall(rf"rate\(({NAMES})", text):
             assert name.endswith("_total")

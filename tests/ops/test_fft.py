@@ -44,9 +44,7 @@ def test_own_blocks_are_overwritten_and_others_are_not():
 @pytest.mark.parametrize(
     ("steps", "char"),
     [
-        ([FFT], "D"),
-        ([FFT], "d"),
-        ([FFT], "f"),
+        *(([FFT], char) for char in "Ddf"),
         ([PADDED], "F"),
         ([RFFT, ("fftn", (0,), (600,))], "d"),
         ([RFFT, ("fftn", (0,), (999,))], "f"),

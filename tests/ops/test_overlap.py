@@ -43,16 +43,22 @@ def test_any_widths_and_blocks(case):
     np.testing.assert_array_equal(result.compute(scheduler="sync"), largest(around)[inner])
 
 
+def check_as_dask(function, *arrays, **options):
+    """Return an array that has the chunks and the values of Dask's."""
+    result = dask_p2p.map_overlap(function, *arrays, **options)
+    expected = da.map_overlap(function, *arrays, **options)
+    assert result.chunks == expected.chunks
+    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
+    return result
+
+
 @pytest.mark.parametrize("keep", ["the rims", "half of them", "nothing"])
 def test_without_trim_whatever_a_function_returns_is_taken(keep):
     def record_block(block):
         return {"the rims": block, "half of them": block[1:], "nothing": block[:0]}[keep]
 
     x = da.from_array(X, chunks=(6, 5))
-    result = dask_p2p.map_overlap(record_block, x, {0: 1}, "reflect", trim=False)
-    expected = da.map_overlap(record_block, x, depth={0: 1}, boundary="reflect", trim=False)
-    assert result.chunks == expected.chunks
-    np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
+    check_as_dask(record_block, x, depth={0: 1}, boundary="reflect", trim=False)
 
 
 def test_corners_that_are_left_out_show_in_results():
@@ -84,19 +90,9 @@ def test_dtype_and_arguments():
 @pytest.mark.parametrize(
     ("depth", "boundary"),
     [
-        (-1, "none"),
-        (1.5, "none"),
-        ("wide", "none"),
-        ((1, 2, 3), "none"),
-        ({2: 1}, "none"),
-        ({"rows": 1}, "none"),
-        (((1, 2, 3), 0), "none"),
-        (11, "none"),
-        (1, "mirror"),
-        ([1, 1], "none"),
-        (1, ["none", "none"]),
-        (1, ("none",)),
-        (1, {5: "none"}),
+        *((depth, "none") for depth in (-1, 1.5, "wide", 11, (1, 2, 3), ((1, 2, 3), 0), [1, 1])),
+        *((depth, "none") for depth in ({2: 1}, {"rows": 1})),
+        *((1, boundary) for boundary in ("mirror", ["none", "none"], ("none",), {5: "none"})),
         (1, [["none"], "none"]),
     ],
     ids=str,
@@ -295,9 +291,7 @@ def test_block_id_and_block_info_tell_where_a_block_is():
     for function in (by_id, by_info):
         for overrides in ({}, {"trim": False, "depth": 0}):
             options = {"depth": 1, "boundary": "reflect", "dtype": float} | overrides
-            result = dask_p2p.map_overlap(function, x, **options)
-            expected = da.map_overlap(function, x, **options)
-            np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
+            result = check_as_dask(function, x, **options)
             assert not np.array_equal(result.compute(scheduler="sync"), x.compute(scheduler="sync"))
     z = dask_p2p.map_overlap(by_id, x, 1, block_id=(5, 5), dtype=float)
     np.testing.assert_array_equal(z.compute(scheduler="sync"), np.arange(48).reshape(6, 8) + 55)
@@ -343,14 +337,8 @@ def test_names_and_numbers_of_axes():
     assert dask_p2p.map_overlap(np.negative, x, depth=0, name="mine").name == "mine"
     assert dask_p2p.map_overlap(np.negative, x, depth=0, token="mine").name.startswith("mine-")
     assert dask_p2p.map_overlap(np.negative, x, depth=0, name="n").chunks == x.chunks
-    sums = dask_p2p.map_overlap(
-        lambda b: b.sum(1), x, depth={0: 1}, boundary="periodic", drop_axis=1, dtype=float
-    )
-    expected = da.map_overlap(
-        lambda b: b.sum(1), x, depth={0: 1}, boundary="periodic", drop_axis=1, dtype=float
-    )
-    assert sums.chunks == expected.chunks
-    np.testing.assert_array_equal(*dask.compute(sums, expected, scheduler="sync"))
+    options = {"depth": {0: 1}, "boundary": "periodic", "drop_axis": 1, "dtype": float}
+    check_as_dask(lambda b: b.sum(1), x, **options)
     stacked = dask_p2p.map_overlap(
         lambda b: np.stack([b, -b]), x, depth=2, new_axis=0, chunks=(2, 8, 9), boundary=0
     )
@@ -377,10 +365,7 @@ def test_several_arrays_are_aligned_and_cut_as_dask_does():
         ((x, y), {"depth": 0}),
         ((x, y), {}),
     ):
-        result = dask_p2p.map_overlap(weighed, *arrays, **options)
-        expected = da.map_overlap(weighed, *arrays, **options)
-        assert result.chunks == expected.chunks == ((12,), (3, 2, 1, 3, 1))
-        np.testing.assert_array_equal(*dask.compute(result, expected, scheduler="sync"))
+        assert check_as_dask(weighed, *arrays, **options).chunks == ((12,), (3, 2, 1, 3, 1))
     with pytest.raises(InputError, match="expected arrays that broadcast, got the shapes"):
         dask_p2p.map_overlap(weighed, x, x[:5], depth=1)
     with pytest.raises(ValueError, match="Shapes do not align"):

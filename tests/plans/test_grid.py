@@ -244,8 +244,7 @@ def test_parts_cover_the_block_once_and_keep_their_bounds(
         blocks.append(Input(tuple(shape), *block[1:]))
     plan = plan_parts(blocks, length, part_bytes, row_bytes, is_reduced)
     ranges = [part.output_range for part in plan.parts]
-    assert ranges[0][0] == 0
-    assert ranges[-1][1] == length
+    assert (ranges[0][0], ranges[-1][1]) == (0, length)
     assert all(before[1] == after[0] for before, after in pairwise(ranges))
     sizes = [stop - start for start, stop in ranges]
     assert max(sizes) - min(sizes) <= 1

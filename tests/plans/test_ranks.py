@@ -28,8 +28,7 @@ all_chunks = st.lists(sizes, min_size=1, max_size=3).map(tuple)
 @st.composite
 def gangs(draw):
     """Ranks of an array, and another partition of it, or of an array of another shape."""
-    chunks = draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
-    ranks = RankGrid.at_most(chunks, draw(st.integers(1, 6)))
+    ranks = RankGrid.at_most(chunks := draw(all_chunks), draw(st.integers(1, 6)))
     lengths = st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple)
     shape = draw(st.just(tuple(map(sum, chunks))) | lengths)
     axes = st.sets(st.integers(0, len(shape) - 1)).map(lambda partition: tuple(sorted(partition)))
@@ -155,15 +154,19 @@ def test_axes_are_divided_so_that_most_ranks_have_something():
 boundaries = st.sampled_from(["none", "periodic", "reflect", "nearest", -7])
 
 
-@given(data=st.data())
-def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(data):
-    chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
-    shape = tuple(map(sum, chunks))
-    ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
-    widths = [st.tuples(*[st.integers(0, min(3, length))] * 2) for length in shape]
-    depth = [data.draw(width) for width in widths]
-    boundary = [data.draw(boundaries) for _ in shape]
-    has_corners = data.draw(st.booleans())
+@st.composite
+def halo_cases(draw, max_depth):
+    """Ranks of an array, and depths, boundaries and corners of halos."""
+    ranks = RankGrid.at_most(draw(all_chunks), draw(st.integers(1, 6)))
+    shape = tuple(map(sum, ranks.chunks))
+    widths = [st.tuples(*[st.integers(0, min(max_depth, length))] * 2) for length in shape]
+    depth = [draw(width) for width in widths]  # before, after
+    return ranks, shape, depth, [draw(boundaries) for _ in shape], draw(st.booleans())
+
+
+@given(halo_cases(3))
+def test_ranks_that_exchange_halos_have_the_values_of_blocks_with_halos(case):
+    ranks, shape, depth, boundary, has_corners = case
     x = np.arange(1, 1 + np.prod(shape, dtype=int)).reshape(shape)
     halos = [plan_halo_exchange(ranks, r, depth, boundary, has_corners) for r in range(ranks.size)]
     halo_arrays = [np.full(halo.shape, -1) for halo in halos]
@@ -201,22 +204,14 @@ def test_halos_of_slabs_with_corners_are_as_many_regions_as_without():
         )
         for messages in (full.receives, full.sends):
             assert {rank: len(boxes) for rank, boxes in messages.items()} == {0: 1, 2: 1}
-        assert len(full.local) == len(lean.local)
-        assert len(full.fills) == len(lean.fills)
+        assert (len(full.local), len(full.fills)) == (len(lean.local), len(lean.fills))
         # Each message is one piece of memory: whole planes.
         assert full.receives[0] == [((0, 1), (0, full.shape[1]), (0, full.shape[2]))]
 
 
-@given(data=st.data())
-def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(data):
-    chunks = data.draw(st.lists(sizes, min_size=1, max_size=3).map(tuple))
-    shape = tuple(map(sum, chunks))
-    ranks = RankGrid.at_most(chunks, data.draw(st.integers(1, 6)))
-    depth = [
-        data.draw(st.tuples(*[st.integers(0, min(2, length))] * 2)) for length in shape
-    ]  # before, after
-    boundary = [data.draw(boundaries) for _ in shape]
-    has_corners = data.draw(st.booleans())
+@given(halo_cases(2))
+def test_the_interior_reads_no_halos_of_others_and_all_is_covered_once(case):
+    ranks, _, depth, boundary, has_corners = case
     for rank in range(ranks.size):
         halo = plan_halo_exchange(ranks, rank, depth, boundary, has_corners)
         interior, *boundary_parts = split_interior([halo])
@@ -247,9 +242,7 @@ def test_boundary_parts_are_where_halos_come_from_others():
     ends = plan_halo_exchange(ranks, 0, [(1, 2), (1, 1)], ["none"] * 2, True)
     assert split_interior([ends]) == [((0, 4), (0, 12)), ((4, 6), (0, 12))]
     near = RankGrid(((1, 5),), (2,))  # the array ends within the halo
-    assert split_interior([plan_halo_exchange(near, 1, [(2, 0)], ["none"], True)]) == [
-        ((2, 5),),
-        ((0, 2),),
-    ]
+    end = plan_halo_exchange(near, 1, [(2, 0)], ["none"], True)
+    assert split_interior([end]) == [((2, 5),), ((0, 2),)]
     narrow = plan_halo_exchange(ranks, 0, [(3, 3), (1, 1)], ["periodic"] * 2, True)
     assert split_interior([narrow]) == [((0, 0), (0, 0)), ((0, 6), (0, 12))]

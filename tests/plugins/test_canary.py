@@ -33,7 +33,7 @@ from dask_p2p.engine.task import AssembleTask
 from dask_p2p.errors import RegistrationError
 from dask_p2p.plugins.dask_internals import PROFILE
 from dask_p2p.plugins.registration import workers_of
-from tests.support import BOUND_S, own_client
+from tests.support import BOUND_S, noted, own_client
 
 #: A scheduler and workers in this process, into which tests can look.
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1, "processes": False}
@@ -62,27 +62,17 @@ def test_the_scheduler_calls_what_is_replaced(client):
     """It looks them up on itself, at each call; else what takes their place is never called."""
     dask_p2p.register(client)
     scheduler = client.cluster.scheduler
-    called_methods = set()
-
-    def spy(name):
-        original = getattr(scheduler, name)
-
-        def call(*args, **kwargs):
-            called_methods.add(name)
-            return original(*args, **kwargs)
-
-        return call
-
     with pytest.MonkeyPatch.context() as patch:
-        for name in METHODS:
-            patch.setattr(scheduler, name, spy(name))
+        calls = {
+            name: noted(patch, scheduler, name, lambda *args, **kwargs: args) for name in METHODS
+        }
         x = client.submit(lambda: 1, pure=False)
         client.submit(lambda value: value, x, pure=False).result(timeout=BOUND_S)
         left_block, right = (
             client.scatter(i, workers=[w]) for i, w in enumerate(workers_of(client))
         )
         client.submit(lambda *values: values, left_block, right, pure=False).result(timeout=BOUND_S)
-    assert called_methods == set(METHODS)
+    assert all(calls.values()), calls
 
 
 def test_the_message_that_a_worker_gets_for_a_task(client):
@@ -260,8 +250,7 @@ def test_what_sections_read_of_the_scheduler_and_of_workers(client):
     (worker, *_) = client.cluster.workers.values()
     assert worker.state.available_resources == {}
     state = scheduler.workers[worker.address]
-    assert state.resources == {}
-    assert state.executing == {}
+    assert state.resources == state.executing == {}
     assert not state.long_running
 
     executor = worker.executors["default"]

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest.mock import Mock
 
 import dask
 import numpy as np
@@ -23,9 +24,9 @@ from dask_p2p.plugins import context as context_module
 from dask_p2p.plugins.context import DaskWorkerContext
 from dask_p2p.plugins.dask_internals import only_waiting
 from dask_p2p.plugins.storage import OutputMemory, PinnedOutputs
-from tests.clock import run_clocked
+from tests.clock import clocked
 from tests.faults.support import cluster_of, expected, source
-from tests.support import BOUND_S, ran
+from tests.support import BOUND_S, noted, ran
 from tests.transports.loopback import true_later, wait_until
 
 
@@ -179,10 +180,7 @@ class ForgottenMeanwhile(dict):
 
 
 async def test_blocks_that_are_read_from_disk_may_be_forgotten_meanwhile(monkeypatch):
-    def not_in_memory(data, key):
-        raise KeyError(key)
-
-    monkeypatch.setattr(context_module, "find_in_memory", not_in_memory)
+    monkeypatch.setattr(context_module, "find_in_memory", Mock(side_effect=KeyError))
     monkeypatch.setattr(context_module, "read_spilled", lambda data, key: key)
     context = DaskWorkerContext(DeafWorker(), options())
     context.from_disk = ForgottenMeanwhile()
@@ -226,22 +224,20 @@ def take_output(memory, shape=(MIB // 8,), dtype="f8"):
     return memory.empty(shape, np.dtype(dtype), backend_named("numpy").queue())
 
 
-def test_it_is_given_back_when_none_has_come_for_a_while():
-    async def main():
-        memory = OutputMemory(Worker(), retain_s=2)
-        for _ in range(4):
-            take_output(memory)  # and drop it
-            await asyncio.sleep(1.9)
-            assert memory.idle_bytes == MIB
-        await asyncio.sleep(0.2)
-        assert memory.idle_bytes == 0
-        take_output(memory)
-        await asyncio.sleep(0)
-        memory.close()
-        assert memory.idle_bytes == 0
-        assert not asyncio.get_running_loop().has_timers()
-
-    run_clocked(main())
+@clocked
+async def test_it_is_given_back_when_none_has_come_for_a_while():
+    memory = OutputMemory(Worker(), retain_s=2)
+    for _ in range(4):
+        take_output(memory)  # and drop it
+        await asyncio.sleep(1.9)
+        assert memory.idle_bytes == MIB
+    await asyncio.sleep(0.2)
+    assert memory.idle_bytes == 0
+    take_output(memory)
+    await asyncio.sleep(0)
+    memory.close()
+    assert memory.idle_bytes == 0
+    assert not asyncio.get_running_loop().has_timers()
 
 
 async def test_what_is_small_or_large_or_of_objects_is_not_kept():
@@ -291,11 +287,8 @@ async def test_no_more_is_pinned_than_half_of_the_limit(gpu):
 
 
 async def test_what_cannot_be_pinned_is_ordinary_memory_with_one_warning(gpu, monkeypatch):
-    def refused(*args):
-        raise RuntimeError("cudaErrorMemoryAllocation")
-
     warnings_sent = []
-    monkeypatch.setattr(gpu, "pin", refused)
+    monkeypatch.setattr(gpu, "pin", Mock(side_effect=RuntimeError("cudaErrorMemoryAllocation")))
     memory = PinnedOutputs(Worker(), 60, warnings_sent.append)
     outputs = [take_output(memory) for _ in range(3)]
     assert not any(map(is_pinned, outputs))
@@ -332,13 +325,7 @@ def idle_bytes(dask_worker):
 def note_dropped(dask_worker):
     """Note the sizes of the memory that a worker gives back."""
     outputs = dask_worker.plugins[PLUGIN_NAME].context.outputs
-    dask_worker.dropped, clear = [], outputs.clear
-
-    def noted():
-        dask_worker.dropped.append(outputs.idle_bytes)
-        clear()
-
-    outputs.clear = noted
+    dask_worker.dropped = noted(pytest.MonkeyPatch(), outputs, "clear", lambda: outputs.idle_bytes)
 
 
 @pytest.mark.slow

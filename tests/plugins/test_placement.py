@@ -204,15 +204,11 @@ async def test_blocks_of_ranks_are_handed_out_where_they_are():
             blocks = await client.gather(client.compute([*y.blocks.ravel()]))
             made_on = [cluster.workers[int(block[0, 0])].address for block in blocks]
             holders = await client.who_has(y)
-            assert [holders[key] for key in sorted(holders)] == [
-                [worker_key] for worker_key in made_on
-            ]
+            assert [holders[key] for key in sorted(holders)] == [[address] for address in made_on]
             ranks = {key for key in cluster.scheduler.tasks if "ranks" in str(key)}
             for worker in cluster.workers.values():
-                sent = {
-                    key for transfer in worker.transfer_outgoing_log for key in transfer["keys"]
-                }
-                assert not ranks & sent
+                transfers = worker.transfer_outgoing_log
+                assert not any(ranks & {*transfer["keys"]} for transfer in transfers)
             del y, blocks
 
 

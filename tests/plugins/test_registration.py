@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -24,10 +23,12 @@ from dask_p2p.errors import P2PWarning, RegistrationError
 from dask_p2p.plugins import dask_internals as notices
 from dask_p2p.plugins import registration as module
 from dask_p2p.plugins.registration import workers_of
+from tests.faults.support import halted
 from tests.support import (
     BOUND_S,
     import_path,
     indexed,
+    noted,
     restart,
     result_of,
     spread,
@@ -88,14 +89,7 @@ def check(client, y):
 
 
 def test_transpose_registers_once_with_each_client(client, monkeypatch):
-    requests = []
-    real = module.ask
-
-    async def ask(scheduler):
-        requests.append(scheduler)
-        return await real(scheduler)
-
-    monkeypatch.setattr(module, "ask", ask)
+    requests = noted(monkeypatch, module, "ask", lambda scheduler: scheduler)
     for _ in range(3):
         lazy()
     assert len(requests) == 1
@@ -136,10 +130,8 @@ def test_a_plugin_that_is_there_stays(bare):
 @pytest.mark.slow
 def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
     tune(monkeypatch, worker_answer_s=5.0)
-    pids = bare.run(os.getpid)
-    (still, pid), *_ = pids.items()
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    still, _ = workers_of(bare)
+    with halted(bare, still):
         is_done = threading.Event()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -153,8 +145,6 @@ def test_a_worker_that_stands_still_is_not_waited_for(bare, monkeypatch):
             rf"suspended \(.*{still}.*\)\. Tasks sent there wait until they answer\. Close workers",
             str(warning.message),
         )
-    finally:
-        os.kill(pid, signal.SIGCONT)
     wait_until(lambda: have_plugin(bare))
 
 

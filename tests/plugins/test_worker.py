@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 from contextlib import asynccontextmanager
+from unittest.mock import AsyncMock, Mock
 
 import dask
 import dask.array as da
@@ -25,9 +26,10 @@ from dask_p2p.plans import redistribution
 from dask_p2p.plugins import worker as worker_module
 from dask_p2p.plugins.dask_internals import StreamFlusher
 from dask_p2p.plugins.worker import P2PPlugin
-from tests.clock import run_clocked
+from tests.clock import clocked
+from tests.faults.support import expected, source
 from tests.plugins.test_context import DeafWorker
-from tests.support import in_process, indexed, own_client
+from tests.support import in_process, own_client
 from tests.transports.loopback import true_later
 
 
@@ -138,14 +140,7 @@ async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
         worker.stream_handlers["remove-worker"] = lambda **message: events.append(message)
         await dask_p2p.register(client)
         context = worker.plugins[PLUGIN_NAME].context
-
-        def fail(*args):
-            raise RuntimeError("trouble")
-
-        async def fail_to_close():
-            fail()
-
-        context.router.on_worker_left = fail
+        context.router.on_worker_left = Mock(side_effect=RuntimeError("trouble"))
         message = {"worker": "tcp://gone", "stimulus_id": "test"}
         with pytest.raises(RuntimeError, match="trouble"):
             worker.stream_handlers["remove-worker"](**message)
@@ -154,7 +149,7 @@ async def test_an_error_of_the_plugin_keeps_nothing_from_dask():
             await context.call("tcp://gone", "identity")
         transports = context.router.transports
         closed = [transport for transport in transports.values() if transport.name != "ucx"]
-        transports["ucx"].close = fail_to_close
+        transports["ucx"].close = AsyncMock(side_effect=RuntimeError("trouble"))
         reply = await worker.plugin_remove(name=PLUGIN_NAME)
         assert reply["exception_text"] == "RuntimeError('trouble')"
         assert all(transport.is_closed for transport in closed)
@@ -230,41 +225,43 @@ class Comm:
         return 1
 
 
-def test_flush_sends_batched_messages():
-    async def main():
-        first, second = (BatchedSend(interval=3600) for _ in range(2))
-        ends = [Comm(), Comm()]
-        for stream, end in zip((first, second), ends, strict=True):
-            stream.start(end)
-            stream.send("begins")  # the pause begins with it
-        flusher = StreamFlusher()
+@clocked
+async def test_flush_sends_batched_messages():
+    first, second = (BatchedSend(interval=3600) for _ in range(2))
+    ends = [Comm(), Comm()]
+    for stream, end in zip((first, second), ends, strict=True):
+        stream.start(end)
+        stream.send("begins")  # the pause begins with it
+    flusher = StreamFlusher()
 
-        async def flushed():
-            await asyncio.sleep(1)
-            return [end.received for end in ends]
+    async def flushed():
+        await asyncio.sleep(1)
+        return [end.received for end in ends]
 
-        assert await flushed() == [["begins"], ["begins"]]
-        first.send("waits")
-        second.send("waits")
-        assert await flushed() == [["begins"], ["begins"]]
-        flusher.flush(first, None)  # a worker that has gone has no stream
-        first.send("and what comes after")
-        sent = ["begins", "waits", "and what comes after"]
-        assert await flushed() == [sent, ["begins"]]
-        flusher.flush(second)
-        flusher.flush(second)
-        assert await flushed() == [sent, ["begins", "waits"]]
-        second.send("waits again")
-        assert await flushed() == [sent, ["begins", "waits"]]
-
-    run_clocked(main())
+    assert await flushed() == [["begins"], ["begins"]]
+    first.send("waits")
+    second.send("waits")
+    assert await flushed() == [["begins"], ["begins"]]
+    flusher.flush(first, None)  # a worker that has gone has no stream
+    first.send("and what comes after")
+    sent = ["begins", "waits", "and what comes after"]
+    assert await flushed() == [sent, ["begins"]]
+    flusher.flush(second)
+    flusher.flush(second)
+    assert await flushed() == [sent, ["begins", "waits"]]
+    second.send("waits again")
+    assert await flushed() == [sent, ["begins", "waits"]]
 
 
 _PAUSE_S, _SHORT_S = 120, 0.002
 
 
-@pytest.mark.parametrize("how", ["transform", "section"])
-def test_nobody_waits_for_what_is_next(how):
+def stepped(x):
+    return dask_p2p.iterate(lambda u: u[1:-1, 1:-1] + 1, x, 1, 1)
+
+
+@pytest.mark.parametrize("operation", [fft.fft2, stepped])
+def test_nobody_waits_for_what_is_next(operation):
     """Layers that follow each other: word of each task comes long before a pause has ended."""
     rows = da.from_array(np.arange(32.0 * 16).reshape(32, 16), chunks=(16, 16))
     with own_client() as client:
@@ -272,8 +269,7 @@ def test_nobody_waits_for_what_is_next(how):
         rows = client.persist(rows)  # else Dask fuses these tasks with the next, and renames them
 
         def compute():
-            y = fft.fft2(rows) if how == "transform" else dask_p2p.iterate(_plus_one, rows, 1, 1)
-            y = client.persist(y)
+            y = client.persist(operation(rows))
             wait(y, timeout=_PAUSE_S / 2)
             return y
 
@@ -295,10 +291,6 @@ def set_intervals(client, interval_s):
     client.run_on_scheduler(on_scheduler)
 
 
-def _plus_one(u, out):
-    out[...] = u[1:-1, 1:-1] + 1
-
-
 VALIDATE = {"distributed.scheduler.validate": True, "distributed.worker.validate": True}
 
 
@@ -316,10 +308,6 @@ async def four_workers():
                 worker.state.validate_state()
 
 
-def source(shape, chunks):
-    return da.fromfunction(lambda i, j: i * shape[1] + j, shape=shape, chunks=chunks, dtype=float)
-
-
 async def make_blocks(c, shape, chunks):
     """An array whose blocks are in memory, on a cluster that has the plugins."""
     await dask_p2p.register(c)
@@ -329,7 +317,7 @@ async def make_blocks(c, shape, chunks):
 
 
 async def check_transposed(c, y, shape):
-    np.testing.assert_array_equal(await c.compute(y), indexed(shape, float).T)
+    np.testing.assert_array_equal(await c.compute(y), expected(shape).T)
 
 
 async def test_cancelled_and_wanted_again():
@@ -377,5 +365,5 @@ async def test_the_plugin_goes_while_tasks_run():
         y2 = c.persist(dask_p2p.transpose(x + 1))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            np.testing.assert_array_equal(await c.compute(y2), indexed((400, 300), float).T + 1)
+            np.testing.assert_array_equal(await c.compute(y2), expected((400, 300)).T + 1)
         del y

@@ -18,17 +18,12 @@ from dask_p2p.plans import redistribution
 from dask_p2p.plugins.gangs.coordinator import COMMIT
 from dask_p2p.plugins.registration import workers_of
 from tests.plugins.memory_probe import peak, reset_peak
-from tests.support import indexed, output_of, own_client, persisted, spread, used
+from tests.support import has_plugin, indexed, output_of, own_client, persisted, spread, used
 
 
-def records(client):
-    """What each worker's plugin noted of its last task."""
-
-    def last(dask_worker):
-        record_log = dask_worker.plugins[PLUGIN_NAME].context.records
-        return [(record.key, record.stages) for record in record_log]
-
-    return client.run(last)
+def records(dask_worker):
+    """What a worker's plugin noted of its last tasks."""
+    return [*dask_worker.plugins[PLUGIN_NAME].context.records]
 
 
 @pytest.fixture(params=["cma", "comm"])
@@ -84,17 +79,17 @@ def test_no_more_is_moved_than_must_be(client):
     wait(y)
     makers = {key: who[0] for key, who in client.who_has(y).items()}
     moved = 0
-    for address, worker_records in records(client).items():
-        for key, stages in worker_records:
-            if key[0] == y.name:
-                assert makers[key] == address
-                assert address not in {stage.holder for stage in stages}
-                moved += sum(stage.nbytes for stage in stages)
+    (transport,) = dask.config.get("p2p.transports.order")
+    for address, worker_records in client.run(records).items():
+        for record in worker_records:
+            if record.key[0] == y.name:
+                assert makers[record.key] == address
+                assert address not in {stage.holder for stage in record.stages}
+                moved += sum(stage.nbytes for stage in record.stages)
                 # In stage order around the sorted holders; last, what the transport could not read.
-                (transport,) = dask.config.get("p2p.transports.order")
-                late = [stage.holder for stage in stages if stage.transport != transport]
+                late = [stage.holder for stage in record.stages if stage.transport != transport]
                 order = sorted(set(holders) - {address, *late}, key=lambda h: (h < address, h))
-                assert [stage.holder for stage in stages] == order + late
+                assert [stage.holder for stage in record.stages] == order + late
     assert moved == 64 * 64 * 8 * 3 // 4
     # Nothing but the blocks themselves is anywhere: Dask did not copy inputs to readers.
     assert all(len(who) == 1 for who in client.who_has(x).values())
@@ -145,9 +140,7 @@ def test_preload_on_workers_and_on_schedulers():
         ):
             y = dask_p2p.transpose(da.from_array(x, chunks=(10, 12)))
             with Client(cluster) as client:
-                assert client.run(lambda dask_worker: PLUGIN_NAME in dask_worker.plugins) == (
-                    dict.fromkeys(workers_of(client), True)
-                )
+                assert client.run(has_plugin) == dict.fromkeys(workers_of(client), True)
                 np.testing.assert_array_equal(client.compute(y).result(), x.T)
 
 
@@ -193,7 +186,7 @@ def columns(x):
 
 def grouped_columns(x):
     with dask.config.set({"p2p.groups": 16}):
-        return dask_p2p.rechunk(x, (-1, x.shape[1] // 32)), 1
+        return columns(x)
 
 
 def transformed(x):
@@ -211,9 +204,9 @@ def smoothed(x):
     [
         (transposed_blocks, "cma"),
         (transformed, "comm"),
-        pytest.param(columns, "comm", marks=pytest.mark.slow),
-        pytest.param(grouped_columns, "cma", marks=pytest.mark.slow),
-        pytest.param(smoothed, "cma", marks=pytest.mark.slow),
+        (columns, "comm"),
+        (grouped_columns, "cma"),
+        (smoothed, "cma"),
     ],
 )
 def test_spilled_blocks_stay_on_disk(operation, transport):

@@ -3,6 +3,7 @@ import os
 import sys
 import types
 from functools import partial
+from unittest.mock import Mock
 
 import dask.array as da
 import distributed
@@ -12,12 +13,11 @@ from distributed.core import Status
 from distributed.deploy.spec import SpecCluster
 
 import dask_p2p
-from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.errors import InputError, RegistrationError
 from dask_p2p.plugins.registration import workers_of
 from dask_p2p.tools import cluster
 from dask_p2p.tools.cluster import POOL_GRANULE_BYTES, usable_gpus
-from tests.support import output_of
+from tests.support import has_plugin, output_of
 
 
 class Unstarted(distributed.LocalCluster):
@@ -81,10 +81,6 @@ def two_gpus(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def has_plugin(dask_worker):
-    return PLUGIN_NAME in dask_worker.plugins
-
-
 @pytest.fixture
 def no_gpus(monkeypatch):
     monkeypatch.setattr(cluster, "usable_gpus", list)
@@ -122,29 +118,24 @@ print(*found, sep=", ")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "lost_worker_timeout"),
-    [(None, "15s, 5 minutes, 5 minutes"), ("20 s", "20 s, 20 s, 20 s")],
+    ("variables", "lost_worker_timeout"),
+    [
+        ({}, "15s, 5 minutes, 5 minutes"),
+        ({"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": "20 s"}, "20 s, 20 s, 20 s"),
+    ],
 )
-def test_nannies_have_time_to_restart_workers(setting, lost_worker_timeout):
+def test_nannies_have_time_to_restart_workers(variables, lost_worker_timeout):
     """After Dask's timeout a cluster would stop the nanny, and stay without the worker."""
-    environment = (
-        {} if setting is None else {"DASK_DISTRIBUTED__DEPLOY__LOST_WORKER_TIMEOUT": setting}
-    )
-    assert output_of("-c", PATIENCE, **environment).strip() == lost_worker_timeout
+    assert output_of("-c", PATIENCE, **variables).strip() == lost_worker_timeout
 
 
 @pytest.mark.usefixtures("no_gpus")
 def test_a_cluster_that_cannot_be_registered_is_closed(monkeypatch):
-    clusters = []
-
-    def refuse(cluster):
-        clusters.append(cluster)
-        raise RegistrationError("another version")
-
+    refuse = Mock(side_effect=RegistrationError("another version"))
     monkeypatch.setattr(cluster, "register_cluster", refuse)
     with pytest.raises(RegistrationError, match="another version"):
         dask_p2p.local_cluster(1)
-    assert clusters[0].status == Status.closed
+    assert refuse.call_args.args[0].status == Status.closed
 
 
 @pytest.mark.usefixtures("no_gpus")
@@ -159,8 +150,7 @@ async def test_an_asynchronous_cluster():
 
 def test_overrides_win(monkeypatch, two_gpus):
     monkeypatch.setattr(distributed, "LocalCluster", Unstarted)
-    chosen = dask_p2p.local_cluster(gpus=False)
-    assert chosen["n_workers"] == 4
+    assert dask_p2p.local_cluster(gpus=False)["n_workers"] == 4
     keywords = dask_p2p.local_cluster(3, gpus=False, threads_per_worker=5, protocol="tls://")
     assert (keywords["n_workers"], keywords["threads_per_worker"]) == (3, 5)
     assert keywords["protocol"] == "tls://"

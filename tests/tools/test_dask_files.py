@@ -14,7 +14,7 @@ import dask_p2p
 from dask_p2p.cli import files
 from dask_p2p.cli.cluster import count_wrong, indexed_array, modulus
 from dask_p2p.errors import FileError
-from tests.support import persisted
+from tests.support import assert_same_bits, persisted
 
 zarr = pytest.importorskip("zarr", minversion="3.1")
 data = pytest.importorskip("skimage.data")
@@ -48,11 +48,6 @@ def convert(client, source, target, operation=dask_p2p.transpose, stopped=lambda
         return sum(1 for _ in files.write_blocks(y, path, client, stopped))
 
 
-def same(out, array):
-    assert (out.dtype, out.shape) == (array.dtype, array.shape)
-    assert out.tobytes() == array.tobytes()
-
-
 ARRAYS = {
     "F": np.asfortranarray(np.arange(7 * 5 * 3).reshape(7, 5, 3)),
     "0-d": np.array(7.5),
@@ -71,9 +66,9 @@ def test_arrays_of_all_kinds_there_and_back(client, tmp_path, name):
     array = ARRAYS[name]
     zarr_path, npy_path = tmp_path / "there.zarr", tmp_path / "back.npy"
     convert(client, write_file(tmp_path / "in.npy", array), zarr_path, chunks=2)
-    same(read_file(zarr_path), np.ascontiguousarray(array.T).reshape(array.T.shape))
+    assert_same_bits(read_file(zarr_path), np.ascontiguousarray(array.T).reshape(array.T.shape))
     convert(client, zarr_path, npy_path)
-    same(read_file(npy_path), np.ascontiguousarray(array).reshape(array.shape))
+    assert_same_bits(read_file(npy_path), np.ascontiguousarray(array).reshape(array.shape))
     write_file(tmp_path / "by-numpy.npy", np.ascontiguousarray(array).reshape(array.shape))
     assert npy_path.read_bytes() == (tmp_path / "by-numpy.npy").read_bytes()
 
@@ -83,7 +78,7 @@ def test_npy_files_of_many_blocks(client, tmp_path, monkeypatch):
     image = data.coins()
     source, target = tmp_path / "in.npy", tmp_path / "out.npy"
     assert convert(client, write_file(source, image), target) > 10
-    same(read_file(target), image.T)
+    assert_same_bits(read_file(target), image.T)
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -91,7 +86,7 @@ def test_zarr_keeps_its_chunks_with_the_axes_permuted(client, tmp_path, version)
     array = np.arange(50 * 60 * 7).reshape(50, 60, 7)
     source = write_file(tmp_path / "in.zarr", array, (20, 25, 4), zarr_format=version)
     convert(client, source, tmp_path / "out.zarr", axes=(1, 2, 0))
-    same(read_file(tmp_path / "out.zarr"), array.transpose(1, 2, 0))
+    assert_same_bits(read_file(tmp_path / "out.zarr"), array.transpose(1, 2, 0))
     assert zarr.open_array(tmp_path / "out.zarr").chunks == (25, 4, 20)
 
 
@@ -100,7 +95,7 @@ def test_shards_are_read_whole(client, tmp_path):
     source = write_file(tmp_path / "in.zarr", array, (10, 10), shards=(30, 20))
     assert files.open_array(str(source)).chunks == ((30, 20), (20, 20, 20))
     convert(client, source, tmp_path / "out.zarr")
-    same(read_file(tmp_path / "out.zarr"), array.T)
+    assert_same_bits(read_file(tmp_path / "out.zarr"), array.T)
 
 
 @pytest.mark.parametrize("chunks", [7, (-1, 13), (45, 50)])
@@ -108,7 +103,7 @@ def test_rechunk_to_uneven_chunks(client, tmp_path, chunks):
     array = np.arange(50.0 * 60).reshape(50, 60)
     source = write_file(tmp_path / "in.zarr", array, (20, 25))
     convert(client, source, tmp_path / "out.zarr", dask_p2p.rechunk, chunks=chunks)
-    same(read_file(tmp_path / "out.zarr"), array)
+    assert_same_bits(read_file(tmp_path / "out.zarr"), array)
     expected_chunks = (7, 7) if chunks == 7 else tuple(50 if n == -1 else n for n in chunks)
     assert zarr.open_array(tmp_path / "out.zarr").chunks == expected_chunks
 
@@ -122,7 +117,7 @@ def test_arrays_of_groups(client, tmp_path):
     convert(client, tmp_path / "in.zarr" / "deep" / "a", tmp_path / "out.zarr" / "a")
     target = zarr.open_group(tmp_path / "out.zarr", mode="r")
     assert {name for name, _ in target.members()} == {"a", "b"}
-    same(target["a"][...], array.T)
+    assert_same_bits(target["a"][...], array.T)
 
 
 def test_two_runs_in_a_row_read_the_file_anew(client, tmp_path):
@@ -133,7 +128,7 @@ def test_two_runs_in_a_row_read_the_file_anew(client, tmp_path):
         write_file(source, array)
         read_before.append(persisted(client, files.open_array(str(source))))
         convert(client, source, target, overwrite=True)
-        same(read_file(target), array.T)
+        assert_same_bits(read_file(target), array.T)
 
 
 def refused(opening, *words):
@@ -203,9 +198,9 @@ def test_overwrite(client, tmp_path, kind):
     source, target = write_file(tmp_path / "in.npy", image), tmp_path / f"out{kind}"
     convert(client, source, target)
     refused(lambda: convert(client, source, target, dask_p2p.rechunk), "already there")
-    same(read_file(target), image.T)
+    assert_same_bits(read_file(target), image.T)
     convert(client, source, target, dask_p2p.rechunk, overwrite=True)
-    same(read_file(target), image)
+    assert_same_bits(read_file(target), image)
     assert sorted(os.listdir(tmp_path)) == ["in.npy", target.name]
 
 
@@ -213,7 +208,7 @@ def test_the_input_itself_may_be_overwritten(client, tmp_path):
     image = data.coins()
     source = write_file(tmp_path / "in.zarr", image)
     convert(client, source, source, overwrite=True)
-    same(read_file(source), image.T)
+    assert_same_bits(read_file(source), image.T)
 
 
 def test_of_folders_only_arrays_are_overwritten(tmp_path):
@@ -320,11 +315,8 @@ def test_a_block_that_cannot_be_written(client, work):
     try:
         # Not through shared memory, which is a file too: its trouble would outlast the limit.
         with dask.config.set({"p2p.transports.order": ["comm"]}):
-            refused(
-                lambda: convert(client, source, folder / "out.zarr", chunks=150),
-                "cannot write",
-                "File too large",
-            )
+            words = "cannot write", "File too large"
+            refused(lambda: convert(client, source, folder / "out.zarr", chunks=150), *words)
     finally:
         client.run(_limit_files, resource.RLIM_INFINITY)
     assert os.listdir(folder) == []

@@ -18,7 +18,7 @@ from dask_p2p.config import installs_with_preload
 from dask_p2p.errors import ConfigError, InputError, P2PWarning, RegistrationError
 from dask_p2p.tools import dropin
 from dask_p2p.tools import zarr_stores as dispatch
-from tests.support import persisted, spread, used
+from tests.support import noted, persisted, spread, used
 
 #: From eight slabs on Dask chooses p2p by itself where there is a client.
 X = np.arange(64 * 48.0).reshape(64, 48)
@@ -96,10 +96,8 @@ def test_code_that_exists_uses_this_package(client, x):
         with dask_p2p.install():
             y = operation()
         assert is_dasks(stock), name
-        assert is_ours(y), name
-        assert not is_dasks(y), name
-        assert y.chunks == stock.chunks, name
-        assert y.dtype == stock.dtype, name
+        assert (is_ours(y), is_dasks(y)) == (True, False), name
+        assert (y.chunks, y.dtype) == (stock.chunks, stock.dtype), name
         assert type(meta_from_array(y)) is type(meta_from_array(stock)), name
         y = persisted(client, y)
         np.testing.assert_array_equal(y.compute(), X.T if name == "transposed" else X, name)
@@ -290,21 +288,17 @@ def test_small_blocks_of_several_arrays(chunks, case):
     def inner(*blocks):
         return difference(*blocks)[2:-2]
 
+    function = difference if trim else inner
+    options = {"boundary": boundary, "trim": trim, "dtype": float, "token": "several"}
     for arrays, depth in (
         ((x, small_blocks), {0: 2}),
         ((x, row), [{0: 2}, 0]),
         ((x, x + 1, small_blocks), [{0: 2}] * 3),
         ((x,), {0: 2}),
     ):
-
-        def make(arrays=arrays, depth=depth):
-            function = difference if trim else inner
-            options = {"boundary": boundary, "dtype": float, "token": "several"}
-            return da.map_overlap(function, *arrays, depth=depth, trim=trim, **options)
-
-        stock = make()
+        stock = da.map_overlap(function, *arrays, depth=depth, **options)
         with dask_p2p.install() as used:
-            y = make()
+            y = da.map_overlap(function, *arrays, depth=depth, **options)
         assert used.count == 1
         assert y.chunks == stock.chunks
         actual, expected = dask.compute(y, stock, scheduler="sync")
@@ -404,20 +398,10 @@ def test_an_installation_that_fails_replaces_nothing(monkeypatch):
 def test_others_replace_the_same_function(x):
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-
-        def before(*args, **kwargs):
-            calls.append("before")
-            return rechunk_p2p(*args, **kwargs)
-
-        patch.setattr(distributed.shuffle, "rechunk_p2p", before)
+        noted(patch, distributed.shuffle, "rechunk_p2p", lambda *_, **__: calls.append("before"))
         dask_p2p.install()
-        replacement = distributed.shuffle.rechunk_p2p
-
-        def after(*args, **kwargs):
-            calls.append("after")
-            return replacement(*args, **kwargs)
-
-        patch.setattr(distributed.shuffle, "rechunk_p2p", after)
+        noted(patch, distributed.shuffle, "rechunk_p2p", lambda *_, **__: calls.append("after"))
+        after = distributed.shuffle.rechunk_p2p
         assert is_ours(x.rechunk((-1, 6), method="p2p"))
         dask_p2p.uninstall()
         assert distributed.shuffle.rechunk_p2p is after

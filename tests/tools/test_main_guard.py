@@ -68,12 +68,11 @@ def written(folder, text, name="first.py"):
 
 
 def refused(process, *words):
-    """The only error is a ConfigError with these words; returns its line."""
+    """The only error is a ConfigError with these words."""
     assert process.returncode == 1
     error = process.stderr.strip().splitlines()[-1]
     assert error.startswith("dask_p2p.errors.ConfigError: ")
     assert all(word in error for word in words), error
-    return error
 
 
 REMEDY = 'Move that code below `if __name__ == "__main__":`.'

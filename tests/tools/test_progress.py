@@ -133,14 +133,11 @@ def test_blocks_and_bytes_are_shown_as_they_come(client, monkeypatch, tmp_path, 
     assert re.fullmatch(
         rf"{operation} \[#+ +\] {first}, [\d.]+ k?i?B moved, \d+ of \d+ tasks *", shown_first
     )
-    run = next(run for run in last_runs(client) if run.name in {key[0] for key in keys_of(y)})
+    names = {future.key[0] for future in futures_of(y)}
+    run = next(run for run in last_runs(client) if run.name in names)
     moved = format_bytes(run.moved_bytes)
     assert lines[-1].startswith(f"{operation} [################] 4 of 4 blocks, {moved} moved")
     assert np.array_equal(y.compute(), move(da.from_array(X, chunks=(4, 5))).compute())
-
-
-def keys_of(y):
-    return [future.key for future in futures_of(y)]
 
 
 def test_a_write_is_shown_until_its_end(client, monkeypatch, tmp_path):
@@ -167,10 +164,13 @@ def test_wrong_arguments_are_refused(client):
         progress(client.submit(abs, -3), client=3)
 
 
-async def test_an_asynchronous_client_is_refused(cluster):
+@pytest.mark.parametrize(
+    "call", [lambda client: progress(client.submit(abs, -3), client=client), stalled]
+)
+async def test_an_asynchronous_client_is_refused(cluster, call):
     async with Client(cluster.scheduler_address, asynchronous=True) as client:
         with pytest.raises(InputError, match="synchronous client"):
-            progress(client.submit(abs, -3), client=client)
+            call(client)
 
 
 def test_it_ends_with_a_cancelled_run(client):
@@ -264,9 +264,3 @@ _LOG = BufferingHandler(10_000)
 def test_wrong_times_are_refused(client):
     with pytest.raises(InputError, match="after: expected a time like '10 s', got 'soon'"):
         stalled(client, after="soon")
-
-
-async def test_stalled_refuses_an_asynchronous_client(cluster):
-    async with Client(cluster.scheduler_address, asynchronous=True) as client:
-        with pytest.raises(InputError, match="synchronous client"):
-            stalled(client)

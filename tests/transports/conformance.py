@@ -9,26 +9,23 @@ import pytest
 from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError, TransferError
 from dask_p2p.transports.base import Request
-from tests.support import BOUND_S
+from tests.support import BOUND_S, assert_same_bits
 from tests.transports.reading import open_block
+
+#: Fields of requests for blocks of this dtype.
+FLOAT64 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
 
 
 class Conformance:
-    """Subclasses provide the fixture `setup`, with these attributes.
+    """Subclasses provide the fixture `setup`, with these attributes:
 
-    reader
-        The transport under test, at the reader's end.
-    holder
-        Address of the other end.
-    kind
-        Of the blocks, "numpy" or "cupy".
-    put(key, array)
-        Makes the holder hold a block, given as a NumPy array.
-    drop(key)
-        Makes the holder release a block.
-    close_holder()
-        Closes the holder's transport.
-    to_numpy(array)
+    - `reader`: the transport under test, at the reader's end
+    - `holder`: address of the other end
+    - `kind`: of the blocks, "numpy" or "cupy"
+    - `put(key, array)`: makes the holder hold a block, given as a NumPy array
+    - `drop(key)`: makes the holder release a block
+    - `close_holder()`: closes the holder's transport
+    - `to_numpy(array)`
     """
 
     options = options()
@@ -43,13 +40,10 @@ class Conformance:
         )
 
     def read(self, setup, key, array, box, **options):
-        remote = self.open(setup, key, array, box, **options)
-        try:
+        with closing(self.open(setup, key, array, box, **options)) as remote:
             region = remote.whole(setup.to_numpy, 20)
             remote.confirm()
             return region
-        finally:
-            remote.close()
 
     def refused(self, setup, block, words, error=TransferError, box=((0, 1), (0, 1)), **options):
         """Read from a block, which fails with an error of these words; return the error."""
@@ -100,9 +94,7 @@ class Conformance:
     def test_blocks_of_all_shapes_and_item_sizes(self, setup, array):
         setup.put("block", array)
         region = self.read(setup, "block", array, tuple((0, n) for n in array.shape))
-        assert region.dtype == array.dtype
-        assert region.shape == array.shape
-        assert region.tobytes() == np.ascontiguousarray(array).tobytes()
+        assert_same_bits(region, array)
 
     def test_many_requests_of_one_block(self, setup, block):
         key, array = block
@@ -175,13 +167,11 @@ class Conformance:
 
     def test_a_block_of_another_shape(self, setup, block):
         key, array = block
-        words = r"declared as .*\(6, 9\)"
-        self.refused(setup, (key, array[:, :9]), words, BlockMismatchError)
+        self.refused(setup, (key, array[:, :9]), r"declared as .*\(6, 9\)", BlockMismatchError)
 
     def test_a_block_of_another_dtype(self, setup, block):
         key, array = block
-        words = "declared as float32"
-        self.refused(setup, (key, array.astype("f4")), words, BlockMismatchError)
+        self.refused(setup, (key, array.astype("f4")), "declared as float32", BlockMismatchError)
 
     def test_a_block_in_another_byte_order_is_converted_or_left_to_comm(self, setup, block):
         key, array = block
@@ -224,8 +214,6 @@ class Conformance:
 
 
 class PackedConformance(Conformance):
-    """Subclasses provide what `Conformance` asks for."""
-
     @pytest.mark.parametrize(
         "dtype",
         [">f8", ">i2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")], "longdouble"],
@@ -236,5 +224,4 @@ class PackedConformance(Conformance):
         array.view("u1")[...] = 1
         setup.put("block", array)
         region = self.read(setup, "block", array, ((0, 3), (1, 4)))
-        assert region.dtype == array.dtype
-        assert region.tobytes() == array[:, 1:].tobytes()
+        assert_same_bits(region, array[:, 1:])

@@ -1,23 +1,19 @@
+from dataclasses import replace
+
 import pytest
 
 from dask_p2p.config import options
 from tests.transports.loopback import linked
 
-
-@pytest.fixture
-def transport(request):
-    """The class of transports that a module tests."""
-    return request.module.TRANSPORT
+# On a busy machine, no published block expires in the middle of a test.
+OPTIONS = replace(options(), retain_blocks_s=60.0)
 
 
 @pytest.fixture
-def chosen():
-    """Options of both transports."""
-    return options()
+def setup(request, loop, tmp_path):
+    """Two hosts of this process, and a module's `TRANSPORT` from one to the other.
 
-
-@pytest.fixture
-def setup(transport, chosen, loop, tmp_path):
-    """Two hosts of this process, and a transport from one to the other: see `Conformance`."""
-    with linked(transport, loop, tmp_path, chosen) as setup:
+    See `Conformance`.
+    """
+    with linked(request.module.TRANSPORT, loop, tmp_path, OPTIONS) as setup:
         yield setup

@@ -26,6 +26,14 @@ class EventLoop:
     def run(self, coroutine, timeout_s=60):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout_s)
 
+    def call(self, function, *args):
+        """Call a function on the loop, and return its result."""
+
+        async def coroutine():
+            return function(*args)
+
+        return self.run(coroutine())
+
     def close(self):
         async def cancel_all():
             tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
@@ -84,19 +92,7 @@ class LoopbackHost:
 
 @contextmanager
 def linked(make, loop, folder, options):
-    """A reader and a holder, each with a transport of its own, as `Conformance` wants them.
-
-    Parameters
-    ----------
-    make
-        Class of the transports.
-    loop : EventLoop
-        That of both.
-    folder : pathlib.Path
-        In which each gets one of its own.
-    options
-        Of both transports.
-    """
+    """A reader and a holder, as `Conformance` wants them: each with a transport and a folder."""
     network, hosts, transports = {}, [], []
     for name in ("reader", "holder"):
         (folder / name).mkdir()

@@ -11,10 +11,7 @@ from dask_p2p.transports.base import Request
 class OneBlock:
     """A block of which each box is asked for on its own.
 
-    Parameters
-    ----------
-    is_eager
-        Whether the first region is asked for at once, so that its error, if it has one, is raised.
+    With `is_eager` the first region is asked for at once: its error, if it has one, is raised.
     """
 
     def __init__(self, transport, request, options, is_eager=False):

@@ -51,14 +51,12 @@ def router(ipc, warnings_sent):
     return Router({"ipc": ipc, "comm": FakeTransport("comm", {})}, warnings_sent.append)
 
 
-def find_routes(router, holders, kind="cupy", order=("ipc", "comm")):
-    return router.find_routes(holders, kind, DTYPE, order)
+def find_routes(router, holders, kind="cupy"):
+    return router.find_routes(holders, kind, DTYPE, ("ipc", "comm"))
 
 
-def routes(router, holders, kind="cupy", order=("ipc", "comm")):
-    return [
-        (route.holder, route.transport.name) for route in find_routes(router, holders, kind, order)
-    ]
+def routes(router, holders, kind="cupy"):
+    return [(route.holder, route.transport.name) for route in find_routes(router, holders, kind)]
 
 
 def test_a_failure_is_reported_once_and_kept_to_its_holder(router, warnings_sent):
@@ -67,9 +65,8 @@ def test_a_failure_is_reported_once_and_kept_to_its_holder(router, warnings_sent
     assert warnings_sent == ["dask_p2p: ipc fails, another transport is used instead: why"]
     assert router.failures.get(("a", "ipc")) == Obstacle("failed", str(error))
     assert routes(router, ("a", "b")) == [("a", "comm"), ("b", "ipc"), ("b", "comm")]
-    router.record_failure(
-        find_routes(router, ("b",))[0], TransferError("of b", reason="why"), last=False
-    )
+    route, _ = find_routes(router, ("b",))
+    router.record_failure(route, TransferError("of b", reason="why"), last=False)
     assert len(warnings_sent) == 1
     (last_route,) = find_routes(router, ("b",))
     router.record_failure(last_route, error, last=True)

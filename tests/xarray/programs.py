@@ -22,11 +22,6 @@ def wave(now, before, out):
     out[...] = 1.5 * now[1:-1] + (now[:-2] + now[2:]) / 4 - before
 
 
-def rolled(a):
-    """The mean of three neighbours, as `rolling` has it, along a divided dimension."""
-    return a.p2p.map_overlap(mean_of_three, {"t": 1}, {"t": "periodic"})
-
-
 def build(lazy):
     """Return the array of these programs; the function makes a lazy array of values."""
     coords = {
@@ -54,7 +49,7 @@ PROGRAMS = {
     "transpose to chunks": lambda a: a.p2p.transpose(..., "t", chunks={"x": 7, "t": -1}),
     "chunk": lambda a: a.p2p.chunk(t=-1, x=3),
     "uneven chunks": lambda a: a.p2p.chunk(t=(5, 19), x=(1, 19)),
-    "map_overlap": rolled,
+    "map_overlap": lambda a: a.p2p.map_overlap(mean_of_three, {"t": 1}, {"t": "periodic"}),
     "reflected": lambda a: a.p2p.map_overlap(mean_of_three, {"t": 2}, "reflect", corners=False),
     "constant": lambda a: a.p2p.map_overlap(np.negative, 1, {"t": 2.5}),
     "fft": lambda a: a.p2p.fft("t"),

@@ -42,8 +42,7 @@ def computed(result):
 
 def test_an_array(array):
     result = array.p2p.iterate(spread, {"x": 1}, 3, boundary={"x": "periodic"}, weight=0.2)
-    assert result.chunks == array.chunks
-    assert result.encoding == {}
+    assert (result.chunks, result.encoding) == (array.chunks, {})
     expected = VALUES
     for _ in range(3):
         expected = expected + 0.2 * (np.roll(expected, -1, 2) - np.roll(expected, 1, 2))
@@ -163,8 +162,7 @@ def test_coupled_fields_of_a_dataset(dataset):
         a, b = new["a"], new["b"]
     np.testing.assert_allclose(result.u.values, a, rtol=1e-12)
     np.testing.assert_allclose(result.before.transpose(*result.u.dims).values, b, rtol=1e-12)
-    assert result.attrs == dataset.attrs
-    assert result.u.attrs == dataset.u.attrs
+    assert (result.attrs, result.u.attrs) == (dataset.attrs, dataset.u.attrs)
     assert {*result.coords} == {*dataset.coords}
     assert result.speed.identical(dataset.speed)
 

@@ -300,8 +300,7 @@ def test_chunks_of_files_go_where_others_come(opened, call, changed, kind):
 def test_chunks_of_files_go_with_other_blocks_of_what_was_in_memory(opened):
     for data in (opened.compute(), opened.u.compute()):
         result = as_dataset(data.p2p.chunk(x=2))
-        assert result.u.encoding == OTHERS
-        assert result.known.encoding == {**OF_FILES, **OTHERS}
+        assert (result.u.encoding, result.known.encoding) == (OTHERS, {**OF_FILES, **OTHERS})
         turned = as_dataset(data.p2p.transpose("y", "x"))
         assert {*encodings(turned)} >= {"u", "known"}
         for name in ("u", "known", "lazy"):
@@ -326,8 +325,7 @@ def test_coordinates_of_what_has_other_values_keep_their_chunks(opened):
     edge = opened.u.assign_coords(edge=opened.lazy[:, 0])
     edge.edge.encoding = {"chunks": (4,)}
     spectrum = edge.p2p.fft("y")
-    assert spectrum.encoding == {}
-    assert spectrum.edge.encoding == {"chunks": (4,)}
+    assert (spectrum.encoding, spectrum.edge.encoding) == ({}, {"chunks": (4,)})
     assert turned.dims == ("x", "y")
 
 
@@ -346,19 +344,14 @@ def stored(tmp_path):
     return tmp_path
 
 
-def readme_line():
-    """Return the line of the README that makes one store of another."""
-    (line,) = re.findall(r"`(days\.p2p.*to_zarr\(.*\))`", README.read_text("utf-8"))
-    return line
-
-
 @pytest.mark.filterwarnings("ignore:Consolidated metadata is currently not part in the Zarr")
 def test_the_line_of_the_readme_makes_a_store_of_a_store(stored, monkeypatch):
     import zarr
 
     monkeypatch.chdir(stored)
     days = xr.open_zarr("days.zarr", consolidated=False)
-    exec(readme_line(), {"days": days})
+    (line,) = re.findall(r"`(days\.p2p.*to_zarr\(.*\))`", README.read_text("utf-8"))
+    exec(line, {"days": days})
     series = xr.open_zarr("series.zarr", consolidated=False)
     xr.testing.assert_identical(series.compute(), days.compute())
     assert zarr.open("series.zarr")["t"].chunks == (40, 30, 10)

@@ -55,15 +55,11 @@ def test_speed_is_compared_with_the_best_link_of_the_same_transport():
 
 
 def test_a_cell_adds_up():
+    running = {"wanted_bytes": 2 * 10**9, "fallbacks": (Fallback("b", "cma", "not permitted"),)}
     _, cell_rows = cells(
         record(0, stages=(stage("b", "cma", 3 * 10**9, 1.0),)),
         record(1, stages=(stage("b", "comm", 10**9, 1.0),)),
-        record(
-            1,
-            stages=(stage("b", "cma", 10**9, 1.0),),
-            wanted_bytes=2 * 10**9,
-            fallbacks=(Fallback("b", "cma", "not permitted"),),
-        ),
+        record(1, stages=(stage("b", "cma", 10**9, 1.0),), **running),
     )
     (cell,) = cell_rows.values()
     sums = {"transport": "cma", "gbs": 2.0, "nbytes": 5 * 10**9, "tasks": 3}
@@ -240,12 +236,8 @@ def test_points_and_sections_are_bounded(monkeypatch):
 
 
 def test_waits_of_ranks():
-    (run,) = runs_of(
-        [
-            rank_record(1, 10, 12.0, 0.5, worker="tcp://h:2"),
-            rank_record(0, 10, 12.0, 1.0, worker="tcp://h:1"),
-        ]
-    )
+    second_rank = rank_record(1, 10, 12.0, 0.5, worker="tcp://h:2")
+    (run,) = runs_of([second_rank, rank_record(0, 10, 12.0, 1.0, worker="tcp://h:1")])
     chart = waiting_chart(run)
     assert (chart.title, chart.workers) == ("Waiting by rank", ["0, 0", "1, 0"])
     assert chart.columns == {
@@ -261,8 +253,7 @@ def test_of_many_ranks_those_that_wait_longest_are_shown(monkeypatch):
     monkeypatch.setattr("dask_p2p.monitoring.charts.MOST_RANKS", 2)
     (run,) = runs_of(rank_record(rank, 10, 12.0, rank / 10) for rank in range(4))
     chart = waiting_chart(run)
-    assert chart.title == "Waiting by rank: the longest 2 of 4"
-    assert chart.workers == ["2, 0", "3, 0"]
+    assert (chart.title, chart.workers) == ("Waiting by rank: the longest 2 of 4", ["2, 0", "3, 0"])
 
 
 def test_the_newest_section_is_shown_also_after_other_runs():
@@ -271,6 +262,5 @@ def test_the_newest_section_is_shown_also_after_other_runs():
     assert picture([record(0)]).section == ""
     assert picture([record(0), *section]).section == NAME
     drawn = picture([*section, record(0, 20.0)])
-    assert drawn.section == ""
-    assert drawn.steps.columns["step"] == [10]
+    assert (drawn.section, drawn.steps.columns["step"]) == ("", [10])
     assert picture([rank_record(0, 0, 11.0, steps=0)]).section == ""

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from contextlib import contextmanager
+from contextlib import closing
 from types import SimpleNamespace
 from urllib.request import urlopen
 
@@ -15,7 +15,7 @@ import dask_p2p
 from dask_p2p import monitoring as module
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.monitoring import add_pages
-from tests.support import in_process, own_client
+from tests.support import in_process, noted, own_client
 from tests.transports.loopback import wait_until
 
 # Of Bokeh's client, which makes an event loop for this thread, on Python 3.12 and 3.13.
@@ -31,10 +31,13 @@ CLUSTER = {
 NO_DASHBOARD = {"dashboard": False, "dashboard_address": ":0"}
 
 
+def url_of(client, path):
+    return f"http://127.0.0.1:{client.cluster.scheduler.http_server.port}{path}"
+
+
 def get(client, path):
     """The text of a page; an error unless it is 200."""
-    port = client.cluster.scheduler.http_server.port
-    with urlopen(f"http://127.0.0.1:{port}{path}") as page:
+    with urlopen(url_of(client, path)) as page:
         return page.read().decode()
 
 
@@ -53,31 +56,13 @@ def test_by_preload(prefix):
 def request_times(client, monkeypatch):
     """When the rounds began in which workers were asked, by the clock of the feed."""
     feed = client.cluster.scheduler.plugins[PLUGIN_NAME].feed
-    ask, moments = feed.ask, []
-
-    async def noted(worker):
-        moments.append(feed.last_round_s)
-        return await ask(worker)
-
-    monkeypatch.setattr(feed, "ask", noted)
-    return moments
-
-
-@contextmanager
-def opened(client, path="/p2p"):
-    """A page as a browser keeps it open."""
-    from bokeh.client import pull_session
-
-    port = client.cluster.scheduler.http_server.port
-    session = pull_session(url=f"http://127.0.0.1:{port}{path}")
-    try:
-        yield
-    finally:
-        session.close()
+    return noted(monkeypatch, feed, "ask", lambda worker: feed.last_round_s)
 
 
 def test_no_worker_is_asked_after_the_plugin_was_removed(client, request_times):
-    with opened(client):
+    from bokeh.client import pull_session
+
+    with closing(pull_session(url=url_of(client, "/p2p"))):  # as a browser keeps it open
         wait_until(lambda: request_times)
         client.run_on_scheduler(take_off)
         try:

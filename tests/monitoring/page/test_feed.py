@@ -1,7 +1,6 @@
 """The data of a page: workers are asked for it only while a page is open."""
 
 import asyncio
-from functools import wraps
 
 import pytest
 
@@ -9,7 +8,7 @@ from dask_p2p.monitoring import feed as module
 from dask_p2p.monitoring.feed import INTERVAL_S, Feed, Tasks, picture
 from dask_p2p.monitoring.records import RecordStore, Stage
 from dask_p2p.monitoring.runs import cells, runs_of
-from tests.clock import run_clocked
+from tests.clock import clocked
 from tests.monitoring.support import NAME, record
 
 FROM_B = (Stage("b", "cma", 100),)
@@ -47,21 +46,6 @@ class Workers:
         for _ in range(times):
             self.feed.refresh()
             await asyncio.sleep(INTERVAL_S / 5)
-
-
-def clocked(main):
-    """Make a test of a coroutine, on a loop that does not wait; it has to leave nothing behind."""
-
-    @wraps(main)
-    def run(**fixtures):
-        async def run_and_check():
-            await main(**fixtures)
-            await asyncio.sleep(0)
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-        run_clocked(run_and_check())
-
-    return run
 
 
 @clocked

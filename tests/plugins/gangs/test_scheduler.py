@@ -30,13 +30,8 @@ class GangScheduler:
 
     def task(self, worker, state="processing"):
         on = SimpleNamespace(address=worker)
-        return SimpleNamespace(
-            state=state,
-            processing_on=on,
-            exception_text="",
-            suspicious=0,
-            resource_restrictions=None,
-        )
+        fields = {"exception_text": "", "suspicious": 0, "resource_restrictions": None}
+        return SimpleNamespace(state=state, processing_on=on, **fields)
 
     def rpc(self, worker):
         async def forget(gang):

@@ -5,6 +5,7 @@ import pickle
 import resource
 import signal
 import warnings
+from unittest.mock import Mock
 
 import dask
 import dask.array as da
@@ -14,9 +15,9 @@ import pytest
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
 from dask_p2p.plugins.registration import workers_of
+from tests.faults.support import assert_nothing_is_held, expected, source
 from tests.support import (
     BOUND_S,
-    indexed,
     own_client,
     persisted,
     result_of,
@@ -26,7 +27,7 @@ from tests.support import (
 )
 from tests.transports.clusters import transposed
 from tests.transports.loopback import wait_until
-from tests.usage import usage, wait_until_unused
+from tests.usage import usage
 
 DTYPES = ["f8", "?", "longdouble", "c16", "f2", "M8[ns]", "U3", "V7", [("a", "i1"), ("b", ">f8")]]
 
@@ -64,18 +65,14 @@ def test_nothing_is_kept(client):
     y = persisted(client, dask_p2p.transpose(a))
     assert used(client, y) == {"cma"}
     del a, y
-    wait_until_unused(client)
-
-
-def refuse(*args):
-    raise PermissionError(1, "Operation not permitted")
+    assert_nothing_is_held(client)
 
 
 def forbid_reading(dask_worker):
     """Have the kernel refuse, as a security module may."""
     from dask_p2p.transports import process_memory
 
-    process_memory.read = refuse
+    process_memory.read = Mock(side_effect=PermissionError(1, "Operation not permitted"))
 
 
 @pytest.mark.slow
@@ -103,8 +100,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
     shape = (60, 40)
     with own_client(3) as client:
         dask_p2p.register(client)
-        a = da.fromfunction(lambda i, j: i * 40 + j, shape=shape, chunks=(20, 40), dtype=float)
-        a = spread(client, a)
+        a = spread(client, source(shape, (20, 40)))
         y = persisted(client, dask_p2p.transpose(a))  # all have met, and published their blocks
         del y
         reader, holder, _ = sorted(workers_of(client))
@@ -128,7 +124,7 @@ def test_a_holder_that_ends_or_stands_still_while_it_is_read(how):
             whole_block, workers=[reader], allow_other_workers=how == signal.SIGKILL, retries=0
         )
         try:
-            np.testing.assert_array_equal(result_of(client, z), np.arange(2400.0).reshape(shape).T)
+            np.testing.assert_array_equal(result_of(client, z), expected(shape).T)
         finally:
             if how == signal.SIGSTOP:
                 os.kill(pid, signal.SIGCONT)
@@ -151,7 +147,7 @@ def test_no_holder_is_asked_to_publish_what_another_task_will_read(client):
     np.testing.assert_array_equal(y.compute(), a)
 
 
-def test_regions_are_copied_to_where_they_belong(client, monkeypatch):
+def test_regions_are_copied_to_where_they_belong(client):
     """Where no axes are permuted and rows are long: no buffer is taken for them."""
     a = np.arange(80 * 200.0).reshape(80, 200)
     x = spread(client, da.from_array(a, chunks=(20, 100)))
@@ -180,15 +176,6 @@ tempfile.mkdtemp = mkdtemp
 """
 
 
-def transposed_by(client, shape, chunks):
-    """Transpose an array whose blocks are on all workers, to all of them; return transports."""
-    x = indexed(shape, float)
-    a = spread(client, da.from_array(x, chunks))
-    y = spread(client, dask_p2p.transpose(a, chunks=(shape[1] // 4, -1)))
-    np.testing.assert_array_equal(y.compute(), x.T)
-    return used(client, y)
-
-
 def warned(client):
     events = client.get_events("warn")
     return [pickle.loads(event["message"]) for _, event in events]
@@ -207,13 +194,13 @@ def test_workers_that_cannot_publish_are_read_by_messages():
 
     with own_client() as client, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert transposed_by(client, (40, 12), (10, 12)) == {"cma"}
+        assert transposed(client, expected((40, 12)), (10, 12), (3, -1)) == {"cma"}
         assert not warned(client)
         client.cluster.new_spec["options"]["preload"] = [NO_FOLDERS]
         client.cluster.scale(3)
         client.wait_for_workers(3, timeout=BOUND_S)
         assert all(client.run(setup_is_whole).values())
-        assert transposed_by(client, (120, 12), (10, 12)) == {"cma", "comm"}
+        assert transposed(client, expected((120, 12)), (10, 12), (3, -1)) == {"cma", "comm"}
         (text,) = warned(client)
         assert "cannot be set up: No space left on device" in text
         assert "--local-directory" in text
@@ -223,6 +210,6 @@ def test_workers_that_cannot_publish_are_read_by_messages():
 def test_more_blocks_than_a_worker_may_open_files(client):
     limits = client.run(resource.getrlimit, resource.RLIMIT_NOFILE)
     client.run(resource.setrlimit, resource.RLIMIT_NOFILE, (128, max(limits.values())[1]))
-    assert transposed_by(client, (300, 8), (1, 8)) == {"cma"}
+    assert transposed(client, expected((300, 8)), (1, 8), (2, -1)) == {"cma"}
     assert not warned(client)
     client.run(resource.setrlimit, resource.RLIMIT_NOFILE, max(limits.values()))

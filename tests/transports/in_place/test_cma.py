@@ -10,6 +10,7 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -48,12 +49,8 @@ def test_the_holder_of_a_block_is_killed_while_it_is_read(loop, tmp_path):
     process.start()
     try:
         assert parent_end.poll(BOUND_S)
-        reply = parent_end.recv()
-
-        async def send_reply():
-            return reply
-
-        holder = SimpleNamespace(calls=[], delay_s=0, handlers={"p2p_cma_peer": send_reply})
+        handlers = {"p2p_cma_peer": AsyncMock(return_value=parent_end.recv())}
+        holder = SimpleNamespace(calls=[], delay_s=0, handlers=handlers)
         host = LoopbackHost("reader", loop.loop, {"holder": holder}, tmp_path)
         transport = CmaTransport(host, options())
         request = Request("key", "holder", (6, 10), F8, "numpy", 3 * [((0, 6), (0, 10))])
@@ -141,9 +138,7 @@ class TestCma(Conformance):
         assert setup.reader.obstacle("holder", "numpy", F8).code == "unsupported"
 
     def test_a_kernel_that_refuses(self, setup, block, monkeypatch):
-        def refuse(*args):
-            raise PermissionError(1, "Operation not permitted")
-
+        refuse = Mock(side_effect=PermissionError(1, "Operation not permitted"))
         monkeypatch.setattr(process_memory, "read", refuse)
         obstacle = setup.reader.obstacle("holder", "numpy", F8)
         assert obstacle.code == "forbidden"
@@ -199,12 +194,10 @@ class TestCma(Conformance):
     def test_a_reader_with_its_last_file_descriptor(self, setup, block, monkeypatch):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
-
-        def no_more(*args, **kwargs):
-            raise OSError(errno.EMFILE, "Too many open files")
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, "open", no_more)
+            patch.setattr(
+                os, "open", Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+            )
             with pytest.raises(TransferError, match="Too many open files"):
                 self.open(setup, key, array, ((0, 6), (0, 10)))
             np.testing.assert_array_equal(remote.request().result(), array)

@@ -31,25 +31,21 @@ def hold(connection, folder):
     transport = IpcTransport(host, OPTIONS)
     host.handlers.update(transport.handlers())
     while (order := connection.recv()) is not None:
-        order_name, args = order
+        (order_name, args), result = order, None
         try:
             if order_name == "put":
                 key, array = args
-                loop.run(_release(transport, key))
+                loop.call(transport.on_released, key)
                 host.blocks[key] = cupy.asarray(array, order="K")
-                result = None
             elif order_name == "put rows":  # all of one allocation
                 for key, row in enumerate(cupy.asarray(args)):
-                    loop.run(_release(transport, key))
+                    loop.call(transport.on_released, key)
                     host.blocks[key] = row
-                result = None
             elif order_name == "give memory back":
                 cupy.get_default_memory_pool().free_all_blocks()
-                result = None
             elif order_name == "drop":
                 del host.blocks[args]
-                loop.run(_release(transport, args))
-                result = None
+                loop.call(transport.on_released, args)
             elif order_name == "call":
                 op, kwargs = args
                 result = loop.run(host.handlers[op](**kwargs))
@@ -58,10 +54,6 @@ def hold(connection, folder):
             connection.send((True, result))
         except Exception as exc:
             connection.send((False, repr(exc)))
-
-
-async def _release(transport, key):
-    transport.on_released(key)
 
 
 class RemoteHost:
@@ -110,19 +102,13 @@ def setup(pair, loop, tmp_path_factory):
     reader_host, holder_host = pair
     reader = IpcTransport(reader_host, OPTIONS)
     holder_host.calls.clear()
-    closed = []
-
-    def close_holder():
-        holder_host.ask("close")
-        closed.append(True)
-
     yield SimpleNamespace(
         reader=reader,
         holder="holder",
         kind="cupy",
         put=lambda key, array: holder_host.ask("put", (key, array)),
         drop=lambda key: holder_host.ask("drop", key),
-        close_holder=close_holder,
+        close_holder=lambda: holder_host.ask("close"),
         to_numpy=lambda array: array.get(),
         there=holder_host,
     )
@@ -163,11 +149,7 @@ class TestIpc(Conformance):
         key, array = block
         remote = self.open(setup, key, array, ((0, 6), (0, 10)))
         in_use = remote.request().result(BOUND_S)
-
-        async def forget():
-            setup.reader.on_worker_left(setup.holder)
-
-        loop.run(forget())
+        loop.call(setup.reader.on_worker_left, setup.holder)
         np.testing.assert_array_equal(in_use.get(), array)  # still mapped
         assert len(setup.reader.mappings) == 1
         remote.close()

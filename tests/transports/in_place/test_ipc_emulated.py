@@ -9,6 +9,7 @@ import weakref
 from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -141,11 +142,11 @@ class TestIpcEmulated(Conformance):
         ids=str,
     )
     def test_a_descriptor_that_is_not_of_the_block(self, setup, block, monkeypatch, change, words):
-
-        def text(published):
-            return json.dumps({**asdict(published), **change}).encode()
-
-        monkeypatch.setattr(Descriptor, "text", text)
+        monkeypatch.setattr(
+            Descriptor,
+            "text",
+            lambda published: json.dumps({**asdict(published), **change}).encode(),
+        )
         self.refused(setup, block, words, BlockMismatchError)
         assert setup.device.runtime.open == {}, "nothing was mapped"
         assert nothing_is_kept(setup, block[0])
@@ -163,11 +164,7 @@ class TestIpcEmulated(Conformance):
 
     def test_leaving_closes_mappings_that_are_not_used(self, setup, block, loop):
         remote = self.open(setup, *block)
-
-        async def forget():
-            setup.reader.on_worker_left(setup.holder)
-
-        loop.run(forget())
+        loop.call(setup.reader.on_worker_left, setup.holder)
         assert setup.reader.boot_id(setup.holder) is None, "a new worker may have its address"
         assert len(setup.device.runtime.open) == 1, "it is being read"
         remote.close()
@@ -188,10 +185,7 @@ class TestIpcEmulated(Conformance):
     def test_what_cannot_be_published_does_not_keep_a_task_from_its_work(
         self, setup, block, monkeypatch, error
     ):
-        def fail(block):
-            raise error
-
-        monkeypatch.setattr(cuda_ipc, "export", fail)
+        monkeypatch.setattr(cuda_ipc, "export", Mock(side_effect=error))
         setup.serving.publish(setup.host.blocks)
         self.refused(setup, block, f"holder could not send .*{error}")
 
@@ -203,14 +197,13 @@ class TestIpcEmulated(Conformance):
         go_on.set()
 
     def test_a_holder_that_cannot_describe_itself_is_asked_again(self, setup):
-        real = setup.host.handlers["p2p_ipc_peer"]
-
-        async def fail():
-            return {"status": "error", "message": "OSError: its folder is gone"}
-
-        setup.host.handlers["p2p_ipc_peer"] = fail
+        real, reply = (
+            setup.host.handlers["p2p_ipc_peer"],
+            {"status": "error", "message": "no folder"},
+        )
+        setup.host.handlers["p2p_ipc_peer"] = AsyncMock(return_value=reply)
         obstacle = setup.reader.obstacle("holder", "cupy", np.dtype("f8"))
-        assert "holder could not send its process: OSError: its folder is gone" in obstacle.text
+        assert "holder could not send its process: no folder" in obstacle.text
         setup.host.handlers["p2p_ipc_peer"] = real
         assert setup.reader.obstacle("holder", "cupy", np.dtype("f8")) is None
 

@@ -12,6 +12,7 @@ import time
 import weakref
 from contextlib import suppress
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import settings
@@ -212,18 +213,6 @@ def open_files(directory):
     return count
 
 
-def fail(patch, function, numbers, error):
-    """Have some calls fail, counted from 1."""
-    real, calls = getattr(os, function), itertools.count(1)
-
-    def failing(*args):
-        if next(calls) in numbers:
-            raise error
-        return real(*args)
-
-    patch.setattr(os, function, failing)
-
-
 def test_no_file_descriptor_is_left(directory):
     before = open_files(directory)
     publish_many(directory, 50)
@@ -246,12 +235,8 @@ def test_no_file_descriptor_is_left(directory):
 def test_a_lease_that_cannot_be_ended_ends_with_the_file(directory, monkeypatch):
     publish(directory, "key", Block(), b"text")
     lease = take(directory.folder, "key")
-
-    def fail(*args):
-        raise OSError(errno.ENOLCK, "No locks available")
-
     with monkeypatch.context() as patch:
-        patch.setattr(fcntl, "fcntl", fail)
+        patch.setattr(fcntl, "fcntl", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
         lease.leases.end(lease.entry)
     directory.withdraw("key")
     assert directory.expire(60) == 1
@@ -259,7 +244,7 @@ def test_a_lease_that_cannot_be_ended_ends_with_the_file(directory, monkeypatch)
     assert directory.expire(60) == 0
 
 
-def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory, tmp_path):
+def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory):
     publish(directory, "key", Block(), b"text")
     leases = Leases(directory.folder)
     entry, _ = leases.take("key")
@@ -277,7 +262,8 @@ def test_what_is_closed_fails_whatever_is_open_under_its_number_now(directory, t
 @pytest.mark.parametrize("full", ["disk", "limit"])
 def test_a_disk_without_room_is_found_when_the_file_is_made(tmp_path, monkeypatch, full):
     if full == "disk":
-        fail(monkeypatch, "pwrite", {1}, OSError(errno.ENOSPC, "No space left on device"))
+        full_disk = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        monkeypatch.setattr(os, "pwrite", full_disk)
         assert "No space left" in PublishedBlocks(str(tmp_path)).refusal
     else:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -416,7 +402,7 @@ def test_a_descriptor_that_cannot_be_withdrawn_is_tried_again(directory, monkeyp
     """As long as it is there readers may take it."""
     publish(directory, "key", Block(), b"text")
     with monkeypatch.context() as patch:
-        fail(patch, "pwrite", {1}, OSError(errno.EIO, "Input/output error"))
+        patch.setattr(os, "pwrite", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
         directory.withdraw("key")
         assert len(directory) == 1
     lease = take(directory.folder, "key")

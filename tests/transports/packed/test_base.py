@@ -4,6 +4,7 @@ import asyncio
 import gc
 import time
 import weakref
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from dask_p2p.config import options
 from dask_p2p.errors import BlockMismatchError
 from dask_p2p.transports.packed import CommTransport, PackedTransport, ReadRequest, SendBuffer
 from dask_p2p.transports.packed_reading import RateController
-from tests.transports.conformance import PackedConformance
+from tests.transports.conformance import FLOAT64, PackedConformance
 from tests.transports.loopback import LoopbackHost, wait_until
 
 BOXES = [((0, 2), (0, 3)), ((2, 4), (0, 3))]
@@ -146,24 +147,20 @@ def test_late_answers_are_asked_for_in_smaller_parts_until_they_are_early():
 
 
 TRANSPORT = CommTransport
-F8 = {"dtype": "float64 <f8", "item_bytes": 8, "wait_s": 60.0}
 
 
 class TestComm(PackedConformance):
     test_a_holder_that_is_closing_refuses = None
 
     def test_room_is_given_back_where_packing_fails(self, setup, block, monkeypatch):
-        def fail(*args, **kwargs):
-            raise MemoryError("no room")
-
-        monkeypatch.setattr(HostQueue, "permute", fail)
+        monkeypatch.setattr(HostQueue, "permute", Mock(side_effect=MemoryError("no room")))
         words = r"out of memory while packing .*no room"
         self.refused(setup, block, words, box=((0, 6), (0, 1)))
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
 
     def test_what_is_handed_over_in_one_process_takes_no_room(self, setup, loop, block):
         key, _ = block
-        request = {"blocks": [(key, (6, 10))], "parts": [(0, ((0, 6), (0, 1)))], **F8}
+        request = {"blocks": [(key, (6, 10))], "parts": [(0, ((0, 6), (0, 1)))], **FLOAT64}
         reply = loop.run(setup.host.handlers["p2p_comm_read"](**request))
         assert reply["parts"][0]["data"].data.nbytes == setup.serving.packed.reserved_bytes == 48
         del reply
@@ -182,10 +179,7 @@ class TestComm(PackedConformance):
         ],
     )
     def test_a_reply_with_another_status_is_an_error(self, setup, block, reply, words):
-        async def send_reply(**kwargs):
-            return reply
-
-        setup.host.handlers["p2p_comm_read"] = send_reply
+        setup.host.handlers["p2p_comm_read"] = AsyncMock(return_value=reply)
         self.refused(setup, block, words)
 
     def test_masked_blocks_are_refused(self, setup):

@@ -5,7 +5,8 @@ import os
 import threading
 import weakref
 from collections import deque
-from dataclasses import replace
+from contextlib import suppress
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,9 +17,8 @@ from dask_p2p.transports.buffers import Segment, Segments
 from dask_p2p.transports.pinned import PinnedTransport
 from tests.simulation.streams import HOST
 from tests.support import BOUND_S
-from tests.transports.conformance import PackedConformance
+from tests.transports.conformance import FLOAT64, PackedConformance
 from tests.transports.loopback import wait_until
-from tests.transports.reading import open_block
 from tests.usage import usage
 
 TRANSPORT = PinnedTransport
@@ -54,22 +54,14 @@ def shared_files():
         mapped = {line.split()[4] for line in maps if buffers.FILE_NAME in line}
     opened = set()
     for fd in os.listdir("/proc/self/fd"):
-        try:
-            path = os.readlink(f"/proc/self/fd/{fd}")
-        except OSError:  # that of the listing itself
-            continue
-        if buffers.FILE_NAME in path:
-            opened.add(str(os.stat(f"/proc/self/fd/{fd}").st_ino))
+        with suppress(OSError):  # that of the listing itself
+            if buffers.FILE_NAME in os.readlink(f"/proc/self/fd/{fd}"):
+                opened.add(str(os.stat(f"/proc/self/fd/{fd}").st_ino))
     return mapped | opened
 
 
 class Pinned(PackedConformance):
     test_a_holder_that_is_closing_refuses = None
-
-    def open(self, setup, key, array, *boxes, part_bytes=2**25, **changes):
-        request_fields = setup.holder, key, array.shape, array.dtype, setup.kind
-        chosen = replace(self.options, part_bytes=part_bytes, **changes)
-        return open_block(setup.reader, *request_fields, boxes, chosen)
 
     def test_large_regions_come_in_parts(self, setup):
         array = np.arange(300 * 400.0).reshape(300, 400)
@@ -96,12 +88,8 @@ class Pinned(PackedConformance):
         key, array = block
         assert setup.reader.obstacle("holder", setup.kind, array.dtype) is None
         self.read(setup, key, array, WHOLE)
-
-        async def forget():
-            setup.serving.on_worker_left("reader")
-            setup.reader.on_worker_left("holder")
-
-        loop.run(forget())
+        loop.call(setup.serving.on_worker_left, "reader")
+        loop.call(setup.reader.on_worker_left, "holder")
         wait_until(lambda: usage(setup.serving)["mapped"] == 0)
         calls = setup.host.calls
         calls.clear()
@@ -120,10 +108,8 @@ class Pinned(PackedConformance):
     def test_memory_of_a_call_without_an_answer_is_not_used_again(self, setup, block, why):
         """The holder is late, and writes when the reader has gone on."""
         key, array = block
-        pack, is_packing, go_on, written = (
-            setup.serving.pack_all,
-            *(threading.Event() for _ in range(3)),
-        )
+        pack = setup.serving.pack_all
+        is_packing, go_on, written = (threading.Event() for _ in range(3))
 
         def late(*args):
             is_packing.set()
@@ -243,15 +229,12 @@ def test_a_holder_that_does_not_answer_is_asked_again(setup):
 
 def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
     """Said before anything is written there: later it would be a signal."""
-
-    def full(fd, start, size_bytes):
-        raise OSError(28, "No space left on device")
-
     array = np.ones((3, 4))
     setup.put("block", array)
     before = shared_files()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
+        full = OSError(28, "No space left on device")
+        patch.setattr(os, "posix_fallocate", Mock(side_effect=full))
         assert "No space left" in str(setup.reader.obstacle("holder", "numpy", np.dtype("f8")))
         with pytest.raises(TransferError, match=r"no memory to share: .* No space left"):
             PackedConformance().read(setup, "block", array, ((0, 3), (0, 4)))
@@ -262,17 +245,10 @@ def test_where_memory_is_full_other_ways_are_left(setup, monkeypatch):
 def test_memory_is_not_mapped_for_what_cannot_be_packed(setup, loop):
     setup.put(("x-1", 0, 0), np.ones((6, 10)))
     segment = Segment.make(4096)
+    blocks, where = [(("x-1", 0, 0), (6, 10))], tuple(segment.name)
+    request = {"blocks": blocks, "parts": [(0, WHOLE)], "where": where, **FLOAT64}
     for change in ({"dtype": "float32 <f4"}, {"blocks": [("other", (6, 10))]}, {"item_bytes": 4}):
-        request = {
-            "blocks": [(("x-1", 0, 0), (6, 10))],
-            "parts": [(0, WHOLE)],
-            "wait_s": 20,
-            "dtype": "float64 <f8",
-            "item_bytes": 8,
-            "where": tuple(segment.name),
-            **change,
-        }
-        loop.run(setup.host.handlers["p2p_pinned_read"](**request))
+        loop.run(setup.host.handlers["p2p_pinned_read"](**request | change))
     assert usage(setup.serving)["mapped"] == 0
 
 

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 from weakref import ref
 
 import numpy as np
@@ -20,7 +21,7 @@ from dask_p2p.transports.buffers import ByteBudget
 from dask_p2p.transports.ucx import UcxSendBuffer, UcxTransport
 from dask_p2p.transports.ucx_messenger import Message
 from tests.support import BOUND_S
-from tests.transports.conformance import PackedConformance
+from tests.transports.conformance import FLOAT64, PackedConformance
 from tests.transports.loopback import wait_until
 from tests.usage import usage
 
@@ -86,9 +87,7 @@ class TestUcx(PackedConformance):
         wait_until(lambda: not any(usage(setup.reader).values()))
 
     def test_room_is_given_back_whatever_fails(self, setup, block, monkeypatch):
-        def fail(queue):
-            raise RuntimeError("the device is lost")
-
+        fail = Mock(side_effect=RuntimeError("the device is lost"))
         monkeypatch.setattr(HostQueue, "synchronize", fail)
         self.refused(setup, block, "the device is lost")
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
@@ -138,31 +137,21 @@ class TestUcx(PackedConformance):
 
     def test_a_reader_that_nobody_reaches(self, setup, loop, block):
         key, _ = block
-        request = {
-            "blocks": [(key, (6, 10))],
-            "parts": [(0, ((0, 1), (0, 10)))],
-            "dtype": "float64 <f8",
-            "item_bytes": 8,
-            "where": ([1], "nobody", 0),
-            "wait_s": 60.0,
-        }
-        reply = loop.run(setup.host.handlers["p2p_ucx_read"](**request))
+        request = {"blocks": [(key, (6, 10))], "parts": [(0, ((0, 1), (0, 10)))], **FLOAT64}
+        read = setup.host.handlers["p2p_ucx_read"]
+        reply = loop.run(read(**request, where=([1], "nobody", 0)))
         assert reply["status"] == "error"
         assert "nobody" in reply["message"]
         assert usage(setup.serving)["messages"] == 0
 
     def test_a_reader_without_an_address(self, setup, block):
-        async def fail():
-            return {"status": "error", "message": "UCX has not started"}
-
-        setup.reader.worker.handlers["p2p_ucx_peer"] = fail
+        reply = {"status": "error", "message": "UCX has not started"}
+        setup.reader.worker.handlers["p2p_ucx_peer"] = AsyncMock(return_value=reply)
         self.refused(setup, block, "could not send its UCX address: UCX has not")
 
     def test_a_message_that_never_comes(self, setup, block):
-        async def lie(**kwargs):
-            return {"status": "ok", "parts": [{"status": "ok"}]}
-
-        setup.host.handlers["p2p_ucx_read"] = lie
+        reply = {"status": "ok", "parts": [{"status": "ok"}]}
+        setup.host.handlers["p2p_ucx_read"] = AsyncMock(return_value=reply)
         words = r"block .* did not arrive: no message within"
         self.refused(setup, block, words, request_timeout_s=0.2)
 
@@ -202,15 +191,17 @@ class TestUcx(PackedConformance):
         rows = [((i, i + 1), (0, array.shape[1])) for i in range(array.shape[0])]
         return self.open(setup, key, array, *rows, **options)
 
-    def check_rows(self, requests, array):
-        for i, request in enumerate(requests):
-            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
-
     def long_rows(self, setup, count):
         """Make the holder hold rows; return them, and a reading that needs a message for each."""
         array = np.arange(count * 2**14).reshape(count, 2**14)
         setup.put("block", array)
         return array, self.rows(setup, "block", array, part_bytes=2**17)
+
+    def read_long_rows(self, setup):
+        array, remote = self.long_rows(setup, 4)
+        for i, request in enumerate([remote.request() for _ in range(4)]):
+            np.testing.assert_array_equal(request.result(BOUND_S), array[i : i + 1])
+        remote.close()
 
     def test_blocks_that_do_not_go_into_one_message_come_in_several(
         self, setup, blocks, monkeypatch
@@ -255,9 +246,7 @@ class TestUcx(PackedConformance):
             return wait
 
         monkeypatch.setattr(HostQueue, "pack", pack)
-        array, remote = self.long_rows(setup, 4)
-        self.check_rows([remote.request() for _ in range(4)], array)
-        remote.close()
+        self.read_long_rows(setup)
         first = ["queue 0", "queue 1", "make 0", "queue 2", "make 1", "queue 3", "make 2", "make 3"]
         assert events == first
 
@@ -313,9 +302,7 @@ class TestUcx(PackedConformance):
 
     def test_messages_come_where_there_is_room_for_one_alone(self, setup):
         setup.serving.packed = ByteBudget(2**17)
-        array, remote = self.long_rows(setup, 4)
-        self.check_rows([remote.request() for _ in range(4)], array)
-        remote.close()
+        self.read_long_rows(setup)
         wait_until(lambda: setup.serving.packed.reserved_bytes == 0)
         assert setup.host.calls.count("p2p_ucx_read") == 1
 

@@ -5,15 +5,14 @@ import signal
 import time
 
 import dask
-import dask.array as da
 import numpy as np
 import pytest
 
 import dask_p2p
 from dask_p2p.engine.task import PLUGIN_NAME
+from tests.faults.support import assert_nothing_is_held, expected, source
 from tests.support import BOUND_S, own_client, persisted, spread, tls_client, used
 from tests.transports.clusters import transposed
-from tests.usage import wait_until_unused
 
 
 @pytest.fixture(autouse=True)
@@ -23,15 +22,13 @@ def _prefer_ucx():
 
 
 def test_many_parts_on_and_on(client):
-    x = np.arange(1500 * 1100.0).reshape(1500, 1100)
-    a = da.fromfunction(lambda i, j: i * 1100 + j, shape=x.shape, chunks=(200, 1100), dtype=float)
-    a = spread(client, a)
+    a = spread(client, source((1500, 1100), (200, 1100)))
     for _ in range(3):
         y = persisted(client, dask_p2p.transpose(a))
         assert used(client, y) == {"ucx"}
-        np.testing.assert_array_equal(y.compute(), x.T)
+        np.testing.assert_array_equal(y.compute(), expected((1500, 1100)).T)
         del y
-    wait_until_unused(client)
+    assert_nothing_is_held(client)
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -55,11 +52,9 @@ def test_where_encryption_is_required_ucx_has_to_be_allowed(allowed):
 def test_a_killed_worker(how, moment_s):
     shape = (3000, 1500)
     with own_client(3) as client:
-        a = da.fromfunction(lambda i, j: i * 1500 + j, shape=shape, chunks=(250, 1500), dtype=float)
-        a = spread(client, a)
+        a = spread(client, source(shape, (250, 1500)))
         pid = next(iter(client.run(os.getpid).values()))
         y = client.persist(dask_p2p.transpose(a))
         time.sleep(moment_s)
         os.kill(pid, how)
-        expected = np.arange(3000 * 1500.0).reshape(shape).T
-        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected)
+        np.testing.assert_array_equal(client.compute(y).result(timeout=BOUND_S), expected(shape).T)
