@@ -34,7 +34,7 @@ class Context(Communicator, Transforms):
 
     All ranks must call the same methods in the same order. Otherwise all raise a `SectionError`
     that names both calls. Only ranks that all wait for a message go on waiting: after
-    `p2p.timeouts.request` the log names them and their calls.
+    `p2p.timeouts.request` the log names them and their calls. One thread at a time may call them.
 
     Attributes
     ----------
