@@ -32,6 +32,8 @@ _REMEDIES = {
         "Make one with dask.array.from_delayed of each of x.to_delayed(), and "
         "dask.array.concatenate"
     ),
+    "builtins.dict": "Pass one of its arrays, x[name]",
+    "builtins.tuple": "Pass one of its arrays, x[0]",
     "dask_p2p.Handle": "Pass run.array(x), of the resident gang",
     "pint.Quantity": "Pass x.magnitude, and give the result the units x.units",
 }

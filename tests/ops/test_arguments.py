@@ -84,6 +84,8 @@ def stranger(module, *names):
     ("x", "remedy"),
     [
         *((x, "from_array(x, chunks=...)") for x in (np.ones((2, 2)), [[1]], None)),
+        ({"u": da.ones(3)}, "one of its arrays, x[name]"),
+        ((da.ones(3),), "one of its arrays, x[0]"),
         (dask.delayed(np.ones)(3), "from_delayed(x, shape=..., dtype=...)"),
         (dask.delayed(np.ones(3)), "from_delayed(x, shape=..., dtype=...)"),
         (dask.bag.from_sequence([1, 2]), "from_delayed of each of x.to_delayed()"),
