@@ -259,8 +259,8 @@ class P2PAccessor(Generic[T]):
             the array's coordinates, DataArrays, or values. DataArrays are repeated along dimensions
             that they lack. Values are passed unchanged. A mapping by name if `fields` is one.
         **kwargs
-            Keywords of `dask_p2p.iterate` and of `func`. Frames of ``save=`` have the dimensions
-            and coordinates of the fields, and the names of the parameters.
+            Keywords of `dask_p2p.iterate` and of `func`. Frames of ``save=`` have the dimensions of
+            the fields, their coordinates of numbers and times, and the names of the parameters.
 
         Returns
         -------
