@@ -74,7 +74,7 @@ def potential(ctx, b, cycles):
 
 
 def main(n=32, cycles=8, compare=True):
-    """Run it, and compare it with the same program in NumPy."""
+    """Run it for a power of two, and compare it with NumPy."""
     b = np.zeros((n, n))
     places = np.random.default_rng(0).integers(0, n, (12, 2))
     b[tuple(places.T)] = np.where(np.arange(12) % 2, 1.0, -1.0)
