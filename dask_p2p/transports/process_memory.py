@@ -22,7 +22,6 @@ from functools import cache
 from math import prod
 from secrets import token_bytes
 from typing import Any, NamedTuple, TypeAlias
-from uuid import uuid4
 
 import numpy as np
 
@@ -128,10 +127,8 @@ def read(
     if runs.run_bytes:
         _read_runs(pid, runs.addresses, runs.run_bytes, *_contiguous(memory.ctypes.data, runs))
     array = np.ndarray(runs.shape, dtype, memory.data).transpose(runs.axes)
-    turned: list[Any] = [
-        slice(None, None, -1 if is_backwards else 1) for is_backwards in runs.backwards
-    ]
-    return array[(*turned, ...)]  # an array also without axes
+    slices: Any = [slice(None, None, -1 if is_turned else 1) for is_turned in runs.backwards]
+    return array[(*slices, ...)]  # an array also without axes
 
 
 def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
@@ -141,9 +138,8 @@ def read_into(pid: int, runs: ByteRuns, array: np.ndarray[Any, Any]) -> bool:
     region's shape and dtype.
     """
     local = runs_of(array.ctypes.data, array.shape, array.strides, array.itemsize)
-    if (local.shape, local.axes) != (runs.shape, runs.axes) or any(
-        local.backwards + runs.backwards
-    ):
+    is_turned = any(local.backwards + runs.backwards)
+    if is_turned or (local.shape, local.axes) != (runs.shape, runs.axes):
         return False
     local_addresses, run_bytes_here = local[:2]
     remote_addresses, run_bytes_there = runs[:2]
@@ -246,14 +242,17 @@ def own_token() -> tuple[int, bytes]:
     this one, and trace it. Without Yama the call has no effect.
     """
     _libc().prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)
-    token = _own_token()
+    token = _token()
     return token.ctypes.data, token.tobytes()
 
 
-@cache
-def _own_token() -> np.ndarray[Any, Any]:
+_tokens = dict[int, np.ndarray[Any, Any]]()  # by process, since a fork has the parent's objects
+
+
+def _token() -> np.ndarray[Any, Any]:
     """Return random bytes; a reader that finds them at their address reads the right process."""
-    return np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8)
+    # Of threads that begin at the same time each gets the bytes that stay.
+    return _tokens.setdefault(os.getpid(), np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8))
 
 
 def own_proof() -> bytes:
@@ -285,10 +284,9 @@ logger = logging.getLogger(__name__)
 OnEnd: TypeAlias = Callable[[str], object]
 
 
-@cache
 def own_name() -> str:
     """Return a unique name of this process, for all time."""
-    return f"{os.getpid()}-{uuid4().hex}"
+    return f"{os.getpid()}-{_token().tobytes().hex()}"
 
 
 class Processes:

@@ -23,7 +23,7 @@ from dask_p2p.transports.process_memory import (
     runs_of,
     separation,
 )
-from tests.support import BOUND_S, tune
+from tests.support import BOUND_S, output_of, tune
 from tests.transports.loopback import wait_until
 
 
@@ -145,6 +145,27 @@ def test_what_keeps_processes_from_reading_each_other(changes, code):
 def test_this_process_has_one_name():
     assert own_name() == own_name()
     assert own_name().startswith(f"{os.getpid()}-")
+
+
+TOGETHER = """
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dask_p2p.transports import process_memory
+
+def random_bytes(count):
+    time.sleep(0.1)  # until all threads need them
+    return real(count)
+
+real, process_memory.token_bytes = process_memory.token_bytes, random_bytes
+with ThreadPoolExecutor(4) as threads:
+    proofs = {*threads.map(lambda _: process_memory.own_proof(), range(4))}
+print(len(proofs), all(map(process_memory.readable_pid, proofs)))
+"""
+
+
+def test_threads_that_begin_together_have_one_token():
+    """Bytes that do not stay would be other ones when a process looks for them."""
+    assert output_of("-c", TOGETHER) == "1 True\n"
 
 
 def test_the_end_of_a_process_is_found_once(sleeper):
