@@ -85,7 +85,7 @@ def test_a_program_writes_figures(name, client, tmp_path, monkeypatch):
     result = json.loads(path.read_text())
     figures = list(figures_in(result.get("rows", result.get("results"))))
     assert figures
-    assert all(math.isfinite(figure) and figure >= 0 for figure in figures)
+    assert all(map(math.isfinite, figures))  # a difference of times may be negative
 
 
 def test_rivals_on_processors(tmp_path):

@@ -184,13 +184,11 @@ class Grid:
         block = self._ctx.device.as_array(a)
         check_kind(self._ctx.device, name, block)
         shape = self.ranks.shape(self._ctx.rank)
-        if block.dtype.hasobject:
-            raise InputError(f"{name}: expected numbers, got Python objects, {block.dtype}.")
-        if block.shape != shape:
+        if block.shape != shape or block.dtype.hasobject:
             raise InputError(
-                f"{name}: expected an array of shape {shape}, as this rank's local block of an "
-                f"array of shape {self.shape}, got {block.dtype} {block.shape}. Use the grid of "
-                f"that array, ctx.grid_of(shape)."
+                f"{name}: expected an array of shape {shape}, of numbers, as this rank's local "
+                f"block of an array of shape {self.shape}, got {block.dtype} {block.shape}. Use "
+                f"the grid of that array, ctx.grid_of(shape)."
             )
         return block
 
