@@ -251,7 +251,7 @@ _tokens = dict[int, np.ndarray[Any, Any]]()  # by process, since a fork has the 
 
 def _token() -> np.ndarray[Any, Any]:
     """Return random bytes; a reader that finds them at their address reads the right process."""
-    # Of threads that begin at the same time each gets the bytes that stay.
+    # Threads that begin at the same time get the same bytes: others would be freed.
     return _tokens.setdefault(os.getpid(), np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8))
 
 

@@ -186,8 +186,8 @@ class Grid:
         shape = self.ranks.shape(self._ctx.rank)
         if block.shape != shape or block.dtype.hasobject:
             raise InputError(
-                f"{name}: expected an array of shape {shape}, of numbers, as this rank's local "
-                f"block of an array of shape {self.shape}, got {block.dtype} {block.shape}. Use "
+                f"{name}: expected an array of shape {shape}, as this rank's local block of an "
+                f"array of numbers of shape {self.shape}, got {block.dtype} {block.shape}. Use "
                 f"the grid of that array, ctx.grid_of(shape)."
             )
         return block

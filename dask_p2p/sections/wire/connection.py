@@ -156,7 +156,7 @@ class Connection:
                     if reply is not None:
                         reply.parts = ()
                         self.post(reply)
-                    self.mailbox.take_slot()  # the peer may have sent the next message by it
+                    self.mailbox.take_slot()  # which may hold the next message
                 elif frame is not None:
                     self.early.append(frame)
                     if text is not None:
