@@ -251,8 +251,9 @@ _tokens = dict[int, np.ndarray[Any, Any]]()  # by process, since a fork has the 
 
 def _token() -> np.ndarray[Any, Any]:
     """Return random bytes; a reader that finds them at their address reads the right process."""
-    # Threads that begin at the same time get the same bytes: others would be freed.
-    return _tokens.setdefault(os.getpid(), np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8))
+    if (pid := os.getpid()) not in _tokens:  # all threads get the same ones: others would be freed
+        _tokens.setdefault(pid, np.frombuffer(token_bytes(TOKEN_BYTES), np.uint8))
+    return _tokens[pid]
 
 
 def own_proof() -> bytes:

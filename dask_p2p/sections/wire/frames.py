@@ -104,9 +104,8 @@ def value_message(
     length = len(description)
     before, inline = _place_description(description)
     if has_address:
-        descriptor = [process_memory.own_proof()]
-        descriptor += [PART.pack(_address(part), len(part)) for part in parts]
-        buffers: list[Any] = [*before, b"".join(descriptor)]
+        addresses = [PART.pack(_address(part), len(part)) for part in parts]
+        buffers: list[Any] = [*before, b"".join([process_memory.own_proof(), *addresses])]
     elif not before and length + sum(map(aligned, map(len, parts))) <= ROOM_BYTES:
         inline = b"".join((description, *pad_parts(parts)))
         buffers = []
