@@ -151,7 +151,6 @@ TOGETHER = """
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dask_p2p.transports import process_memory
-
 def random_bytes(count):
     time.sleep(0.1)  # until all threads need them
     return real(count)

@@ -34,7 +34,7 @@ class Context(Communicator, Transforms):
 
     All ranks must call the same methods in the same order. Otherwise all raise a `SectionError`
     that names both calls. Only ranks that all wait for a message go on waiting: after
-    `p2p.timeouts.request` the log names them and their calls. One thread at a time may call them.
+    `p2p.timeouts.request` the log names them and their calls. One thread at a time calls methods.
 
     Attributes
     ----------
@@ -385,7 +385,7 @@ class Context(Communicator, Transforms):
             while a value of it has not changed on any rank. So do ranks whose loop carries other
             values in local variables, ``t += dt`` or ``series.append(t)``, and the log names them.
             A large array that is changed in place, and read only inside the loop, is taken for
-            scratch memory. If a step needs its values from an earlier one, give it to the state.
+            scratch memory. Give it to the state if its values are those of an earlier step.
         every : int, str or None
             Interval between checkpoints: a number of steps, a time, or None for no checkpoints. A
             checkpoint is kept on the rank's own worker and on another one.
