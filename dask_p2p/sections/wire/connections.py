@@ -91,7 +91,7 @@ class Connections(PointToPoint):
         self.wake()
         self._join()
         self._endpoint.close()
-        for connection in self._connections.values():
+        for connection in (*self._connections.values(), *self._asking):
             connection.close()
         self.lender = None  # which refers to the connections
 

@@ -290,10 +290,11 @@ class Acceptor:
                 if not (part := accepted.recv(missing)):
                     raise ConnectionResetError("closed by the peer")
                 preamble += part
-            peer_token, token = (preamble[at : at + _TOKEN_BYTES] for at in (0, _TOKEN_BYTES))
-            if (rank := self.ranks.get(token.decode("latin"))) is None:  # of another attempt
+            tokens = preamble.decode("latin-1")  # Python opens files for other names of the codec
+            peer_token, token = tokens[:_TOKEN_BYTES], tokens[_TOKEN_BYTES:-1]
+            if (rank := self.ranks.get(token)) is None:  # of another attempt
                 raise ConnectionRefusedError("no rank of this process")
-            rank.take(peer_token.decode("latin"), accepted, preamble.endswith(b"?"))
+            rank.take(peer_token, accepted, preamble.endswith(b"?"))
         except OSError:  # for example, a certificate of another cluster
             accepted.close()
         finally:

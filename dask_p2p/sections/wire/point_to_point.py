@@ -38,6 +38,7 @@ class PointToPoint(ABC):
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._connections: dict[int, Connection] = {}  # by rank
+        self._asking = list[Connection]()  # without a reply of the ranks that they lead to
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
         self._current = CurrentWait(reach.timeout_s)
         self._payloads: dict[int, memoryview] | None = None  # received so far; None: no exchange
@@ -94,16 +95,20 @@ class PointToPoint(ABC):
         return self._connections[rank]
 
     def _is_taken(self, rank: int, connection: Connection) -> bool:
-        """Wait for a lower rank's reply; return whether it takes a connection."""
+        """Wait for a lower rank's reply; return whether it takes a connection.
+
+        After an error the connection stays open, until the rank has reported it: the peer must not
+        report a lost rank first.
+        """
         reply = bytearray(len(TAKEN))
         connection.receiving, connection.has_received = memoryview(reply), False
-        try:
-            while not (connection.send() and connection.fill()):
-                self._poll({rank: connection})
-        finally:
-            if reply != TAKEN:
-                connection.close()
+        self._asking.append(connection)
+        while not (connection.send() and connection.fill()):
+            self._poll({rank: connection})
+        self._asking.remove(connection)
         connection.receiving, connection.has_received = None, True
+        if reply != TAKEN:
+            connection.close()
         return reply == TAKEN
 
     def offer(self, rank: int, arrays: Sequence[Array]) -> bytes | None:

@@ -368,6 +368,25 @@ def test_errors_of_a_peer_keep_no_other_one_out(processes, monkeypatch, number):
         assert gang.run(swap) == [b"abc", b"abc"]
 
 
+def test_a_rank_that_cannot_accept_reports_its_error_before_its_peer_sees_it_leave(
+    processes, monkeypatch
+):
+    """The peer would report a lost rank, and the section would start again without the error."""
+    with Gang(2) as gang:
+        (lower, higher), streams = gang.connections, []
+        monkeypatch.setattr(lower._endpoint, "take", lambda _, stream, asks: streams.append(stream))
+        future = gang.threads.submit(swap, 1, higher)
+        wait_until(lambda: streams)
+        higher._endpoint.fail(OSError(errno.EMFILE, ""))
+        with pytest.raises(SectionError, match="one more open file"):
+            future.result(BOUND_S)
+        streams[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            streams[0].recv(1)
+    with streams[0] as stream:
+        assert is_closed(stream)
+
+
 def test_a_connection_of_another_user_is_closed(processes, monkeypatch):
     with Gang(2) as gang:
         monkeypatch.setattr(endpoint.os, "geteuid", lambda: -1)

@@ -92,7 +92,7 @@ def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path
         if ctx.rank == late:
             threading.Thread(target=take_all, daemon=True).start()
             full.wait(BOUND_S)
-            full_path.mkdir(exist_ok=True)  # needs no file; a lost attempt may have made it
+            full_path.mkdir()  # needs no file; in a second attempt there is one
         wait_until(full_path.exists)
         try:
             for step in range(1, ctx.size):  # a thread that waits in `accept` has one file
