@@ -25,7 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -34,7 +34,7 @@ from uuid import uuid4
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.streams import Bell, Stream, check_files, pair
+from dask_p2p.sections.wire.streams import Bell, Stream, explain_files, pair
 
 _CONNECT_S = 10.0
 _SOCKET_BYTES = 1 << 20  # send buffer in the kernel, if it allows so much
@@ -85,12 +85,10 @@ class Endpoint:
         self._met = set[str]()  # tokens of the ranks that a connection exists to, or soon will
         self._arrived: deque[tuple[str, socket.socket | Stream]] | None = deque()  # None: closed
         self._failure: OSError | None = None  # of the acceptor
-        try:
+        with ExitStack() as stack, explain_files():
+            stack.callback(self.bell.close)
             self._acceptor = Acceptor.add(self, reach)
-        except OSError as exc:
-            self.bell.close()
-            check_files(exc)
-            raise
+            stack.pop_all()
         ucx = "ucx" if reach.uses_ucx else "-"
         #: Address for the connections of other ranks.
         self.text = (
@@ -136,7 +134,7 @@ class Endpoint:
     def _socket_to(self, peer: RankAddress) -> socket.socket:
         kernel, _, user, unix_name, protocol, host, port = peer.endpoint.split()
         reach = self._reach
-        try:
+        with explain_files():
             if kernel == host_of(self.text) and user == _user():
                 return _set_options(_connect_unix(bytes.fromhex(unix_name)), reach.timeout_s)
             if protocol != reach.protocol or protocol == "none":
@@ -147,9 +145,6 @@ class Endpoint:
                 )
             timeout_s = min(_CONNECT_S, reach.timeout_s)
             connected = socket.create_connection((host, int(port)), timeout_s)
-        except OSError as exc:
-            check_files(exc)
-            raise
         _set_options(connected, reach.timeout_s)
         return connected if reach.connecting is None else _with_tls(connected, reach.connecting)
 
@@ -170,11 +165,11 @@ class Endpoint:
     def arrivals(self) -> list[tuple[str, socket.socket | Stream]]:
         """Return the connections that other ranks have made, with the tokens of these ranks.
 
-        Raises `SectionError` if this process cannot accept connections.
+        Raises the error of the acceptor if this process cannot accept connections.
         """
         if self._failure is not None:
-            check_files(self._failure)
-            raise SectionError(f"a rank cannot accept connections: {self._failure}")
+            with explain_files():
+                raise OSError(*self._failure.args)  # whose traceback leads to no other rank
         arrived = self._arrived
         return [arrived.popleft() for _ in range(len(arrived))] if arrived else []
 

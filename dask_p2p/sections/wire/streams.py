@@ -12,8 +12,8 @@ import resource
 import select
 import threading
 from collections import deque
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from math import inf
 from typing import Any
 
@@ -28,11 +28,8 @@ class Bell:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._is_open = True
-        try:
+        with explain_files():
             self._number = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        except OSError as exc:
-            check_files(exc)
-            raise
 
     def fileno(self) -> int:
         return self._number
@@ -164,11 +161,8 @@ def reserve_files(ranks: int, remote_ranks: int) -> None:
     with _raising:
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         soft, hard = (inf if limit == resource.RLIM_INFINITY else limit for limit in limits)
-        try:
+        with explain_files():  # another rank's function may have taken all files
             file_count = len(os.listdir("/proc/self/fd")) + ranks * remote_ranks
-        except OSError as exc:  # another rank's function may have taken all files
-            check_files(exc)
-            raise
         if file_count > hard:
             raise SectionError(
                 f"expected room for {file_count} open files in a worker's process, where {ranks} "
@@ -179,9 +173,14 @@ def reserve_files(ranks: int, remote_ranks: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (int(new_limit), limits[1]))
 
 
-def check_files(exc: OSError) -> None:
-    """Raise `SectionError` if a system error means that too many files are open here."""
-    if exc.errno in _TOO_MANY:
+@contextmanager
+def explain_files() -> Iterator[None]:
+    """Raise `SectionError` in place of a system error that too many files are open here."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in _TOO_MANY:
+            raise
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise SectionError(
             f"expected room for one more open file in a worker's process, got a limit of {soft}: "
