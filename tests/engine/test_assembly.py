@@ -62,12 +62,8 @@ class FakeTransport(Transport):
         return FakeReading(self, requests, self.footprint(options, "numpy"), options)
 
 
-def _result(future, timeout_s, into):
-    return future.result(timeout_s)
-
-
 class FakeReading(Reading):
-    """Notes when each block is opened, and when each region of it is request_counts for."""
+    """Notes when each block is opened, and when each of its regions is requested."""
 
     def __init__(self, transport, requests, flow, options):
         super().__init__(requests, flow)
@@ -87,7 +83,7 @@ class FakeReading(Reading):
                     yield part.mark_failed(error)
                     continue
             future = self.request(request, part.box, error)
-            bring = partial(_result, future)
+            bring = partial(lambda future, timeout_s, _: future.result(timeout_s), future)
             yield part.mark_requested(bring, future.done)
             del bring
             del future

@@ -36,11 +36,6 @@ def on_disk(client):
     return sum(client.run(lambda dask_worker: len(dask_worker.data.disk)).values())
 
 
-def evict_all(dask_worker):
-    while dask_worker.data.memory:
-        dask_worker.data.evict()
-
-
 @pytest.mark.parametrize("transport", ["comm", "cma"])
 @pytest.mark.parametrize("when", ["before the first pull", "in the middle"])
 def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
@@ -50,7 +45,7 @@ def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
     with dask.config.set({"p2p.transports.order": [transport]}):
         y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     gate.wait_until_reached(by=3)
-    client.run(evict_all)
+    client.run(lambda dask_worker: [dask_worker.data.evict() for _ in [*dask_worker.data.memory]])
     assert on_disk(client) >= 3, "the blocks of x"
     gate.open()
     check_transposed(client, y, SHAPE)

@@ -82,12 +82,8 @@ def task_keys(dask_scheduler):
     return {*dask_scheduler.tasks}
 
 
-def mapped_twice(x):
-    return x.map_blocks(np.sin).map_blocks(np.cos)
-
-
 @pytest.mark.parametrize("modes", [("auto", "auto"), ("off", "auto"), ("on", "auto")])
-@pytest.mark.parametrize("make", [mapped_twice, stencils])
+@pytest.mark.parametrize("make", [lambda x: x.map_blocks(np.sin).map_blocks(np.cos), stencils])
 def test_an_array_that_is_persisted_twice_leaves_no_tasks(client, modes, make, caplog):
     """Such as by a cell of a notebook that runs again."""
     y, old_keys = make(array() * 7), client.run_on_scheduler(task_keys)  # of other tests

@@ -86,14 +86,9 @@ def test_plans_of_equal_constants_with_other_bits_differ():
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=12).map(tuple)
 
 
-def block_numbers(sizes):
-    """The number of its block, of each element."""
-    return [block for block, size in enumerate(sizes) for _ in range(size)]
-
-
 def moved(sizes, size):
     """The number of elements that leave the block that most elements of their chunk come from."""
-    elements = block_numbers(sizes)
+    elements = [block for block, block_size in enumerate(sizes) for _ in range(block_size)]
     chunks = [elements[i : i + size] for i in range(0, len(elements), size)]
     return sum(len(chunk) - max(map(chunk.count, chunk)) for chunk in chunks)
 

@@ -314,10 +314,6 @@ async def _one(closes):
     return memory, output
 
 
-def dropped_bytes(dask_worker):
-    return dask_worker.dropped
-
-
 def idle_bytes(dask_worker):
     return dask_worker.plugins[PLUGIN_NAME].context.outputs.idle_bytes
 
@@ -340,7 +336,7 @@ def test_workers_give_the_memory_back():
         some = client.compute(y[::97, ::89]).result(timeout=BOUND_S)
         np.testing.assert_array_equal(some, expected(shape).T[::97, ::89])
         del y
-        wait_until(lambda: any(map(sum, client.run(dropped_bytes).values())))
+        wait_until(lambda: any(client.run(lambda dask_worker: sum(dask_worker.dropped)).values()))
         wait_until(lambda: not any(client.run(idle_bytes).values()), BOUND_S)
 
 
