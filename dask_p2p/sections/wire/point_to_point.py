@@ -38,7 +38,7 @@ class PointToPoint(ABC):
 
     def __init__(self, reach: Reach) -> None:  # how its worker and other hosts reach each other
         self._connections: dict[int, Connection] = {}  # by rank
-        self._asking = list[Connection]()  # without a reply of the ranks that they lead to
+        self._asking = list[Connection]()  # without a reply: they close after an error is reported
         self._waiting = set[int]()  # ranks with messages of the current exchange in transit
         self._current = CurrentWait(reach.timeout_s)
         self._payloads: dict[int, memoryview] | None = None  # received so far; None: no exchange
@@ -95,11 +95,7 @@ class PointToPoint(ABC):
         return self._connections[rank]
 
     def _is_taken(self, rank: int, connection: Connection) -> bool:
-        """Wait for a lower rank's reply; return whether it takes a connection.
-
-        After an error the connection stays open, until the rank has reported it: the peer must not
-        report a lost rank first.
-        """
+        """Wait for a lower rank's reply; return whether it takes a connection."""
         reply = bytearray(len(TAKEN))
         connection.receiving, connection.has_received = memoryview(reply), False
         self._asking.append(connection)

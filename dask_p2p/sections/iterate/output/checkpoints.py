@@ -16,6 +16,7 @@ files and folders belong to users, and stay.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import secrets
@@ -61,6 +62,7 @@ from dask_p2p.types import Array
 #: Attributes of the group of a checkpoint.
 _ATTRIBUTES = {"format": "dask_p2p checkpoint 3"}
 _METADATA = "zarr.json", ".zattrs"  # files with these attributes
+_LACKS = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE}  # no other run causes these
 _COMPLETE, _INCOMPLETE = ".complete", ".incomplete"
 _STEP_NAME = re.compile(rf"step-(\d{{12}})({_COMPLETE}|{_INCOMPLETE}|)")
 _RUN_NAME = re.compile(r"dask_p2p-run-[0-9a-f]{16}")
@@ -153,7 +155,8 @@ class CheckpointFiles:
                         f"expected no folder at {folder}, got one that dask_p2p has not written. "
                         f"Move it, or give another path."
                     )
-                self._remove(step, last=False)
+                self._remove(step)
+                self._of_step(step, _INCOMPLETE).touch()  # before there is a folder
                 dtypes = (value.array.dtype for value in values.values())
                 group = create_group(folder, dtypes, _ATTRIBUTES)
                 chunks = store_chunks(ctx.grid_of().ranks.chunks)
@@ -365,14 +368,14 @@ class CheckpointFiles:
         for step in {*steps} - {*older[-self._spec.keep :]}:
             self._remove(step)
 
-    def _remove(self, step: int, last: bool = True) -> None:
+    def _remove(self, step: int) -> None:
         """Remove a checkpoint; in each moment a file shows that this package wrote it."""
         incomplete = self._of_step(step, _INCOMPLETE)
         with suppress(OSError):  # on a full disk
             incomplete.touch()
         self._of_step(step, _COMPLETE).remove()
         self._of_step(step).remove()
-        if last and not self._of_step(step).exists():
+        if not self._of_step(step).exists():
             incomplete.remove()
 
     def _check_run(self) -> None:
@@ -385,8 +388,9 @@ class CheckpointFiles:
         try:
             with explain_errors(folder):
                 yield
-        except Exception:
-            self._check_run()
+        except Exception as exc:
+            if getattr(exc.__cause__, "errno", None) not in _LACKS:
+                self._check_run()
             raise
 
     def _warn(self, text: str) -> None:

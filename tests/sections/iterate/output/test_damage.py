@@ -5,6 +5,7 @@ import errno
 import os
 import random
 import re
+import resource
 import shutil
 import warnings
 from pathlib import Path
@@ -195,6 +196,39 @@ def test_room_is_made_at_the_start(tmp_path, program, monkeypatch):
     monkeypatch.setattr(zarr.storage.LocalStore, "set", full)
     program(tmp_path, 60, keep=1)
     assert sorted(names) == [f"step-{50:012}", f"step-{60:012}"]
+
+
+def test_a_full_disk_is_named_though_the_first_rank_has_ended(tmp_path, monkeypatch):
+    """That rank has seen it, too, and has removed the file of the run."""
+
+    async def full(self, key, value):
+        for file in tmp_path.glob("dask_p2p-run-*"):
+            file.unlink()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(zarr.storage.LocalStore, "set", full)
+    with pytest.raises(FileError, match="No space left"):
+        by_iterate(tmp_path, 10)
+
+
+def test_a_run_goes_on_after_one_that_could_open_no_file(tmp_path):
+    """A checkpoint begins with a file that marks its folder; others are a user's."""
+    limits, once = resource.getrlimit(resource.RLIMIT_NOFILE), tmp_path / "once"
+
+    def keep(u, at):
+        if at.step == 3 and not once.exists():
+            once.mkdir()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+        return {"u": u}
+
+    fields = {"u": da.from_array(U, chunks=100)}
+    y = iterate(keep, fields, 0, 4, checkpoint=Checkpoint(tmp_path, 2))["u"]
+    try:
+        with pytest.raises(FileError, match="Too many open files"):
+            y.compute(scheduler="sync")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert np.array_equal(y.compute(scheduler="sync"), U)
 
 
 @pytest.mark.parametrize("program", [by_iterate, by_steps])
