@@ -194,12 +194,11 @@ def halted(client, worker):
 
 def count_resources(client):
     """Resources that transfers hold on each worker; a worker that leaves need not answer."""
-    replies = client.run(_count_resources, on_error="return")
+    replies = client.run(
+        lambda dask_worker: usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context),
+        on_error="return",
+    )
     return {worker: counts for worker, counts in replies.items() if not isinstance(counts, OSError)}
-
-
-def _count_resources(dask_worker):
-    return usage_of_worker(dask_worker.plugins[PLUGIN_NAME].context)
 
 
 def assert_nothing_is_held(client):
@@ -214,11 +213,10 @@ def forget(client, future):
 
 
 def wait_until_forgotten(client):
-    wait_until(lambda: not client.run_on_scheduler(_has_transpose), BOUND_S)
+    def keys(dask_scheduler):
+        return str([*dask_scheduler.tasks])
 
-
-def _has_transpose(dask_scheduler):
-    return any("p2p-transpose" in str(key) for key in dask_scheduler.tasks)
+    wait_until(lambda: "p2p-transpose" not in client.run_on_scheduler(keys), BOUND_S)
 
 
 def attempts(dask_worker):

@@ -1,8 +1,6 @@
 """The number of files that ranks need, and the errors where the system allows fewer."""
 
 import resource
-import threading
-from contextlib import ExitStack, suppress
 
 import dask.array as da
 import numpy as np
@@ -12,7 +10,7 @@ from dask_p2p import iterate, spmd
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire.streams import reserve_files
 from tests.sections.support import nothing_is_left
-from tests.support import BOUND_S, mostly_slow, restart, result_of
+from tests.support import mostly_slow, restart, result_of
 from tests.transports.loopback import wait_until
 
 CLUSTER = {"n_workers": 2, "threads_per_worker": 1}
@@ -75,45 +73,32 @@ def test_a_need_beyond_the_hard_limit_is_refused_before_the_start(client, limite
 @pytest.mark.parametrize("late", mostly_slow([0, 3], [3]))
 def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path, late):
     """The process without free files connects, or accepts a connection."""
-    full_path = tmp_path / "full"
 
     def function(ctx, x):
-        held, full, ends = [], threading.Event(), threading.Event()
-
-        def take_all():
-            """Also files that other threads close meanwhile."""
-            while not ends.is_set():
-                try:
-                    held.append(open("/dev/null"))  # noqa: SIM115
-                except OSError:
-                    full.set()
-                    ends.wait(1e-4)
-
         if ctx.rank == late:
-            threading.Thread(target=take_all, daemon=True).start()
-            full.wait(BOUND_S)
-            full_path.mkdir()  # needs no file; in a second attempt there is one
-        wait_until(full_path.exists)
+            limit(0, 400)  # as if the function had opened 400 files
+            (tmp_path / "full").mkdir()  # fails in a second attempt
+        wait_until((tmp_path / "full").exists)
         try:
             for step in range(1, ctx.size):  # a thread that waits in `accept` has one file
                 ctx.sendrecv(1.0, (ctx.rank + step) % ctx.size, (ctx.rank - step) % ctx.size)
             return x
         finally:
-            ends.set()
+            limit(400, 400)
 
     limited(400, 400)
-    with pytest.raises(SectionError, match=r"one more open file .*got a limit of 400"):
+    with pytest.raises(SectionError, match="one more open file"):
         spmd(function, da.zeros(4, chunks=1), ranks=4).compute()
 
 
 def test_a_rank_that_starts_where_another_has_taken_all_files_says_so(client, limited):
     def start_late():
-        with ExitStack() as files:
-            with suppress(OSError):
-                while True:
-                    files.enter_context(open("/dev/null"))
+        limit(0, 400)
+        try:
             with pytest.raises(SectionError, match="one more open file"):
                 reserve_files(ranks=2, remote_ranks=2)
+        finally:
+            limit(400, 400)
 
     limited(400, 400)
     client.run(start_late)
