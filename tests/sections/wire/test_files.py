@@ -76,7 +76,7 @@ def test_files_that_the_function_takes_end_the_section(client, limited, tmp_path
 
     def function(ctx, x):
         if ctx.rank == late:
-            limit(0, 400)  # as if the function had opened 400 files
+            limit(8, 400)  # as if the function had opened 400 files: the first ones are in use
             (tmp_path / "full").mkdir()  # fails in a second attempt
         wait_until((tmp_path / "full").exists)
         try:
