@@ -45,7 +45,7 @@ def test_blocks_go_to_disk_while_they_are_read(client, gate, when, transport):
     with dask.config.set({"p2p.transports.order": [transport]}):
         y = one_block_each(client, dask_p2p.transpose(x), addresses(client))
     gate.wait_until_reached(by=3)
-    client.run(lambda dask_worker: [dask_worker.data.evict() for _ in [*dask_worker.data.memory]])
+    client.run(lambda dask_worker: dask_worker.data.fast.evict_until_below_target(0))
     assert on_disk(client) >= 3, "the blocks of x"
     gate.open()
     check_transposed(client, y, SHAPE)

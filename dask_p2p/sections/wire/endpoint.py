@@ -34,7 +34,7 @@ from uuid import uuid4
 from dask_p2p.backends.host import kernel_and_namespace
 from dask_p2p.errors import SectionError
 from dask_p2p.sections.wire.connection import Connection
-from dask_p2p.sections.wire.streams import Bell, Stream, explain_files, pair
+from dask_p2p.sections.wire.streams import Bell, Stream, check_files, explain_files, pair
 
 _CONNECT_S = 10.0
 _SOCKET_BYTES = 1 << 20  # send buffer in the kernel, if it allows so much
@@ -165,11 +165,11 @@ class Endpoint:
     def arrivals(self) -> list[tuple[str, socket.socket | Stream]]:
         """Return the connections that other ranks have made, with the tokens of these ranks.
 
-        Raises the error of the acceptor if this process cannot accept connections.
+        Raises `SectionError` if this process cannot accept connections.
         """
         if self._failure is not None:
-            with explain_files():
-                raise OSError(*self._failure.args)  # whose traceback leads to no other rank
+            check_files(self._failure)
+            raise SectionError(f"a rank cannot accept connections: {self._failure}")
         arrived = self._arrived
         return [arrived.popleft() for _ in range(len(arrived))] if arrived else []
 
@@ -211,20 +211,17 @@ class Acceptor:
     def __init__(self, reach: Reach) -> None:
         self.ranks: dict[str, Endpoint] = {}  # by token
         self._key, self._is_closed = (reach.host, reach.listening), False
-        self._listeners = [socket.socket(socket.AF_UNIX)]
-        try:
-            (unix,) = self._listeners
+        with ExitStack() as stack:
+            unix = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._listeners = [unix]
             unix.bind("")  # a name from the kernel: no file, and gone with the process
             self.unix_name, self.port = unix.getsockname(), 0
             if reach.host:
-                self._listeners.append(_bound(reach.host))
+                self._listeners.append(stack.enter_context(_bound(reach.host)))
                 self.port = self._listeners[1].getsockname()[1]
             for listener in self._listeners:
                 listener.listen(_QUEUED)
-        except BaseException:
-            for listener in self._listeners:
-                listener.close()
-            raise
+            stack.pop_all()
         for listener in self._listeners:
             is_local = listener.family == socket.AF_UNIX
             _start_thread(self._accept, listener, None if is_local else reach.listening)
@@ -349,17 +346,15 @@ def _set_options(peer_socket: socket.socket, timeout_s: float) -> socket.socket:
 
 
 def _connect_unix(name: bytes) -> socket.socket:
-    client_socket = socket.socket(socket.AF_UNIX)
-    try:
+    with ExitStack() as stack:
+        client_socket = stack.enter_context(socket.socket(socket.AF_UNIX))
         # Longest wait of the kernel for a listener with a full queue.
         wait = _TIMEVAL.pack(int(_CONNECT_S), 0)
         client_socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
         client_socket.connect(name)
         if not is_of_this_user(client_socket):
             raise ConnectionRefusedError("another user's process listens in place of the rank")
-    except BaseException:
-        client_socket.close()
-        raise
+        stack.pop_all()
     return client_socket
 
 

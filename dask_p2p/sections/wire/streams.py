@@ -175,12 +175,17 @@ def reserve_files(ranks: int, remote_ranks: int) -> None:
 
 @contextmanager
 def explain_files() -> Iterator[None]:
-    """Raise `SectionError` in place of a system error that too many files are open here."""
+    """Call `check_files` for system errors."""
     try:
         yield
     except OSError as exc:
-        if exc.errno not in _TOO_MANY:
-            raise
+        check_files(exc)
+        raise
+
+
+def check_files(exc: OSError) -> None:
+    """Raise `SectionError` if a system error means that too many files are open here."""
+    if exc.errno in _TOO_MANY:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         raise SectionError(
             f"expected room for one more open file in a worker's process, got a limit of {soft}: "
